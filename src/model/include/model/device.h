@@ -1,0 +1,70 @@
+// A compute device behind ggml's backend interface: cpu, cuda:N, rpc:HOST:PORT.
+#pragma once
+
+#include <ggml-backend.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hcache::model {
+
+struct DeviceInfo {
+  std::string name;         // as --device takes it: "cpu", "cuda:0", "rpc:127.0.0.1:50052"
+  std::string description;  // as the backend describes itself
+  size_t memory_free = 0;   // bytes; 0 where unknown
+  size_t memory_total = 0;  // bytes; 0 where unknown
+};
+
+// Owns two backend instances of one device: two queues (CUDA streams). On devices whose queue is
+// synchronous (CPU, RPC) both calls complete before they return.
+//
+// Threading: compute() belongs to one thread (the engine's); copy() may be used by one other
+// thread at a time where the backend is thread safe (CUDA); on CPU it is not used by others.
+class Device {
+ public:
+  // Opens the device `name`. n_threads applies to the CPU only; 0 means every core the process may
+  // run on. kNotFound names the devices that exist.
+  static Result<std::unique_ptr<Device>> open(const std::string& name, int n_threads);
+  // Every device this build can see (rpc servers are not discovered).
+  static std::vector<DeviceInfo> list();
+
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] std::string description() const;
+  [[nodiscard]] int n_threads() const { return n_threads_; }
+  // Applies to graphs computed from now on; CPU only, ignored elsewhere.
+  void set_n_threads(int n_threads);
+
+  [[nodiscard]] bool is_cpu() const { return is_cpu_; }
+  // True when tensor->data of this device's buffers may be read and written by the host directly.
+  [[nodiscard]] bool host_visible() const { return host_visible_; }
+
+  [[nodiscard]] ggml_backend_dev_t dev() const { return dev_; }
+  [[nodiscard]] ggml_backend_t compute() const { return compute_; }
+  [[nodiscard]] ggml_backend_t copy() const { return copy_; }
+  // The device's own memory.
+  [[nodiscard]] ggml_backend_buffer_type_t buffer_type() const;
+  // Host memory the device copies from and to fastest (pinned where the backend has it).
+  [[nodiscard]] ggml_backend_buffer_type_t host_buffer_type() const;
+  // What the kernels of this device depend on, for the state fingerprint and the cost profile:
+  // backend, device description, ggml version, CPU target.
+  [[nodiscard]] std::string kernel_identity() const;
+
+ private:
+  Device() = default;
+  std::string name_;
+  int n_threads_ = 1;
+  bool is_cpu_ = false;
+  bool host_visible_ = false;
+  ggml_backend_dev_t dev_ = nullptr;
+  ggml_backend_t compute_ = nullptr;
+  ggml_backend_t copy_ = nullptr;
+};
+
+}  // namespace hcache::model

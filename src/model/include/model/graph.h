@@ -1,0 +1,39 @@
+// The pieces every decoder layer is made of, built from DecoderSpec and HParams. The engine puts
+// the attention between them; the projector uses attention_input's result (`hidden`) and
+// project_k / project_v alone. Pure graph construction: nothing is computed here.
+//
+// Shapes are ggml's (fastest dimension first); n = rows of the batch.
+#pragma once
+
+#include <ggml.h>
+
+#include "model/model.h"
+
+namespace hcache::model {
+
+// Normed input of the attention block: [n_embd, n]. This is the `hidden` that is saved: the very
+// tensor W_q, W_k and W_v multiply, free of positions in rotary models.
+ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x);
+
+// Q, K as [head_dim, heads, n] after bias, head norm and RoPE; V as [head_dim, n_head_kv, n] after
+// bias. `hidden` is [n_embd, n], F32 or the native activation type of the weight.
+// positions: I32 [n]; unused (may be null) in models without RoPE.
+ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     ggml_tensor* positions);
+ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     ggml_tensor* positions);
+ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden);
+
+// Re-rotates cached K by `deltas` (I32 [n]) positions: k is F32 [head_dim, n_head_kv, n].
+ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
+                           ggml_tensor* deltas);
+
+// Everything after attention: output projection, residual, feed-forward. x is the layer's input
+// [n_embd, n], hidden as above (parallel architectures reuse it), attn [n_embd_q, n].
+ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
+                                ggml_tensor* hidden, ggml_tensor* attn);
+
+// Final norm and output matrix: logits F32 [n_vocab, n].
+ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x);
+
+}  // namespace hcache::model

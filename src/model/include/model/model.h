@@ -1,0 +1,155 @@
+// A decoder model: what its GGUF file says (HParams), how its architecture is wired (DecoderSpec)
+// and where its weights live.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "model/device.h"
+
+namespace hcache::model {
+
+enum class Norm { kRms, kLayer };
+enum class Activation { kSilu, kGelu, kRelu };
+
+// One row per architecture (spec.cc): everything in which architectures differ. A bias or an
+// optional weight is used when the file has it and the row allows it.
+struct DecoderSpec {
+  const char* arch;         // general.architecture
+  Norm norm;                // of every normalisation except the q/k norm, which is always RMS
+  int rope_mode;            // GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX, or -1: none
+  Activation activation;    // of the feed-forward block
+  bool gated_ffn;           // down(act(gate(x)) * up(x)); otherwise down(act(up(x)))
+  bool parallel_attention;  // x + attention(norm(x)) + ffn(norm(x)) (Falcon)
+  bool learned_positions;   // x0 = embedding + position embedding (OPT)
+  bool qk_norm;             // RMS norm over each head of Q and K before RoPE (Qwen3)
+  bool fused_qkv;           // the file holds one attn_qkv matrix: Q rows, then K, then V
+};
+
+// The table of supported architectures.
+std::span<const DecoderSpec> decoder_specs();
+// nullptr for an unknown architecture.
+const DecoderSpec* find_decoder_spec(std::string_view arch);
+
+// The file's numbers. Heads and widths are uniform over the layers.
+struct HParams {
+  std::string arch;
+  std::string name;  // general.name, may be empty
+  int64_t n_vocab = 0;
+  int n_layer = 0;
+  int n_embd = 0;
+  int n_head = 0;
+  int n_head_kv = 0;
+  int head_dim = 0;  // of Q, K and V alike
+  int n_rot = 0;     // dimensions of a head that RoPE turns
+  int n_ff = 0;
+  int n_ctx_train = 0;
+  float norm_eps = 0;
+  float attention_scale = 0;  // what Q.K is multiplied by
+  int position_offset = 0;    // added to a position before the learned table is read (OPT: 2)
+
+  // RoPE (ggml_rope_ext's parameters; YaRN and linear scaling included).
+  float rope_freq_base = 10000.0F;
+  float rope_freq_scale = 1.0F;
+  int rope_n_ctx_orig = 0;
+  float rope_ext_factor = 0.0F;
+  float rope_attn_factor = 1.0F;
+  float rope_beta_fast = 32.0F;
+  float rope_beta_slow = 1.0F;
+
+  [[nodiscard]] int n_embd_q() const { return n_head * head_dim; }
+  [[nodiscard]] int n_embd_kv() const { return n_head_kv * head_dim; }
+};
+
+// y = w x + b. w is ggml's [n_in, n_out]; b (F32) may be null.
+struct Linear {
+  ggml_tensor* w = nullptr;
+  ggml_tensor* b = nullptr;
+};
+struct NormWeights {
+  ggml_tensor* w = nullptr;
+  ggml_tensor* b = nullptr;
+};
+
+struct LayerWeights {
+  NormWeights attn_norm;    // its output is the layer's `hidden` unless attn_norm_2 exists
+  NormWeights attn_norm_2;  // Falcon-40B: normalises attention's input; attn_norm then feeds the ffn
+  NormWeights ffn_norm;     // null in parallel attention
+  NormWeights q_norm, k_norm;
+  Linear q, k, v, o;  // k and v are always in plain buffers (never repacked): they also multiply
+                      // saved hidden states in the native activation type
+  Linear gate, up, down;
+  ggml_tensor* rope_factors = nullptr;  // F32 [n_rot/2], Llama 3's frequency factors
+};
+
+struct Weights {
+  NormWeights output_norm;
+  Linear output;  // shares token_embd's data in tied models
+  std::vector<LayerWeights> layers;
+};
+
+// Progress of a long step in [0, 1]; returning false cancels.
+using Progress = std::function<bool(float)>;
+
+struct LoadOptions {
+  bool use_mmap = true;          // map the file where the device can use host memory
+  bool use_extra_buffers = true; // repacked or tiled weight layouts where they win (as libllama)
+  Progress progress;
+};
+
+// Immutable after load; safe to read from any thread. The Device must outlive it.
+class Model {
+ public:
+  // Reads, validates and places a GGUF file. Every size, offset, type and shape is checked before
+  // use: kDataLoss for a truncated or lying file, kUnimplemented for an unknown architecture or an
+  // unsupported feature (MoE, sliding window, ...), kNotFound for a missing file or tensor; the
+  // message names the file and the key or tensor.
+  static Result<std::unique_ptr<Model>> load(const std::string& path, Device& device,
+                                             const LoadOptions& options = {});
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  [[nodiscard]] const std::string& path() const;
+  [[nodiscard]] const HParams& hparams() const;
+  [[nodiscard]] const DecoderSpec& spec() const;
+  [[nodiscard]] const Weights& weights() const;
+  [[nodiscard]] Device& device() const;
+
+  // The token embeddings (plus nothing: positions are added by learned_position_rows) of `tokens`
+  // as F32 rows of n_embd, looked up on the host: out[i * n_embd + j].
+  // kInvalidArgument names a token outside the vocabulary.
+  Status embed_tokens(std::span<const int32_t> tokens, float* out) const;
+  // Adds the learned position row of positions[i] to out[i]; no-op where the architecture has none.
+  // kOutOfRange when a position lies beyond the table.
+  Status add_learned_positions(std::span<const int32_t> positions, float* out) const;
+
+  // "Q4_1", or "mixed: Q4_K, Q6_K": the weight types of the layers' matrices.
+  [[nodiscard]] std::string type_name() const;
+  // Bytes of all weights.
+  [[nodiscard]] size_t n_bytes() const;
+  // Parameter count.
+  [[nodiscard]] uint64_t n_params() const;
+  // 128-bit digest over the metadata that shapes K and V and over the weights' content, as hex.
+  // The whole file is hashed once; the digest is kept in `cache_dir` keyed by (path, size, mtime,
+  // inode). An empty cache_dir hashes every time.
+  Result<std::string> content_digest(const std::string& cache_dir, const Progress& progress) const;
+
+ private:
+  struct Impl;
+  explicit Model(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// The type in which this backend's matrix product consumes its right-hand side for weights of
+// type `weight` ("native activation type"): F32, F16, BF16, Q8_0, Q8_1 or Q8_K on the CPU.
+ggml_type native_activation_type(const Device& device, ggml_type weight);
+
+}  // namespace hcache::model
