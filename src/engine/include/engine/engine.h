@@ -1,0 +1,217 @@
+// The engine: sequences over one KV arena, and batched steps that mix prefill and decode rows of
+// several sequences. Built on ggml's backend interface only, so it runs on any of its devices.
+//
+// A step is prepared, run layer range by layer range, and committed:
+//
+//   Step step = engine.prepare(items).value();        // arena room, inputs; nothing visible yet
+//   engine.run_layers(step, 0, engine.n_layer());     // may be cut anywhere between layers
+//   Logits logits = engine.finish(step).value();      // sequences grow, logits are read
+//
+// Threading: one thread owns an Engine. The capture sink's publish() is called from that thread.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "model/model.h"
+
+namespace hcache::engine {
+
+class CopyQueue;
+
+using SeqId = int32_t;
+
+// Which attention kernel a step uses; a function of device and KV type alone, never of load.
+enum class AttentionKind {
+  kAuto,  // ours where it applies (CPU, F16 KV), else ggml's
+  kOurs,  // kUnimplemented where it does not apply
+  kGgml,  // ggml's flash attention: with it our logits equal libllama's bit for bit
+};
+
+struct EngineOptions {
+  int64_t arena_tokens = 8192;  // KV cells shared by all sequences
+  ggml_type kv_type = GGML_TYPE_F16;  // F32, F16, BF16 or Q8_0
+  int max_batch_rows = 512;           // most rows (tokens) of one step
+  AttentionKind attention = AttentionKind::kAuto;
+};
+
+// One sequence's rows in a step.
+struct BatchItem {
+  SeqId seq = -1;
+  std::span<const int32_t> tokens;
+  // Position of tokens[0]; -1: append. A smaller position than the sequence's length rewrites rows
+  // that the restorer has reserved (recomputation); the rest of the sequence is left as it is.
+  int64_t first_pos = -1;
+  enum class Output { kNone, kLast, kAll } output = Output::kLast;  // rows whose logits are wanted
+};
+
+// What the capture tap copies of a layer (a mask).
+inline constexpr uint8_t kTapHidden = 1;
+inline constexpr uint8_t kTapKv = 2;
+
+// Where one layer's rows lie in a captured block: row r of the step at offset + r * row_bytes.
+struct CapturedLayer {
+  int64_t hidden_offset = -1;  // -1: not captured
+  int64_t k_offset = -1;
+  int64_t v_offset = -1;
+};
+
+// One sequence's part of a captured step.
+struct CapturedRows {
+  SeqId seq = -1;
+  int64_t first_pos = 0;
+  int first_row = 0;  // within the step
+  int n_rows = 0;
+};
+
+// What a step captured, and how its block is laid out. Valid during publish() only.
+struct StepCapture {
+  std::span<const CapturedLayer> layers;
+  std::span<const CapturedRows> rows;
+  int n_rows = 0;              // of the whole step
+  ggml_type hidden_type = GGML_TYPE_F32;
+  ggml_type kv_type = GGML_TYPE_F16;
+  size_t hidden_row_bytes = 0;
+  size_t kv_row_bytes = 0;     // of K, and of V
+  size_t n_bytes = 0;          // of the block
+};
+
+// Receives captured rows: stage one of the two-stage saving (hcache.txt section 4.2.2).
+class CaptureSink {
+ public:
+  virtual ~CaptureSink() = default;
+  // Host memory for a block of n_bytes that stays valid until publish() or drop() names it;
+  // nullptr when the ring has no room: the step's rows are then not captured (the sink counts it).
+  virtual std::byte* reserve(size_t n_bytes) = 0;
+  // The block is complete: the sink owns it from here and must not block.
+  virtual void publish(std::byte* block, const StepCapture& capture) = 0;
+  // The step failed; the block is returned unused.
+  virtual void drop(std::byte* block) = 0;
+};
+
+struct CaptureOptions {
+  std::vector<uint8_t> layers;  // per layer: kTapHidden | kTapKv; empty or all zero: off
+  // Type in which `hidden` is captured; COUNT: the native activation type (design: lossless).
+  ggml_type hidden_type = GGML_TYPE_COUNT;
+};
+
+// Rows of logits, valid until the engine's next step.
+struct Logits {
+  std::vector<std::span<const float>> rows;  // n_vocab each, in the order of the wanted outputs
+};
+
+// A prepared step; obtained from prepare(), used once.
+class Step {
+ public:
+  Step(Step&&) noexcept;
+  Step& operator=(Step&&) noexcept;
+  ~Step();
+  [[nodiscard]] int n_rows() const;
+
+ private:
+  friend class Engine;
+  struct Impl;
+  explicit Step(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+class Engine {
+ public:
+  // Allocates the arena and the compute buffers. kResourceExhausted names the bytes that were
+  // wanted. The model and its device must outlive the engine. `queue` is for tests: the copy queue
+  // to use instead of the device's own.
+  static Result<std::unique_ptr<Engine>> create(const model::Model& model,
+                                                const EngineOptions& options,
+                                                std::unique_ptr<CopyQueue> queue = nullptr);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  [[nodiscard]] const model::Model& model() const;
+  [[nodiscard]] const EngineOptions& options() const;
+  [[nodiscard]] int n_layer() const;
+  [[nodiscard]] bool uses_own_attention() const;
+
+  // --- Sequences ---------------------------------------------------------------------------
+  Result<SeqId> create_sequence();
+  // A new sequence with a copy of the first n_tokens rows of `src`.
+  Result<SeqId> fork_sequence(SeqId src, int64_t n_tokens);
+  // Keeps the first n_tokens rows.
+  Status trim_sequence(SeqId seq, int64_t n_tokens);
+  // Removes rows [from, to); the rows behind them move down and their K is re-rotated.
+  // kUnimplemented with learned positions.
+  Status erase_range(SeqId seq, int64_t from, int64_t to);
+  Status release_sequence(SeqId seq);
+  // Reserves rows up to length n_tokens without content, for the restorer to fill. The rows count
+  // as the sequence's from here on. kResourceExhausted when the arena has no room.
+  Status reserve_rows(SeqId seq, int64_t n_tokens);
+  [[nodiscard]] int64_t length(SeqId seq) const;
+  [[nodiscard]] int64_t arena_free_cells() const;
+
+  // --- Steps -------------------------------------------------------------------------------
+  // Validates the batch and makes room. kInvalidArgument names the bad item; kOutOfRange when a
+  // sequence would pass the model's context; kResourceExhausted when the arena is full (nothing
+  // has changed then).
+  Result<Step> prepare(std::span<const BatchItem> items);
+  // Runs layers [begin, end) of the step; ranges must follow each other from 0.
+  Status run_layers(Step& step, int begin, int end);
+  // For recomputation of a layer prefix: after run_layers(step, 0, layer), computes and stores only
+  // K and V of `layer`, and ends the step (no logits).
+  Status finish_with_kv(Step& step, int layer);
+  // Ends the step after its last layer: sequences grow, captured rows go to the sink, logits are
+  // copied to the host.
+  Result<Logits> finish(Step& step);
+  // prepare + all layers + finish.
+  Result<Logits> decode(std::span<const BatchItem> items);
+
+  // --- Capture -----------------------------------------------------------------------------
+  // From the next step on. The sink must outlive its use; nullptr switches the tap off.
+  Status set_capture(CaptureSink* sink, const CaptureOptions& options);
+  // The type `hidden` is saved in unless overridden.
+  [[nodiscard]] ggml_type native_hidden_type() const;
+  // True when hidden rows of `type` can be projected on this device (checked by a round trip when
+  // first asked).
+  bool can_project(ggml_type type);
+  [[nodiscard]] size_t kv_row_bytes() const;  // one token's K of one layer, and V's
+  [[nodiscard]] size_t hidden_row_bytes(ggml_type type) const;
+
+  // --- Restoration (used through state's Projector) -----------------------------------------
+  // A ticket stands for host memory the engine may still be reading. Tickets are totally ordered.
+  using Ticket = uint64_t;
+  // Copies saved K and V rows (n_rows x kv_row_bytes() each, exactly as the arena holds them) to
+  // rows [first_pos, first_pos + n_rows) of a layer.
+  Result<Ticket> load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, const std::byte* k,
+                         const std::byte* v);
+  // Stages hidden rows for a projection; row_in_slice counts from the slice's first row. A slice has
+  // at most max_batch_rows rows; rows may be staged in any order and number of calls.
+  Result<Ticket> stage_hidden(int row_in_slice, int n_rows, ggml_type type, const std::byte* rows);
+  // Projects the staged rows to K and V of `layer` at [first_pos, first_pos + n_rows) and opens the
+  // next slice. Ordered behind the staging copies and before every later step.
+  Status project_staged(SeqId seq, int layer, int64_t first_pos, int n_rows, ggml_type type);
+  // Blocks until the host memory of `ticket` (and of all before it) is no longer read.
+  Status wait(Ticket ticket);
+  // True when wait(ticket) would not block.
+  [[nodiscard]] bool done(Ticket ticket) const;
+  // Blocks until everything enqueued is complete.
+  Status synchronize();
+
+  // --- Inspection ----------------------------------------------------------------------------
+  // Reads rows of the arena: K and V of a layer, n_rows x kv_row_bytes() each.
+  Status read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std::byte* k, std::byte* v);
+  // Bytes of the arena and of the compute buffers on the device.
+  [[nodiscard]] size_t device_bytes() const;
+
+ private:
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hcache::engine

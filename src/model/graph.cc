@@ -1,0 +1,120 @@
+#include "model/graph.h"
+
+#include <cmath>
+
+namespace hcache::model {
+namespace {
+
+ggml_tensor* apply_norm(ggml_context* ctx, const Model& model, Norm kind, const NormWeights& norm,
+                        ggml_tensor* x) {
+  const float eps = model.hparams().norm_eps;
+  ggml_tensor* y = kind == Norm::kRms ? ggml_rms_norm(ctx, x, eps) : ggml_norm(ctx, x, eps);
+  if (norm.w != nullptr) y = ggml_mul(ctx, y, norm.w);
+  if (norm.b != nullptr) y = ggml_add(ctx, y, norm.b);
+  return y;
+}
+
+ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* x) {
+  ggml_tensor* y = ggml_mul_mat(ctx, linear.w, x);
+  if (linear.b != nullptr) y = ggml_add(ctx, y, linear.b);
+  return y;
+}
+
+ggml_tensor* apply_rope(ggml_context* ctx, const Model& model, int layer, ggml_tensor* heads,
+                        ggml_tensor* positions, float magnitude) {
+  const HParams& hp = model.hparams();
+  if (model.spec().rope_mode < 0) return heads;
+  return ggml_rope_ext(ctx, heads, positions, model.weights().layers[layer].rope_factors, hp.n_rot,
+                       model.spec().rope_mode, hp.rope_n_ctx_orig, hp.rope_freq_base,
+                       hp.rope_freq_scale, hp.rope_ext_factor, magnitude,
+                       hp.rope_beta_fast, hp.rope_beta_slow);
+}
+
+// One of Q or K: projection, head norm, RoPE.
+ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int layer,
+                                 ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
+                                 const NormWeights& head_norm, int n_head) {
+  ggml_tensor* heads = ggml_reshape_3d(ctx, apply_linear(ctx, linear, hidden),
+                                       model.hparams().head_dim, n_head, hidden->ne[1]);
+  if (model.spec().qk_norm) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
+  return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
+}
+
+}  // namespace
+
+ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x) {
+  const LayerWeights& w = model.weights().layers[layer];
+  const NormWeights& norm = w.attn_norm_2.w != nullptr ? w.attn_norm_2 : w.attn_norm;
+  return apply_norm(ctx, model, model.spec().norm, norm, x);
+}
+
+ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     ggml_tensor* positions) {
+  const LayerWeights& w = model.weights().layers[layer];
+  return build_rotated_heads(ctx, model, layer, hidden, positions, w.q, w.q_norm,
+                             model.hparams().n_head);
+}
+
+ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     ggml_tensor* positions) {
+  const LayerWeights& w = model.weights().layers[layer];
+  return build_rotated_heads(ctx, model, layer, hidden, positions, w.k, w.k_norm,
+                             model.hparams().n_head_kv);
+}
+
+ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden) {
+  const HParams& hp = model.hparams();
+  return ggml_reshape_3d(ctx, apply_linear(ctx, model.weights().layers[layer].v, hidden),
+                         hp.head_dim, hp.n_head_kv, hidden->ne[1]);
+}
+
+ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
+                           ggml_tensor* deltas) {
+  // K already carries YaRN's magnitude. ggml multiplies the factor by 1 + 0.1 ln(1/scale) whenever
+  // the extrapolation mix is on, so its inverse makes this a pure rotation.
+  const HParams& hp = model.hparams();
+  const float magnitude = hp.rope_ext_factor == 0.0F
+                              ? 1.0F
+                              : 1.0F / (1.0F + 0.1F * std::log(1.0F / hp.rope_freq_scale));
+  return apply_rope(ctx, model, layer, k, deltas, magnitude);
+}
+
+ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
+                                ggml_tensor* hidden, ggml_tensor* attn) {
+  const LayerWeights& w = model.weights().layers[layer];
+  const DecoderSpec& spec = model.spec();
+
+  ggml_tensor* attn_out = apply_linear(ctx, w.o, attn);
+  ggml_tensor* residual = nullptr;
+  ggml_tensor* ffn_in = nullptr;
+  if (spec.parallel_attention) {
+    residual = attn_out;
+    ffn_in = w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, spec.norm, w.attn_norm, x) : hidden;
+  } else {
+    residual = ggml_add(ctx, attn_out, x);
+    ffn_in = apply_norm(ctx, model, spec.norm, w.ffn_norm, residual);
+  }
+
+  ggml_tensor* up = apply_linear(ctx, w.up, ffn_in);
+  ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, w.gate, ffn_in) : up;
+  switch (spec.activation) {
+    case Activation::kSilu:
+      act = spec.gated_ffn ? ggml_swiglu_split(ctx, act, up) : ggml_silu(ctx, act);
+      break;
+    case Activation::kGelu:
+      act = spec.gated_ffn ? ggml_geglu_split(ctx, act, up) : ggml_gelu(ctx, act);
+      break;
+    case Activation::kRelu:
+      act = spec.gated_ffn ? ggml_reglu_split(ctx, act, up) : ggml_relu(ctx, act);
+      break;
+  }
+  ggml_tensor* y = ggml_add(ctx, apply_linear(ctx, w.down, act), residual);
+  return spec.parallel_attention ? ggml_add(ctx, y, x) : y;
+}
+
+ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x) {
+  const Weights& w = model.weights();
+  return apply_linear(ctx, w.output, apply_norm(ctx, model, model.spec().norm, w.output_norm, x));
+}
+
+}  // namespace hcache::model
