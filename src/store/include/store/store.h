@@ -1,0 +1,389 @@
+// The chunk store: saved state of token chains on local disks, checked on every read.
+//
+// What is stored. A chain of tokens is cut into chunks of kChunkTokens (the last may be shorter: a
+// tail chunk). A chunk has pages: one layer's state for its tokens in one encoding; a layer may
+// have pages in several encodings or in none. Tokens are always kept. docs/format.md has the bytes.
+//
+// The cache contract, on one page:
+//   match    finds the longest stored chain for some tokens, down to the token, and pins it;
+//   pin      a ChunkRef pins its chunk while it (or a copy) lives: a pinned chunk is not evicted;
+//   put      makes chunks durable: data first, then one catalog transaction, all or nothing;
+//   evict    happens inside put when a quota asks for it: least recently used, leaf first, never
+//            pinned; freed disk blocks go back to the file system at once;
+//   check_integrity  proves the invariants (tests call it after everything they do).
+// Nothing that is read is trusted: catalog rows and pages carry checksums, tokens are compared. A
+// failed check is data_loss with the place, and the caller recomputes.
+//
+// Processes. One process writes; a second writer gets failed_precondition naming the directory and
+// the process. Any number may open the store read-only meanwhile. What a reader process has pinned
+// the writer may still evict; its pages then fail with unavailable, never with wrong bytes.
+//
+// Crashes. After a crash or power cut at any point each put has happened wholly or not at all, and
+// every put that returned ok has happened.
+//
+// Threading: Store may be used from any thread; put, remove, gc and close take turns, match and
+// reads never wait for a put's I/O. Other types state their own rule. Everything that a Store gives
+// out (ChunkRef, PageReader) must be gone before the Store is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/env.h"
+#include "base/ids.h"
+#include "base/status.h"
+
+namespace hcache::store {
+
+// Tokens of a full chunk.
+inline constexpr std::uint32_t kChunkTokens = 64;
+// Pages that a reader hands out start at a multiple of this, in bytes.
+inline constexpr std::size_t kPageAlignment = 64;
+
+// How a page holds its layer's state. Numbers are on disk: frozen.
+enum class Encoding : std::uint8_t {
+  kHiddenF32 = 1,
+  kHiddenF16 = 2,
+  kHiddenBf16 = 3,
+  kHiddenQ8_0 = 4,
+  kHiddenQ8_1 = 5,
+  kHiddenQ8_K = 6,
+  // All K rows, then all V rows, exactly as the arena holds them. Types in ChunkInfo.
+  kKv = 16,
+};
+
+// Element types of K and V rows. Numbers are on disk: frozen.
+enum class ElementType : std::uint8_t {
+  kNone = 0,
+  kF32 = 1,
+  kF16 = 2,
+  kBf16 = 3,
+  kQ8_0 = 4,
+  kQ8_1 = 5,
+  kQ8_K = 6,
+};
+
+[[nodiscard]] std::string_view encoding_name(Encoding encoding);  // "hidden-q8_1", "kv"
+[[nodiscard]] std::string_view element_type_name(ElementType type);
+[[nodiscard]] inline bool is_hidden(Encoding e) { return e != Encoding::kKv; }
+
+struct PageInfo {
+  std::uint16_t layer = 0;
+  Encoding encoding = Encoding::kKv;
+  std::uint32_t bytes = 0;  // a multiple of the chunk's number of tokens
+};
+
+// What the catalog knows of a chunk. Immutable snapshot.
+struct ChunkInfo {
+  ChunkId id;
+  ChunkId parent;  // zero: first of its chain
+  Fingerprint fingerprint;
+  SaltId salt;
+  std::uint64_t first_position = 0;  // of tokens[0] when it was saved
+  std::vector<std::int32_t> tokens;  // 1 … kChunkTokens
+  ElementType k_type = ElementType::kNone;  // of kKv pages
+  ElementType v_type = ElementType::kNone;
+  std::vector<PageInfo> pages;  // sorted by (layer, encoding)
+
+  [[nodiscard]] const PageInfo* find_page(std::uint16_t layer, Encoding encoding) const;
+};
+
+// A pinned chunk. Copies share the pin. Threading: as a shared_ptr. Must not outlive the Store.
+class ChunkRef {
+ public:
+  ChunkRef() = default;
+  [[nodiscard]] explicit operator bool() const { return pin_ != nullptr; }
+  [[nodiscard]] const ChunkInfo& info() const { return *info_; }
+
+ private:
+  friend class StoreImpl;
+  std::shared_ptr<const void> pin_;  // unpins on destruction; also holds where the pages lie
+  const ChunkInfo* info_ = nullptr;
+};
+
+struct MatchedChunk {
+  ChunkRef chunk;
+  // Leading tokens of the chunk that equal the wanted ones: all of them except in the last chunk,
+  // whose first rows may be used alone (a page's rows are in order; see Encoding).
+  std::uint32_t usable_rows = 0;
+};
+
+struct Match {
+  std::vector<MatchedChunk> chunks;  // from the first position on, without a hole
+  std::uint64_t n_tokens = 0;        // sum of usable_rows
+};
+
+struct PageWrite {
+  std::uint16_t layer = 0;
+  Encoding encoding = Encoding::kKv;
+  // Row by row, equally long rows; kKv: K rows then V rows. Not empty; below 64 MiB.
+  std::span<const std::byte> bytes;
+};
+
+// One chunk to be saved. Spans must stay valid during put().
+struct ChunkWrite {
+  ChunkId id;      // must equal chunk_id(fingerprint, salt, parent, tokens)
+  ChunkId parent;  // zero or a full chunk, stored already or earlier in the batch
+  Fingerprint fingerprint;
+  SaltId salt;
+  std::uint64_t first_position = 0;
+  std::span<const std::int32_t> tokens;  // 1 … kChunkTokens
+  ElementType k_type = ElementType::kNone;
+  ElementType v_type = ElementType::kNone;
+  std::vector<PageWrite> pages;  // each (layer, encoding) at most once; may be empty
+};
+
+struct PutReport {
+  std::uint32_t chunks_new = 0;
+  std::uint32_t chunks_extended = 0;  // existed; encodings were added
+  std::uint32_t chunks_known = 0;     // existed with all of these pages (or a longer tail did)
+  // Not written since the parent is not in the store (evicted or never saved): unreachable.
+  std::uint32_t chunks_without_parent = 0;
+  std::uint32_t tails_superseded = 0;  // shorter tails that the batch made redundant
+  std::uint32_t chunks_evicted = 0;    // to stay within the quota
+  std::uint64_t page_bytes = 0;        // newly written
+};
+
+struct ReaderOptions {
+  // Memory for read-ahead. What the caller holds unreleased should stay below half of it, or
+  // reading stalls. At least 4 times the largest page.
+  std::uint64_t ring_bytes = 64ULL << 20;
+  // Adjacent pages are read together up to this.
+  std::uint64_t request_bytes = 1ULL << 20;
+  // 0: as fast as it goes. Else real reads are slowed to a simulated link of this speed, evenly:
+  // page i is there no earlier than the bytes up to and including i take, and the link rests while
+  // the ring has no room.
+  double link_bytes_per_s = 0;
+  // Where to put the ring: ring_bytes of memory aligned to kDirectAlignment which outlives the
+  // reader (pinned memory of a device, say). Null: the reader allocates.
+  std::byte* ring_memory = nullptr;
+  std::uint32_t queue_depth = 32;  // requests in flight
+};
+
+struct PageRequest {
+  ChunkRef chunk;
+  std::uint16_t layer = 0;
+  Encoding encoding = Encoding::kKv;
+};
+
+struct PageView {
+  std::size_t index = 0;             // in order of submission over the reader's life, from 0
+  std::span<const std::byte> bytes;  // valid until release(index); empty unless status is ok
+  // data_loss (checksum; names chunk, layer, file and offset: quarantine it), not_found (no such
+  // page), unavailable (the file is gone or another process evicted the page).
+  Status status;
+};
+
+struct ReaderStats {
+  std::uint64_t pages = 0;       // delivered ok
+  std::uint64_t page_bytes = 0;  // of those
+  std::uint64_t disk_bytes = 0;  // read from disks: alignment and gaps included
+  std::uint64_t requests = 0;
+  std::uint64_t failed_pages = 0;
+  double busy_s = 0;  // seconds with a request in flight or, if longer, the simulated link at work
+};
+
+// Reads pages ahead of their use, in the order submitted.
+//
+// An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
+// and verifies each page's checksum. A failed page fails alone.
+// Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
+// and try_next from one at a time.
+class PageReader {
+ public:
+  PageReader() = default;
+  PageReader(const PageReader&) = delete;
+  PageReader& operator=(const PageReader&) = delete;
+  virtual ~PageReader() = default;  // cancels and waits for what is in flight
+
+  // Appends pages to the list. The best order is by layer, then by chunk. invalid_argument if a
+  // chunk is of another store or a page does not fit the ring.
+  [[nodiscard]] virtual Status submit(std::span<const PageRequest> pages) = 0;
+  // The next page of the list; waits for it. out_of_range when the list is at its end, cancelled
+  // after cancel(). A failed page comes as a view with its status.
+  [[nodiscard]] virtual Result<PageView> next() = 0;
+  // As next(), but nullopt instead of waiting.
+  [[nodiscard]] virtual Result<std::optional<PageView>> try_next() = 0;
+  // Gives a page's memory back; any order. Each delivered page once, failed ones too.
+  virtual void release(std::size_t index) = 0;
+  // Wakes next(); nothing more is read. Delivered pages stay valid until released.
+  virtual void cancel() = 0;
+  [[nodiscard]] virtual ReaderStats stats() const = 0;
+};
+
+// A named conversation. Its tokens are all kept, whatever became of its chunks.
+struct Session {
+  std::string name;
+  Fingerprint fingerprint;
+  SaltId salt;
+  std::vector<std::int32_t> tokens;
+  std::string metadata_json;  // the caller's, stored as it is
+  std::int64_t created_ns = 0;  // wall clock; put_session fills both
+  std::int64_t updated_ns = 0;
+};
+
+struct SessionSummary {
+  std::string name;
+  Fingerprint fingerprint;
+  std::uint64_t n_tokens = 0;
+  std::int64_t created_ns = 0;
+  std::int64_t updated_ns = 0;
+};
+
+struct ChunkSummary {
+  ChunkInfo info;
+  std::int64_t last_used_ns = 0;   // wall clock
+  std::uint64_t page_bytes = 0;
+};
+
+struct DiskStat {
+  std::string dir;
+  std::uint64_t segments = 0;
+  std::uint64_t page_bytes = 0;       // live pages
+  std::uint64_t allocated_bytes = 0;  // disk blocks of the segment files
+  std::uint64_t free_bytes = 0;       // left on the file system
+};
+
+struct StoreStat {
+  std::uint32_t format_version = 0;
+  std::uint64_t chunks = 0;
+  std::uint64_t tokens = 0;  // in chunks; shared prefixes count once
+  std::uint64_t pages = 0;
+  std::uint64_t sessions = 0;
+  std::uint64_t page_bytes = 0;
+  std::uint64_t allocated_bytes = 0;  // segment files of all disks
+  std::uint64_t catalog_bytes = 0;    // disk blocks of the catalog and its log
+  std::uint64_t quota_bytes = 0;
+  std::vector<DiskStat> disks;
+};
+
+struct Damage {
+  ChunkId chunk;
+  std::uint16_t layer = 0;
+  Encoding encoding = Encoding::kKv;
+  Status status;  // says the place
+};
+
+struct VerifyReport {
+  std::uint64_t chunks = 0;
+  std::uint64_t pages = 0;
+  std::uint64_t page_bytes = 0;
+  std::vector<Damage> damaged_pages;
+  std::vector<Status> damaged_catalog;  // rows that fail their checks, SQLite's own findings
+  [[nodiscard]] bool ok() const { return damaged_pages.empty() && damaged_catalog.empty(); }
+};
+
+struct GcReport {
+  std::uint64_t bytes_before = 0;  // allocated: segments and catalog
+  std::uint64_t bytes_after = 0;
+  std::uint64_t segments_removed = 0;
+  std::uint64_t pages_moved = 0;
+};
+
+// Which chunks to remove; conditions are joined by "and". No condition: everything.
+struct RemoveFilter {
+  std::optional<ChunkId> chunk;  // and all that follow it
+  std::optional<Fingerprint> fingerprint;
+  std::optional<SaltId> salt;
+  std::optional<std::int64_t> unused_since_ns;  // last used before this wall-clock time
+};
+
+struct StoreOptions {
+  // One per disk; created (0700) when missing. The order does not matter after the first time; a
+  // disk may be added later.
+  std::vector<std::string> dirs;
+  std::string catalog_dir;        // empty: dirs[0]
+  std::uint64_t quota_bytes = 0;  // page blocks and catalog; 0: as much as the disks have
+  bool read_only = false;
+  bool direct_io = true;                       // O_DIRECT where the file system has it
+  std::uint64_t segment_bytes = 256ULL << 20;  // size at which a new segment file is begun
+  // A registered SQLite VFS for the catalog. Empty: SQLite's own. With another one the catalog is
+  // held exclusively (no shared memory is asked of it), so no other process can read meanwhile.
+  std::string catalog_vfs;
+};
+
+// (pages done, pages in all); returning false stops with cancelled.
+using Progress = std::function<bool(std::uint64_t, std::uint64_t)>;
+
+class Store {
+ public:
+  Store() = default;
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+  virtual ~Store() = default;  // closes; errors of that are logged
+
+  // Opens a store, creating it where there is none (not with read_only: not_found). Space that a
+  // crash left allocated is reclaimed. failed_precondition: another writer, directories that belong
+  // to different stores, a missing disk. data_loss: the catalog is damaged. unimplemented: a format
+  // version of the future.
+  [[nodiscard]] static Result<std::unique_ptr<Store>> open(Env& env, StoreOptions options);
+  // Removes a store's files (whatever their state) and nothing else. failed_precondition while a
+  // process writes it.
+  [[nodiscard]] static Status destroy(Env& env, const StoreOptions& options);
+
+  // ---- Cache -------------------------------------------------------------------------------
+
+  // Makes a batch durable; on any error nothing of it has happened (evictions to make room may
+  // have). Pages are laid out layer by layer within the batch, so batches of several consecutive
+  // chunks read faster later than single ones. Shorter tails that a new chunk extends disappear. A
+  // chunk that is there already only gets the pages that it lacks.
+  // Errors: resource_exhausted (disk full, or the quota can't be met without pinned chunks),
+  // invalid_argument, failed_precondition (read_only), unavailable (a directory vanished).
+  [[nodiscard]] virtual Result<PutReport> put(std::span<const ChunkWrite> batch) = 0;
+  // The longest stored prefix of `tokens` (from position 0) under this fingerprint and salt, pinned
+  // and marked as used. Damaged catalog rows end the match; they are never returned. No disk I/O
+  // beyond the catalog.
+  [[nodiscard]] virtual Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
+                                            std::span<const std::int32_t> tokens) = 0;
+  // One chunk by id, pinned. not_found.
+  [[nodiscard]] virtual Result<ChunkRef> find(const ChunkId& id) = 0;
+  [[nodiscard]] virtual Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) = 0;
+  // Drops a page that failed its check, so that it is not offered again. A page that is gone
+  // already is ok. failed_precondition: read_only.
+  [[nodiscard]] virtual Status quarantine(const ChunkId& id, std::uint16_t layer,
+                                          Encoding encoding) = 0;
+
+  // ---- Sessions ----------------------------------------------------------------------------
+
+  // Creates or replaces by name. Durable when it returns. created_ns is kept from the first put.
+  [[nodiscard]] virtual Status put_session(const Session& session) = 0;
+  [[nodiscard]] virtual Result<Session> get_session(std::string_view name) = 0;
+  [[nodiscard]] virtual Result<std::vector<SessionSummary>> list_sessions() = 0;
+  // Deletes the session and those chunks of its chain that no other session and no other chain
+  // goes through. not_found. Returns the number of chunks removed.
+  [[nodiscard]] virtual Result<std::uint64_t> delete_session(std::string_view name) = 0;
+
+  // ---- Administration ----------------------------------------------------------------------
+
+  [[nodiscard]] virtual Result<StoreStat> stat() = 0;
+  // Calls `visit` for every chunk until it returns false. Order: as first saved.
+  [[nodiscard]] virtual Status list(const std::function<bool(const ChunkSummary&)>& visit) = 0;
+  // Reads and checks everything. Damage is in the report, not in the status.
+  [[nodiscard]] virtual Result<VerifyReport> verify(const Progress& progress) = 0;
+  // Drops chunks that nothing reaches, moves pages out of sparse segments, removes empty ones,
+  // shrinks the catalog.
+  [[nodiscard]] virtual Result<GcReport> gc() = 0;
+  // Removes the chunks that the filter names and what follows them, except pinned ones and their
+  // ancestors. Returns the number removed.
+  [[nodiscard]] virtual Result<std::uint64_t> remove(const RemoveFilter& filter) = 0;
+  // Pages in the catalog do not overlap, lie within their segments, ids hash to their content,
+  // parents exist, the free space is what the pages leave. Reads no page. internal_error if not.
+  [[nodiscard]] virtual Status check_integrity() = 0;
+  // Writes what is pending (times of use), shrinks the log and releases the lock. Everything else
+  // was durable before. Later calls on the store fail with failed_precondition.
+  [[nodiscard]] virtual Status close() = 0;
+};
+
+// Bytes/s of reading a fresh scratch file of `bytes` in `dir` with large direct requests, bypassing
+// the page cache where the file system allows. Takes a few hundred milliseconds on an SSD.
+[[nodiscard]] Result<double> measure_read_speed(Env& env, const std::string& dir,
+                                                std::uint64_t bytes = 32ULL << 20);
+
+}  // namespace hcache::store
