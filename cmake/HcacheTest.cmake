@@ -1,0 +1,25 @@
+# hcache_test(NAME source... [LIBS library...])
+#
+# A GoogleTest program and its CTest entry. NAME begins with its module ("store_catalog_test"),
+# and that word is its label: `ctest -L store` runs one module's tests. Every test program knows
+#   HCACHE_TEST_MODEL  the default model's path          HCACHE_TEST_DATA  the folder tests/
+#   HCACHE_PROGRAM     the path of the program `hcache`  (string literals)
+find_package(GTest REQUIRED)
+if(NOT HCACHE_TEST_MODEL)
+  _hcache_third_party(_model model)
+  set(HCACHE_TEST_MODEL ${_model})
+endif()
+
+function(hcache_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LIBS")
+  add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
+  target_link_libraries(${name} PRIVATE ${arg_LIBS} GTest::gmock GTest::gtest_main)
+  target_compile_definitions(${name} PRIVATE
+    HCACHE_TEST_MODEL="${HCACHE_TEST_MODEL}"
+    HCACHE_TEST_DATA="${CMAKE_SOURCE_DIR}/tests"
+    HCACHE_PROGRAM="${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/hcache")
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  add_test(NAME ${name} COMMAND ${name} --gtest_brief=1)
+  string(REGEX MATCH "^[^_]+" label ${name})
+  set_tests_properties(${name} PROPERTIES LABELS ${label} TIMEOUT 600)
+endfunction()

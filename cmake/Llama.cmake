@@ -1,0 +1,95 @@
+# ggml and llama.cpp as imported targets:
+#   hcache::ggml    ggml with its CPU and RPC backends (and CUDA where HCACHE_CUDA is on)
+#   hcache::llama   libllama and llama.cpp's common library; its headers are <llama.h> and,
+#                   for common, "chat.h", "sampling.h", <nlohmann/json.hpp> (llama.cpp's copy)
+# and, for the check at start-up, the variables
+#   HCACHE_CPU_TARGET   what the library was built for, e.g. x86-64-v4+vnni
+#   HCACHE_CPU_FLAGS    the CPU flags that this needs, as /proc/cpuinfo spells them
+#
+# They come from the cache that scripts/third_party.py fills, or from HCACHE_LLAMA_PREFIX: a
+# folder with lib/ and include/ of an installed llama.cpp of the same version, whose common
+# headers lie in include/common (or in HCACHE_LLAMA_SOURCE, a llama.cpp source tree).
+
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+find_package(Threads REQUIRED)
+set(_third_party ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/scripts/third_party.py)
+# What decides about the library must re-run the configuration.
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+             ${CMAKE_SOURCE_DIR}/scripts/third_party.py)
+
+# Runs third_party.py and returns what it prints; its progress and errors go to the terminal.
+function(_hcache_third_party out)
+  execute_process(COMMAND ${_third_party} ${ARGN} OUTPUT_VARIABLE text RESULT_VARIABLE code
+                  OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT code EQUAL 0)
+    message(FATAL_ERROR "scripts/third_party.py ${ARGN} failed (its message stands above)")
+  endif()
+  set(${out} "${text}" PARENT_SCOPE)
+endfunction()
+
+if(HCACHE_LLAMA_PREFIX)
+  set(_prefix ${HCACHE_LLAMA_PREFIX})
+  set(HCACHE_CPU_TARGET "installed")
+  set(HCACHE_CPU_FLAGS "")
+else()
+  set(_options --cc ${CMAKE_C_COMPILER} --cxx ${CMAKE_CXX_COMPILER})
+  if(HCACHE_SANITIZE)
+    list(APPEND _options --sanitize ${HCACHE_SANITIZE})
+  endif()
+  if(HCACHE_CUDA)
+    list(APPEND _options --cuda "${HCACHE_CUDA_ARCHS}")
+  endif()
+  _hcache_third_party(_prefix llama ${_options})
+  _hcache_third_party(HCACHE_CPU_TARGET cpu-target)
+  _hcache_third_party(HCACHE_CPU_FLAGS cpu-target --flags ${HCACHE_CPU_TARGET})
+endif()
+message(STATUS "ggml and llama.cpp: ${_prefix} (CPU target ${HCACHE_CPU_TARGET})")
+
+set(_common ${_prefix}/include/common)
+set(_vendor ${_prefix}/include/common)
+if(HCACHE_LLAMA_SOURCE)
+  set(_common ${HCACHE_LLAMA_SOURCE}/common)
+  set(_vendor ${HCACHE_LLAMA_SOURCE}/vendor)
+endif()
+if(NOT EXISTS ${_prefix}/include/ggml-rpc.h OR NOT EXISTS ${_common}/chat.h)
+  message(FATAL_ERROR "${_prefix} lacks include/ggml-rpc.h or llama.cpp's common headers "
+                      "(${_common}/chat.h); see docs/getting-started.md")
+endif()
+
+# Adds the imported library hcache_lib_<name> from the prefix; ARGN is what it links to.
+function(_hcache_import name)
+  # No cache variable: the prefix changes with the machine and the options.
+  find_library(path NAMES ${name} PATHS ${_prefix}/lib ${_prefix}/lib64 NO_DEFAULT_PATH NO_CACHE
+               REQUIRED)
+  add_library(hcache_lib_${name} UNKNOWN IMPORTED GLOBAL)
+  set_target_properties(hcache_lib_${name} PROPERTIES IMPORTED_LOCATION ${path})
+  target_link_libraries(hcache_lib_${name} INTERFACE ${ARGN})
+endfunction()
+
+_hcache_import(ggml-base Threads::Threads m dl)
+set(_needs hcache_lib_ggml-base)
+if(NOT HCACHE_SANITIZE STREQUAL "thread")
+  find_package(OpenMP REQUIRED COMPONENTS CXX)
+  list(APPEND _needs ${OpenMP_CXX_LIBRARIES})
+endif()
+_hcache_import(ggml-cpu ${_needs})
+_hcache_import(ggml-rpc hcache_lib_ggml-base)
+set(_backends hcache_lib_ggml-cpu hcache_lib_ggml-rpc)
+if(HCACHE_CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  _hcache_import(ggml-cuda hcache_lib_ggml-base CUDA::cudart CUDA::cublas CUDA::cuda_driver)
+  list(APPEND _backends hcache_lib_ggml-cuda)
+endif()
+_hcache_import(ggml ${_backends} hcache_lib_ggml-base)
+add_library(hcache::ggml INTERFACE IMPORTED GLOBAL)
+target_link_libraries(hcache::ggml INTERFACE hcache_lib_ggml)
+target_include_directories(hcache::ggml INTERFACE ${_prefix}/include)
+
+_hcache_import(llama hcache::ggml)
+_hcache_import(llama-common-base)
+_hcache_import(cpp-httplib Threads::Threads)
+_hcache_import(llama-common hcache_lib_llama-common-base hcache_lib_cpp-httplib hcache_lib_llama)
+add_library(hcache::llama INTERFACE IMPORTED GLOBAL)
+target_link_libraries(hcache::llama INTERFACE hcache_lib_llama-common hcache_lib_llama)
+target_include_directories(hcache::llama INTERFACE ${_prefix}/include ${_common} ${_vendor})
+target_compile_definitions(hcache::llama INTERFACE LLAMA_SUBPROCESS)

