@@ -36,7 +36,8 @@ using Fingerprint = Id128<struct FingerprintTag>;
 // The hash of a cache salt; the salt itself is never stored.
 using SaltId = Id128<struct SaltIdTag>;
 
-// 32 hex digits and back. from_hex fails with invalid_argument unless it gets exactly 32 hex digits.
+// 32 hex digits and back. from_hex fails with invalid_argument unless it gets exactly 32 hex
+// digits.
 [[nodiscard]] std::string to_hex(std::span<const std::uint8_t> bytes);
 [[nodiscard]] Status from_hex(std::string_view text, std::span<std::uint8_t> out);
 

@@ -20,7 +20,8 @@ void write(Level level, std::string_view line);
 
 template <typename... Args>
 void debug(fmt::format_string<Args...> format, Args&&... args) {
-  if (enabled(Level::kDebug)) write(Level::kDebug, fmt::format(format, std::forward<Args>(args)...));
+  if (enabled(Level::kDebug))
+    write(Level::kDebug, fmt::format(format, std::forward<Args>(args)...));
 }
 template <typename... Args>
 void info(fmt::format_string<Args...> format, Args&&... args) {
@@ -32,7 +33,8 @@ void warn(fmt::format_string<Args...> format, Args&&... args) {
 }
 template <typename... Args>
 void error(fmt::format_string<Args...> format, Args&&... args) {
-  if (enabled(Level::kError)) write(Level::kError, fmt::format(format, std::forward<Args>(args)...));
+  if (enabled(Level::kError))
+    write(Level::kError, fmt::format(format, std::forward<Args>(args)...));
 }
 
 }  // namespace hcache::log

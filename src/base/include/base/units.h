@@ -11,8 +11,8 @@
 
 namespace hcache {
 
-// "64MiB", "1.5 GB", "4096", "512k": decimal (kB, MB, GB, TB) and binary (KiB, MiB, GiB, TiB) units;
-// a single letter (k, m, g, t) is binary, a bare number is bytes. Case does not matter.
+// "64MiB", "1.5 GB", "4096", "512k": decimal (kB, MB, GB, TB) and binary (KiB, MiB, GiB, TiB)
+// units; a single letter (k, m, g, t) is binary, a bare number is bytes. Case does not matter.
 // invalid_argument names the text.
 [[nodiscard]] Result<std::uint64_t> parse_bytes(std::string_view text);
 // As parse_bytes with an optional "/s": "19MB/s", "1.7GB/s". Bytes per second.

@@ -86,8 +86,8 @@ struct ChunkInfo {
   ChunkId parent;  // zero: first of its chain
   Fingerprint fingerprint;
   SaltId salt;
-  std::uint64_t first_position = 0;  // of tokens[0] when it was saved
-  std::vector<std::int32_t> tokens;  // 1 … kChunkTokens
+  std::uint64_t first_position = 0;         // of tokens[0] when it was saved
+  std::vector<std::int32_t> tokens;         // 1 … kChunkTokens
   ElementType k_type = ElementType::kNone;  // of kKv pages
   ElementType v_type = ElementType::kNone;
   std::vector<PageInfo> pages;  // sorted by (layer, encoding)
@@ -224,7 +224,7 @@ struct Session {
   Fingerprint fingerprint;
   SaltId salt;
   std::vector<std::int32_t> tokens;
-  std::string metadata_json;  // the caller's, stored as it is
+  std::string metadata_json;    // the caller's, stored as it is
   std::int64_t created_ns = 0;  // wall clock; put_session fills both
   std::int64_t updated_ns = 0;
 };
@@ -239,7 +239,7 @@ struct SessionSummary {
 
 struct ChunkSummary {
   ChunkInfo info;
-  std::int64_t last_used_ns = 0;   // wall clock
+  std::int64_t last_used_ns = 0;  // wall clock
   std::uint64_t page_bytes = 0;
 };
 
