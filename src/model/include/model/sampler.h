@@ -1,0 +1,63 @@
+// Chooses the next token from logits: llama.cpp's sampler chain without its context.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "model/tokenizer.h"
+
+namespace hcache::model {
+
+// The order of application: grammar, logit bias, penalties, top-k, top-p, min-p, temperature.
+struct SamplingOptions {
+  float temperature = 0.8F;  // >= 0; 0 takes the most likely token (greedy)
+  int top_k = 40;            // keep the k most likely tokens; 0: all
+  float top_p = 0.95F;       // keep the smallest set with this probability, (0, 1]; 1: all
+  float min_p = 0.05F;       // drop tokens below this share of the best one's probability, [0, 1]
+  float repeat_penalty = 1.0F;     // divides the logits of recent tokens, > 0; 1: off
+  float frequency_penalty = 0.0F;  // subtracted per occurrence; 0: off
+  float presence_penalty = 0.0F;   // subtracted once per recent token; 0: off
+  int penalty_last_n = 64;         // how many tokens are recent, >= 0
+  uint32_t seed = 0;               // the same seed, logits and options give the same tokens
+  std::vector<std::pair<int32_t, float>> logit_bias;  // (token, added to its logit; -inf: never)
+  std::string json_schema;  // a JSON schema that the reply must follow; empty: none
+  std::string grammar;      // a GBNF grammar with the rule `root`; not both; empty: none
+};
+
+// One sequence, one thread. Holds no reference to the Tokenizer's text, but the Tokenizer must
+// outlive it when a grammar is set.
+class Sampler {
+ public:
+  // kInvalidArgument names the option that is out of range, or says why the schema or grammar
+  // could not be read.
+  static Result<std::unique_ptr<Sampler>> create(const Tokenizer& tokenizer,
+                                                 const SamplingOptions& options);
+  // For a model without a vocabulary: token ids in [0, n_vocab). kInvalidArgument when the options
+  // hold a schema or a grammar.
+  static Result<std::unique_ptr<Sampler>> create(int32_t n_vocab, const SamplingOptions& options);
+  ~Sampler();
+  Sampler(const Sampler&) = delete;
+  Sampler& operator=(const Sampler&) = delete;
+
+  // The next token for `logits` [n_vocab]; longer rows (padded output matrices) are cut.
+  // kInvalidArgument when the row is too short, kInternal when no token is left (all NaN or -inf).
+  // Does not remember the token: accept() does.
+  [[nodiscard]] Result<int32_t> sample(std::span<const float> logits);
+  // Notes that `token` follows: it counts for the penalties and moves the grammar on.
+  // kInvalidArgument when the token is outside the vocabulary or breaks the grammar.
+  [[nodiscard]] Status accept(int32_t token);
+  // Counts `tokens` (the prompt) for the penalties only.
+  void remember(std::span<const int32_t> tokens);
+
+ private:
+  struct Impl;
+  explicit Sampler(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hcache::model

@@ -1,0 +1,91 @@
+// A model's vocabulary, read from its GGUF file alone (no weights are touched).
+//
+// Works for every architecture whose file holds a byte-pair or SentencePiece vocabulary, OPT
+// included: only the `tokenizer.*` keys are read, and each is checked before llama.cpp sees it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hcache::model {
+
+// What encode() makes of the vocabulary's control tokens.
+struct EncodeOptions {
+  bool add_special = false;    // put BOS (and EOS) where the model wants them at a text's ends
+  bool parse_special = false;  // "<|im_end|>" in the text becomes the token, not its letters
+};
+
+// Immutable after load; safe to use from any thread.
+class Tokenizer {
+ public:
+  // Token id meaning "the vocabulary has none".
+  static constexpr int32_t kNoToken = -1;
+
+  // kNotFound for a missing file, kDataLoss for a damaged or lying one, kUnimplemented for a kind
+  // of vocabulary other than gpt2 (BPE) and llama (SPM), kFailedPrecondition for a model that has
+  // no vocabulary (synthetic weights): those take token ids only.
+  static Result<std::unique_ptr<Tokenizer>> load(const std::string& gguf_path);
+  ~Tokenizer();
+  Tokenizer(const Tokenizer&) = delete;
+  Tokenizer& operator=(const Tokenizer&) = delete;
+
+  [[nodiscard]] int32_t n_vocab() const;
+  // kNoToken where the vocabulary has none.
+  [[nodiscard]] int32_t bos() const;
+  [[nodiscard]] int32_t eos() const;
+  // Whether encode(add_special) puts BOS first.
+  [[nodiscard]] bool adds_bos() const;
+  // True for every token that ends a reply (EOS, end of turn, ...). False outside the vocabulary.
+  [[nodiscard]] bool is_eog(int32_t token) const;
+  // The Jinja chat template in the file; empty when there is none.
+  [[nodiscard]] const std::string& chat_template() const;
+
+  [[nodiscard]] Result<std::vector<int32_t>> encode(std::string_view text,
+                                                    EncodeOptions options = {}) const;
+  // The bytes of one token, which need not be whole UTF-8 characters. Control tokens have none
+  // unless `special`. Empty outside the vocabulary.
+  [[nodiscard]] std::string piece(int32_t token, bool special = false) const;
+  // The pieces of `tokens` in a row, made valid UTF-8 (see TextDecoder).
+  // kInvalidArgument names a token outside the vocabulary.
+  [[nodiscard]] Result<std::string> decode(std::span<const int32_t> tokens,
+                                           bool special = false) const;
+
+  // The library's objects behind this one, for Sampler and ChatTemplate.
+  struct Impl;
+  [[nodiscard]] const Impl& impl() const { return *impl_; }
+
+ private:
+  explicit Tokenizer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Turns a stream of tokens into text that is valid UTF-8 at every moment: bytes of a character
+// that is not complete yet are held back, and bytes that can't become one are replaced by U+FFFD.
+// One stream, one thread. The Tokenizer must outlive it.
+class TextDecoder {
+ public:
+  explicit TextDecoder(const Tokenizer& tokenizer, bool special = false)
+      : tokenizer_(tokenizer), special_(special) {}
+
+  // The text that has become complete with `token`; often empty inside a multi-token character.
+  [[nodiscard]] std::string push(int32_t token);
+  // Ends the stream: U+FFFD for a character that never became complete, else empty.
+  [[nodiscard]] std::string flush();
+
+ private:
+  const Tokenizer& tokenizer_;
+  bool special_;
+  std::string held_;  // a proper prefix of one UTF-8 character, at most 3 bytes
+};
+
+// Moves the longest valid UTF-8 out of `bytes`, leaving an incomplete last character in it.
+// Malformed bytes become U+FFFD, one for each maximal prefix of a character (as Unicode 15 §3.9).
+[[nodiscard]] std::string take_valid_utf8(std::string& bytes);
+
+}  // namespace hcache::model

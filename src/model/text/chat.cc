@@ -1,0 +1,101 @@
+#include "model/chat.h"
+
+#include <chat.h>
+#include <fmt/format.h>
+
+#include <exception>
+#include <vector>
+
+#include "text/llama_handle.h"
+
+namespace hcache::model {
+namespace {
+
+// Stands for the last reply while the template is rendered. Plain letters, so that no template
+// trims, escapes or parses it.
+constexpr const char* kReplyMark = "HCACHE5d1bREPLY";
+
+}  // namespace
+
+struct ChatTemplate::Impl {
+  const Tokenizer* tokenizer = nullptr;
+  common_chat_templates_ptr templates;
+  bool fallback = false;
+
+  [[nodiscard]] std::string apply(std::span<const ChatMessage> messages,
+                                  bool add_generation_prompt) const {
+    common_chat_templates_inputs inputs;
+    inputs.use_jinja = true;
+    inputs.add_generation_prompt = add_generation_prompt;
+    for (const ChatMessage& m : messages) {
+      common_chat_msg msg;
+      msg.role = m.role;
+      msg.content = m.content;
+      inputs.messages.push_back(std::move(msg));
+    }
+    return common_chat_templates_apply(templates.get(), inputs).prompt;
+  }
+};
+
+ChatTemplate::ChatTemplate(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+ChatTemplate::~ChatTemplate() = default;
+
+Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& tokenizer,
+                                                           const std::string& override_template) {
+  const ErrorLog log;
+  auto impl = std::make_unique<Impl>();
+  impl->tokenizer = &tokenizer;
+  try {
+    impl->templates = common_chat_templates_init(tokenizer.impl().model.get(), override_template);
+    impl->fallback = !common_chat_templates_was_explicit(impl->templates.get());
+  } catch (const std::exception& e) {
+    return invalid_argument(fmt::format("can't read the chat template: {}", e.what()));
+  }
+  return std::unique_ptr<ChatTemplate>(new ChatTemplate(std::move(impl)));
+}
+
+bool ChatTemplate::is_fallback() const { return impl_->fallback; }
+
+bool ChatTemplate::add_special(const std::string& rendered) const {
+  const Tokenizer& tokenizer = *impl_->tokenizer;
+  if (!tokenizer.adds_bos()) return true;  // encode() knows what else the vocabulary wants
+  return rendered.rfind(tokenizer.piece(tokenizer.bos(), true), 0) != 0;
+}
+
+Result<std::string> ChatTemplate::render(std::span<const ChatMessage> messages,
+                                         bool add_generation_prompt) const {
+  if (messages.empty()) return invalid_argument("a conversation needs a message");
+  const ErrorLog log;
+  try {
+    return impl_->apply(messages, add_generation_prompt);
+  } catch (const std::exception& e) {
+    return invalid_argument(fmt::format("the chat template refuses the messages: {}", e.what()));
+  }
+}
+
+Result<std::string> ChatTemplate::render_next(const ChatMessage& message, bool reply_ended) const {
+  const ErrorLog log;
+  const std::vector<ChatMessage> messages = {{"user", "?"}, {"assistant", kReplyMark}, message};
+  std::string text;
+  try {
+    text = impl_->apply(messages, true);
+  } catch (const std::exception& e) {
+    return invalid_argument(fmt::format("the chat template refuses the message: {}", e.what()));
+  }
+  const size_t mark = text.find(kReplyMark);
+  if (mark == std::string::npos) {
+    return unimplemented("the chat template leaves out replies; it can't continue a conversation");
+  }
+  text.erase(0, mark + std::string(kReplyMark).size());
+  if (!reply_ended) return text;
+  // The chain's last token is the end of the turn: don't end it twice.
+  const Tokenizer& tokenizer = *impl_->tokenizer;
+  Result<std::vector<int32_t>> tokens = tokenizer.encode(text, {.parse_special = true});
+  if (!tokens.ok()) return tokens.status();
+  if (!tokens->empty() && tokenizer.is_eog(tokens->front())) {
+    text.erase(0, tokenizer.piece(tokens->front(), true).size());
+  }
+  return text;
+}
+
+}  // namespace hcache::model

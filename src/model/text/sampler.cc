@@ -1,0 +1,230 @@
+#include "model/sampler.h"
+
+#include <fmt/format.h>
+#include <json-schema-to-grammar.h>
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <limits>
+
+#include "text/llama_handle.h"
+
+namespace hcache::model {
+namespace {
+
+Status check(const SamplingOptions& o, int32_t n_vocab) {
+  const auto bad = [](std::string_view name, auto value, std::string_view range) {
+    return invalid_argument(fmt::format("{} is {}, but must be {}", name, value, range));
+  };
+  if (!std::isfinite(o.temperature) || o.temperature < 0) {
+    return bad("temperature", o.temperature, "at least 0");
+  }
+  if (o.top_k < 0) return bad("top_k", o.top_k, "at least 0");
+  if (!(o.top_p > 0 && o.top_p <= 1)) return bad("top_p", o.top_p, "in (0, 1]");
+  if (!(o.min_p >= 0 && o.min_p <= 1)) return bad("min_p", o.min_p, "in [0, 1]");
+  if (!(o.repeat_penalty > 0) || !std::isfinite(o.repeat_penalty) ||
+      !std::isfinite(1 / o.repeat_penalty)) {
+    return bad("repeat_penalty", o.repeat_penalty, "above 0");
+  }
+  if (!std::isfinite(o.frequency_penalty)) {
+    return bad("frequency_penalty", o.frequency_penalty, "finite");
+  }
+  if (!std::isfinite(o.presence_penalty)) {
+    return bad("presence_penalty", o.presence_penalty, "finite");
+  }
+  if (o.penalty_last_n < 0) return bad("penalty_last_n", o.penalty_last_n, "at least 0");
+  for (const auto& [token, bias] : o.logit_bias) {
+    if (token < 0 || token >= n_vocab) {
+      return bad("logit_bias's token", token, fmt::format("in [0, {})", n_vocab));
+    }
+    if (std::isnan(bias)) return bad("logit_bias", bias, "a number");
+  }
+  if (!o.json_schema.empty() && !o.grammar.empty()) {
+    return invalid_argument("json_schema and grammar exclude each other");
+  }
+  return {};
+}
+
+Result<LlamaSamplerPtr> make_grammar(const llama_vocab* vocab, const SamplingOptions& o) {
+  if (o.json_schema.empty() && o.grammar.empty()) return LlamaSamplerPtr();
+  const char* what = o.grammar.empty() ? "JSON schema" : "grammar";
+  const ErrorLog log;
+  try {
+    const std::string text =
+        o.grammar.empty() ? json_schema_to_grammar(common_json::parse(o.json_schema)) : o.grammar;
+    LlamaSamplerPtr sampler(llama_sampler_init_grammar(vocab, text.c_str(), "root"));
+    if (sampler) return sampler;
+  } catch (const std::exception& e) {
+    return invalid_argument(fmt::format("can't read the {}: {}", what, e.what()));
+  }
+  return invalid_argument(fmt::format("can't read the {}: {}", what, log.text("syntax error")));
+}
+
+bool penalizes(const SamplingOptions& o) {
+  return o.penalty_last_n > 0 &&
+         (o.repeat_penalty != 1 || o.frequency_penalty != 0 || o.presence_penalty != 0);
+}
+
+}  // namespace
+
+struct Sampler::Impl {
+  int32_t n_vocab = 0;
+  bool argmax_only = false;  // greedy without anything that changes logits
+  LlamaSamplerPtr grammar;   // may be null
+  LlamaSamplerPtr chain;
+  std::vector<llama_token_data> candidates;
+
+  static Result<std::unique_ptr<Impl>> make(int32_t n_vocab, LlamaSamplerPtr grammar,
+                                            const SamplingOptions& o) {
+    auto impl = std::make_unique<Impl>();
+    impl->n_vocab = n_vocab;
+    impl->grammar = std::move(grammar);
+    const bool greedy = o.temperature == 0;
+    impl->argmax_only = greedy && !impl->grammar && o.logit_bias.empty() && !penalizes(o);
+    llama_sampler_chain_params params = llama_sampler_chain_default_params();
+    params.no_perf = true;
+    impl->chain.reset(llama_sampler_chain_init(params));
+    const auto add = [&](llama_sampler* s) { llama_sampler_chain_add(impl->chain.get(), s); };
+    if (!o.logit_bias.empty()) {
+      std::vector<llama_logit_bias> bias;
+      for (const auto& [token, value] : o.logit_bias) bias.push_back({token, value});
+      add(llama_sampler_init_logit_bias(n_vocab, static_cast<int32_t>(bias.size()), bias.data()));
+    }
+    if (penalizes(o)) {
+      add(llama_sampler_init_penalties(n_vocab, o.penalty_last_n, o.repeat_penalty,
+                                       o.frequency_penalty, o.presence_penalty));
+    }
+    if (greedy) {
+      add(llama_sampler_init_greedy());
+      return impl;
+    }
+    if (o.top_k > 0) add(llama_sampler_init_top_k(o.top_k));
+    if (o.top_p < 1) add(llama_sampler_init_top_p(o.top_p, 1));
+    if (o.min_p > 0) add(llama_sampler_init_min_p(o.min_p, 1));
+    add(llama_sampler_init_temp(o.temperature));
+    // LLAMA_DEFAULT_SEED would draw a random one.
+    const uint32_t seed = o.seed == LLAMA_DEFAULT_SEED ? 0 : o.seed;
+    add(llama_sampler_init_dist(seed));
+    return impl;
+  }
+
+  void fill(std::span<const float> logits) {
+    candidates.resize(static_cast<size_t>(n_vocab));
+    for (int32_t i = 0; i < n_vocab; i++) {
+      const float logit = logits[static_cast<size_t>(i)];
+      // NaN has no order; a sampler that sorts must never see one.
+      candidates[static_cast<size_t>(i)] = {
+          i, std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit, 0.0F};
+    }
+  }
+
+  // kNoToken when nothing is left to choose from.
+  int32_t choose() {
+    llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
+    llama_sampler_apply(chain.get(), &all);
+    if (all.selected < 0 || static_cast<size_t>(all.selected) >= all.size) {
+      return Tokenizer::kNoToken;
+    }
+    const llama_token_data& best = all.data[all.selected];
+    return std::isfinite(best.logit) ? best.id : Tokenizer::kNoToken;
+  }
+
+  bool grammar_allows(int32_t token) {
+    llama_token_data one = {token, 1.0F, 0.0F};
+    llama_token_data_array array = {&one, 1, -1, false};
+    llama_sampler_apply(grammar.get(), &array);
+    return one.logit == 1.0F;
+  }
+
+  Result<int32_t> sample(std::span<const float> logits) {
+    if (logits.size() < static_cast<size_t>(n_vocab)) {
+      return invalid_argument(
+          fmt::format("{} logits for a vocabulary of {}", logits.size(), n_vocab));
+    }
+    if (argmax_only) return argmax(logits.first(static_cast<size_t>(n_vocab)));
+    fill(logits);
+    int32_t token = choose();
+    // The grammar over the whole vocabulary is slow, and rarely needed: ask it about the choice
+    // first.
+    if (grammar && (token == Tokenizer::kNoToken || !grammar_allows(token))) {
+      fill(logits);
+      llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
+      llama_sampler_apply(grammar.get(), &all);
+      token = choose();
+    }
+    if (token == Tokenizer::kNoToken) return internal_error("no token is left to sample");
+    return token;
+  }
+
+  static Result<int32_t> argmax(std::span<const float> logits) {
+    int32_t best = Tokenizer::kNoToken;
+    float best_logit = -std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < logits.size(); i++) {
+      if (logits[i] > best_logit) {
+        best = static_cast<int32_t>(i);
+        best_logit = logits[i];
+      }
+    }
+    if (best == Tokenizer::kNoToken) return internal_error("no token is left to sample");
+    return best;
+  }
+};
+
+Sampler::Sampler(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Sampler::~Sampler() = default;
+
+Result<std::unique_ptr<Sampler>> Sampler::create(const Tokenizer& tokenizer,
+                                                 const SamplingOptions& options) {
+  HCACHE_RETURN_IF_ERROR(check(options, tokenizer.n_vocab()));
+  HCACHE_ASSIGN_OR_RETURN(LlamaSamplerPtr grammar, make_grammar(tokenizer.impl().vocab, options));
+  HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                          Impl::make(tokenizer.n_vocab(), std::move(grammar), options));
+  return std::unique_ptr<Sampler>(new Sampler(std::move(impl)));
+}
+
+Result<std::unique_ptr<Sampler>> Sampler::create(int32_t n_vocab, const SamplingOptions& options) {
+  if (n_vocab <= 0) return invalid_argument(fmt::format("n_vocab is {}", n_vocab));
+  HCACHE_RETURN_IF_ERROR(check(options, n_vocab));
+  if (!options.json_schema.empty() || !options.grammar.empty()) {
+    return invalid_argument("a grammar needs a model with a vocabulary");
+  }
+  HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                          Impl::make(n_vocab, LlamaSamplerPtr(), options));
+  return std::unique_ptr<Sampler>(new Sampler(std::move(impl)));
+}
+
+Result<int32_t> Sampler::sample(std::span<const float> logits) {
+  try {
+    return impl_->sample(logits);
+  } catch (const std::exception& e) {
+    return internal_error(fmt::format("sampling failed: {}", e.what()));
+  }
+}
+
+Status Sampler::accept(int32_t token) {
+  if (token < 0 || token >= impl_->n_vocab) {
+    return invalid_argument(
+        fmt::format("token {} is outside the vocabulary of {}", token, impl_->n_vocab));
+  }
+  try {
+    if (impl_->grammar) {
+      if (!impl_->grammar_allows(token)) {
+        return invalid_argument(fmt::format("token {} breaks the grammar", token));
+      }
+      llama_sampler_accept(impl_->grammar.get(), token);
+    }
+    llama_sampler_accept(impl_->chain.get(), token);
+  } catch (const std::exception& e) {
+    return invalid_argument(fmt::format("token {} breaks the grammar: {}", token, e.what()));
+  }
+  return {};
+}
+
+void Sampler::remember(std::span<const int32_t> tokens) {
+  for (const int32_t token : tokens) {
+    if (token >= 0 && token < impl_->n_vocab) llama_sampler_accept(impl_->chain.get(), token);
+  }
+}
+
+}  // namespace hcache::model

@@ -1,0 +1,5 @@
+foreach(part tokenizer sampler chat)
+  hcache_test(text_${part}_test unit/text_${part}_test.cc LIBS hcache_text hcache::ggml)
+endforeach()
+find_package(nlohmann_json REQUIRED)
+target_link_libraries(text_sampler_test PRIVATE nlohmann_json::nlohmann_json)
