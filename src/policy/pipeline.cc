@@ -1,0 +1,210 @@
+#include "pipeline.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <deque>
+
+namespace hcache::policy {
+
+Step Step::then(const Step& next) const {
+  return {io + next.io, work + next.work, std::max(through + next.work, io + next.through)};
+}
+
+PipelineState Step::apply(const PipelineState& s) const {
+  return {s.io + io, std::max(s.compute + work, s.io + through)};
+}
+
+Step Step::repeated(int64_t n) const {
+  // The i-th repetition enters `through` after i reads and before n - 1 - i computations; that is
+  // linear in i, so the maximum stands at one of the ends.
+  double more = static_cast<double>(n - 1);
+  return {io * static_cast<double>(n), work * static_cast<double>(n),
+          through + more * std::max(io, work)};
+}
+
+Step SliceGroup::step() const { return Step{io, compute, io + lag + compute}.repeated(count); }
+
+Step steps(const std::vector<SliceGroup>& groups) {
+  Step total;
+  for (const SliceGroup& g : groups) total = total.then(g.step());
+  return total;
+}
+
+namespace {
+
+SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method method,
+                      int64_t rows, int64_t count) {
+  SliceGroup g;
+  g.count = count;
+  g.bytes = rows * (method == Method::kHidden ? layer.hidden_bytes : layer.kv_bytes);
+  g.io = link_s(costs.link, g.bytes);
+  if (costs.link.upload_bytes_per_s > 0 && g.bytes > 0) {
+    // Read and upload overlap across slices: the slower one is `io`, the faster one delays.
+    LinkCosts read = costs.link;
+    read.upload_bytes_per_s = 0;
+    g.lag = std::min(link_s(read, g.bytes),
+                     static_cast<double>(g.bytes) / costs.link.upload_bytes_per_s);
+  }
+  g.compute = (method == Method::kHidden ? layer.project : layer.load_kv).at(rows);
+  return g;
+}
+
+}  // namespace
+
+std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& layer,
+                                   const std::vector<Segment>& segments) {
+  std::vector<SliceGroup> groups;
+  for (size_t i = 0; i < segments.size();) {
+    Method method = segments[i].method;
+    int64_t rows = 0;
+    for (; i < segments.size() && segments[i].method == method; ++i) rows += segments[i].rows;
+    if (int64_t full = rows / costs.slice_rows; full > 0) {
+      groups.push_back(make_group(costs, layer, method, costs.slice_rows, full));
+    }
+    if (int64_t rest = rows % costs.slice_rows; rest > 0) {
+      groups.push_back(make_group(costs, layer, method, rest, 1));
+    }
+  }
+  return groups;
+}
+
+double recompute_layer_s(const RestoreCosts& costs, int32_t l, int32_t recompute_layers,
+                         int64_t rows) {
+  const LayerCosts& layer = costs.layer(l);
+  if (costs.re_tail_projects && l == recompute_layers - 1) {
+    return sliced_s(layer.project, rows, costs.slice_rows);
+  }
+  return prefill_layer_s(layer, rows, 0, costs.batch_rows);
+}
+
+namespace {
+
+Status check_plan(const RestoreCosts& costs, const Plan& plan) {
+  if (plan.n_layer != costs.n_layer) {
+    return invalid_argument(
+        fmt::format("plan of {} layers, costs of {}", plan.n_layer, costs.n_layer));
+  }
+  int64_t rows = 0;
+  for (const PlanRun& run : plan.runs) {
+    if (run.begin != rows || run.tokens < 1 ||
+        run.layers.size() != static_cast<size_t>(plan.n_layer)) {
+      return invalid_argument(fmt::format("plan: malformed run at row {}", run.begin));
+    }
+    for (int32_t l = 0; l < plan.n_layer; ++l) {
+      if ((run.layers[static_cast<size_t>(l)] == Method::kRecompute) !=
+          (l < plan.recompute_layers)) {
+        return invalid_argument(fmt::format("plan: RE must be layers [0, {}), but layer {} is {}",
+                                            plan.recompute_layers, l,
+                                            method_name(run.layers[static_cast<size_t>(l)])));
+      }
+    }
+    rows += run.tokens;
+  }
+  if (rows != plan.restored_tokens || plan.prefill_tokens < 0) {
+    return invalid_argument(
+        fmt::format("plan: runs cover {} of {} rows", rows, plan.restored_tokens));
+  }
+  return {};
+}
+
+// Slices in flight: their bytes are held from the start of the read until they are consumed.
+class Ring {
+ public:
+  explicit Ring(int64_t bytes) : limit_(bytes) {}
+
+  // The earliest time at which a read of `bytes` that could start at `from` finds room.
+  double wait_for_room(int64_t bytes, double from) {
+    if (limit_ <= 0) return from;
+    while (!held_.empty() && held_bytes_ + bytes > limit_) {
+      from = std::max(from, held_.front().free_at);
+      held_bytes_ -= held_.front().bytes;
+      held_.pop_front();
+    }
+    return from;
+  }
+  void hold(int64_t bytes, double until) {
+    if (limit_ <= 0) return;
+    held_.push_back({bytes, until});
+    held_bytes_ += bytes;
+  }
+
+ private:
+  struct Held {
+    int64_t bytes;
+    double free_at;
+  };
+  int64_t limit_;
+  int64_t held_bytes_ = 0;
+  std::deque<Held> held_;
+};
+
+}  // namespace
+
+Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
+  HCACHE_RETURN_IF_ERROR(validate(costs));
+  HCACHE_RETURN_IF_ERROR(check_plan(costs, plan));
+  Timeline timeline;
+  timeline.layers.resize(static_cast<size_t>(plan.n_layer));
+  Prediction& total = timeline.total;
+  Ring ring(costs.ring_bytes);
+  double io_free = costs.link.start_s;
+  double compute_free = 0;
+  const int64_t rows = plan.restored_tokens;
+  std::vector<Segment> segments;
+
+  for (int32_t l = 0; l < plan.n_layer; ++l) {
+    LayerTimes& times = timeline.layers[static_cast<size_t>(l)];
+    const LayerCosts& layer = costs.layer(l);
+    bool first_read = true;
+    bool first_compute = true;
+    auto compute = [&](double ready, double seconds) {
+      double begin = std::max(compute_free, ready);
+      if (first_compute && seconds > 0) {
+        times.compute_begin = begin;
+        first_compute = false;
+      }
+      compute_free = begin + seconds;
+      total.compute_busy_s += seconds;
+      times.compute_end = compute_free;
+    };
+
+    if (rows > 0 && l < plan.recompute_layers) {
+      compute(0, recompute_layer_s(costs, l, plan.recompute_layers, rows));
+    } else if (rows > 0) {
+      segments.clear();
+      for (const PlanRun& run : plan.runs) {
+        segments.push_back({run.layers[static_cast<size_t>(l)], run.tokens});
+      }
+      for (const SliceGroup& g : cut_slices(costs, layer, segments)) {
+        for (int64_t i = 0; i < g.count; ++i) {
+          double begin = ring.wait_for_room(g.bytes, io_free);
+          io_free = begin + g.io;
+          double ready = io_free + g.lag;
+          total.io_busy_s += g.io;
+          total.bytes_read += g.bytes;
+          if (first_read) times.io_begin = begin;
+          first_read = false;
+          times.io_end = ready;
+          compute(ready, g.compute);
+          ring.hold(g.bytes, g.compute > 0 ? compute_free : ready);
+        }
+      }
+    }
+    if (first_compute) times.compute_begin = times.compute_end;
+    if (rows > 0) total.restored_s = compute_free;
+
+    double prefill = prefill_layer_s(layer, plan.prefill_tokens, rows, costs.batch_rows);
+    compute_free += prefill;
+    total.compute_busy_s += prefill;
+    times.prefill_end = prefill > 0 ? compute_free : 0;
+  }
+  if (plan.new_tokens > 0) {
+    compute_free += costs.finish_s;
+    total.compute_busy_s += costs.finish_s;
+  }
+  total.makespan_s = compute_free;
+  return timeline;
+}
+
+}  // namespace hcache::policy

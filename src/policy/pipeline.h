@@ -1,0 +1,63 @@
+// The two-resource pipeline that the planner searches over, private to the policy module.
+//
+// A slice is read (link busy for `io`), usable `lag` later, then computed. Reads run back to back,
+// compute runs in order, so a slice maps the state (A = link free, C = compute free) to
+//   A' = A + io,   C' = max(C, A' + lag) + compute,
+// an affine map over (max, +). Such maps compose, so a whole layer is one Step of three numbers and
+// the search never touches slices.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "policy/restore_plan.h"
+
+namespace hcache::policy {
+
+struct PipelineState {
+  double io = 0;       // A
+  double compute = 0;  // C
+};
+
+// A' = A + io;  C' = max(C + work, A + through).
+struct Step {
+  double io = 0;
+  double work = 0;
+  double through = -std::numeric_limits<double>::infinity();
+
+  // This step, then next.
+  [[nodiscard]] Step then(const Step& next) const;
+  [[nodiscard]] PipelineState apply(const PipelineState& s) const;
+  // n >= 1 times this step.
+  [[nodiscard]] Step repeated(int64_t n) const;
+  static Step compute_only(double seconds) { return {0, seconds}; }
+};
+
+// Equal slices of one layer, read and consumed one after the other.
+struct SliceGroup {
+  int64_t count = 0;
+  int64_t bytes = 0;  // of one slice
+  double io = 0;      // of one slice
+  double lag = 0;
+  double compute = 0;  // of one slice
+
+  [[nodiscard]] Step step() const;
+};
+
+// Rows that one layer restores by one method.
+struct Segment {
+  Method method;
+  int64_t rows;
+};
+
+// Cuts the segments of one layer into slices. kRecompute segments do not appear here: their work is
+// recompute_layer_s. Neighbours with the same method are cut as one.
+[[nodiscard]] std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& layer,
+                                                 const std::vector<Segment>& segments);
+[[nodiscard]] Step steps(const std::vector<SliceGroup>& groups);
+
+// History rows of layer l when the first recompute_layers layers are recomputed.
+[[nodiscard]] double recompute_layer_s(const RestoreCosts& costs, int32_t l,
+                                       int32_t recompute_layers, int64_t rows);
+
+}  // namespace hcache::policy

@@ -1,0 +1,587 @@
+// The exact search for the restore plan, and the forced modes beside it.
+//
+// Both resources work through the layers in order, so what a partial plan leaves behind is a pair
+// (link free, compute free), and a smaller pair is never worse: layers are affine over (max, +).
+// The search therefore walks the layers once, keeping the Pareto front of such pairs. The front
+// covers every RE prefix and every assignment of H and KV to the other layers, in any order.
+#include "policy/restore_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <optional>
+
+#include "pipeline.h"
+
+namespace hcache::policy {
+
+std::string_view method_name(Method method) {
+  switch (method) {
+    case Method::kRecompute: return "RE";
+    case Method::kHidden: return "H";
+    case Method::kKv: return "KV";
+  }
+  return "?";
+}
+
+namespace {
+
+constexpr std::array<std::string_view, 6> kModeNames = {
+    "plan", "hidden", "kv", "recompute", "naive-hybrid", "token-partition"};
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// Sums in another order differ in the last bits; below this fraction two plans are equally fast.
+constexpr double kTie = 1e-9;
+
+// What a mode lets the search choose.
+struct Rules {
+  std::vector<Method> preferences;  // per layer, for cells that are saved both ways
+  bool choose_recompute = false;    // else the shortest RE prefix that the matrix allows
+  bool choose_runs = false;         // else as many runs as can be restored
+};
+
+Rules rules_of(Mode mode) {
+  switch (mode) {
+    case Mode::kPlan: return {{Method::kHidden, Method::kKv}, true, true};
+    case Mode::kNaiveHybrid: return {{Method::kKv}, true, true};
+    case Mode::kKv: return {{Method::kKv}, false, false};
+    case Mode::kHidden:
+    case Mode::kTokenPartition: return {{Method::kHidden}, false, false};
+    case Mode::kRecompute: break;
+  }
+  return {};
+}
+
+Method cell_method(Encoding saved, Method preference) {
+  bool has_preferred = (saved & (preference == Method::kHidden ? kHasHidden : kHasKv)) != 0;
+  if (has_preferred) return preference;
+  return preference == Method::kHidden ? Method::kKv : Method::kHidden;
+}
+
+// A plan before it is written out: the first `runs` runs, RE below `recompute`, then preferences.
+struct Choice {
+  double makespan = kInfinity;
+  size_t runs = 0;
+  int32_t recompute = 0;
+  std::vector<Method> preference;  // n_layer entries; below `recompute` unused
+};
+
+class Search {
+ public:
+  Search(const RestoreCosts& costs, const RestoreRequest& request)
+      : costs_(costs), request_(request), n_layer_(costs.n_layer) {
+    // min_recompute_[r]: the deepest layer that some run before r lacks must be recomputed.
+    min_recompute_.push_back(0);
+    rows_.push_back(0);
+    for (const AvailableRun& run : request.available.runs) {
+      int32_t need = min_recompute_.back();
+      for (int32_t l = n_layer_ - 1; l >= need; --l) {
+        if (run.layers[static_cast<size_t>(l)] == kNoEncoding) {
+          need = l + 1;
+          break;
+        }
+      }
+      min_recompute_.push_back(need);
+      rows_.push_back(rows_.back() + run.tokens);
+    }
+  }
+
+  Plan run() {
+    Choice best = recompute_everything();
+    if (request_.mode != Mode::kRecompute) {
+      Rules rules = rules_of(request_.mode);
+      size_t most = restorable_runs();
+      if (request_.mode == Mode::kTokenPartition) {
+        if (most > 0) return token_partition(most);
+      } else if (!rules.choose_runs) {
+        best.makespan = kInfinity;
+        if (most > 0) search_runs(most, rules, &best);
+      } else {
+        for (size_t r = most; r > 0; --r) {
+          if (prefill_s(r) < best.makespan) search_runs(r, rules, &best);
+        }
+      }
+    }
+    return write_out(best);
+  }
+
+ private:
+  // One way to restore a layer, and what it does to the pipeline (its prefill included).
+  struct Option {
+    Method preference;
+    Step step;
+  };
+
+  // A point of the front: the state after some layer, and how it came about.
+  struct Node {
+    PipelineState state;
+    int32_t parent;     // index in the previous level; -1: layers below are all RE
+    Method preference;  // of the layer that led here
+  };
+
+  [[nodiscard]] int64_t total_rows() const { return rows_.back(); }
+  [[nodiscard]] int64_t prefill_rows(int64_t restored) const {
+    return total_rows() - restored + request_.new_tokens;
+  }
+  [[nodiscard]] double finish_s() const { return request_.new_tokens > 0 ? costs_.finish_s : 0; }
+
+  // Runs that can be restored at all: at least one layer must come from pages.
+  [[nodiscard]] size_t restorable_runs() const {
+    size_t r = min_recompute_.size() - 1;
+    while (r > 0 && min_recompute_[r] >= n_layer_) --r;
+    return r;
+  }
+
+  // Sums f(l) over the layers, calling it once where all layers cost the same.
+  template <typename F>
+  [[nodiscard]] double sum_layers(F f) const {
+    if (costs_.layers.size() == 1) return f(0) * n_layer_;
+    double sum = 0;
+    for (int32_t l = 0; l < n_layer_; ++l) sum += f(l);
+    return sum;
+  }
+
+  // Compute that every plan which restores r runs needs.
+  [[nodiscard]] double prefill_s(size_t r) const {
+    return sum_layers([&](int32_t l) {
+             return prefill_layer_s(costs_.layer(l), prefill_rows(rows_[r]), rows_[r],
+                                    costs_.batch_rows);
+           }) +
+           finish_s();
+  }
+
+  [[nodiscard]] Choice recompute_everything() const {
+    Choice c;
+    c.makespan = prefill_s(0);
+    return c;
+  }
+
+  // options_[option_of_layer_[l]] for restoring r runs. Equal layers share an entry.
+  void build_options(size_t r, const Rules& rules) {
+    options_.clear();
+    option_of_layer_.assign(static_cast<size_t>(n_layer_), -1);
+    std::vector<int32_t> first_layer;  // of each entry
+    const auto& runs = request_.available.runs;
+    std::vector<Segment> segments(r);
+    for (int32_t l = min_recompute_[r]; l < n_layer_; ++l) {
+      auto same_as = [&](int32_t other) {
+        if (costs_.layers.size() != 1) return false;
+        for (size_t k = 0; k < r; ++k) {
+          if (runs[k].layers[static_cast<size_t>(l)] != runs[k].layers[static_cast<size_t>(other)])
+            return false;
+        }
+        return true;
+      };
+      auto known = std::find_if(first_layer.begin(), first_layer.end(), same_as);
+      option_of_layer_[static_cast<size_t>(l)] = static_cast<int32_t>(known - first_layer.begin());
+      if (known != first_layer.end()) continue;
+
+      first_layer.push_back(l);
+      std::vector<Option>& entry = options_.emplace_back();
+      const LayerCosts& layer = costs_.layer(l);
+      Step prefill = Step::compute_only(
+          prefill_layer_s(layer, prefill_rows(rows_[r]), rows_[r], costs_.batch_rows));
+      std::vector<Segment> seen;
+      for (Method preference : rules.preferences) {
+        for (size_t k = 0; k < r; ++k) {
+          segments[k] = {cell_method(runs[k].layers[static_cast<size_t>(l)], preference),
+                         runs[k].tokens};
+        }
+        bool repeats =
+            !entry.empty() &&
+            std::equal(seen.begin(), seen.end(), segments.begin(), segments.end(),
+                       [](const Segment& a, const Segment& b) { return a.method == b.method; });
+        if (repeats) continue;
+        seen = segments;
+        entry.push_back({preference, steps(cut_slices(costs_, layer, segments)).then(prefill)});
+      }
+    }
+  }
+
+  [[nodiscard]] const std::vector<Option>& options(int32_t l) const {
+    return options_[static_cast<size_t>(option_of_layer_[static_cast<size_t>(l)])];
+  }
+
+  // chain[a]: the state when layers [0, a) have been recomputed and prefilled.
+  [[nodiscard]] std::vector<PipelineState> recompute_chain(size_t r, int32_t last) const {
+    std::vector<PipelineState> chain;
+    double below = 0;    // layers [0, a - 1), recomputed in full
+    double full = 0;     // layer a - 1, if it were
+    double prefill = 0;  // layers [0, a)
+    double layer_full = 0;
+    double layer_prefill = 0;
+    for (int32_t a = 0; a <= last; ++a) {
+      double tail = a > 0 ? recompute_layer_s(costs_, a - 1, a, rows_[r]) : 0;
+      chain.push_back({costs_.link.start_s, below + tail + prefill});
+      if (a == last) break;
+      if (a == 0 || costs_.layers.size() != 1) {
+        layer_prefill =
+            prefill_layer_s(costs_.layer(a), prefill_rows(rows_[r]), rows_[r], costs_.batch_rows);
+        layer_full = prefill_layer_s(costs_.layer(a), rows_[r], 0, costs_.batch_rows);
+      }
+      below += full;
+      full = layer_full;
+      prefill += layer_prefill;
+    }
+    return chain;
+  }
+
+  // Improves *best with the fastest plan that restores exactly r runs.
+  void search_runs(size_t r, const Rules& rules, Choice* best) {
+    build_options(r, rules);
+    int32_t lo = min_recompute_[r];
+    int32_t hi = rules.choose_recompute ? n_layer_ - 1 : lo;
+    std::vector<PipelineState> chain = recompute_chain(r, hi);
+
+    // What the layers from l on take at least, on either resource, when they are not recomputed.
+    std::vector<PipelineState> rest(static_cast<size_t>(n_layer_) + 1);
+    for (int32_t l = n_layer_ - 1; l >= lo; --l) {
+      PipelineState least{kInfinity, kInfinity};
+      for (const Option& o : options(l)) {
+        least.io = std::min(least.io, o.step.io);
+        least.compute = std::min(least.compute, o.step.work);
+      }
+      const PipelineState& after = rest[static_cast<size_t>(l) + 1];
+      rest[static_cast<size_t>(l)] = {after.io + least.io, after.compute + least.compute};
+    }
+
+    if (costs_.ring_bytes > 0) {
+      search_with_ring(r, lo, hi, chain, best);
+      return;
+    }
+    double budget = best->makespan - finish_s();
+    std::vector<std::vector<Node>> levels(static_cast<size_t>(n_layer_) + 1);
+    std::vector<Node> grown;
+    for (int32_t l = lo; l <= n_layer_; ++l) {
+      grown.clear();
+      if (l > lo) {
+        const std::vector<Node>& before = levels[static_cast<size_t>(l) - 1];
+        for (const Option& o : options(l - 1)) {
+          for (size_t i = 0; i < before.size(); ++i) {
+            grown.push_back({o.step.apply(before[i].state), static_cast<int32_t>(i), o.preference});
+          }
+        }
+      }
+      if (l <= hi) grown.push_back({chain[static_cast<size_t>(l)], -1, Method::kRecompute});
+      keep_front(&grown, rest[static_cast<size_t>(l)], budget);
+      levels[static_cast<size_t>(l)] = grown;
+    }
+    const std::vector<Node>& last = levels.back();
+    if (last.empty()) return;
+    // Rising io, falling compute: the last node is the fastest.
+    Choice found;
+    found.makespan = last.back().state.compute + finish_s();
+    if (found.makespan >= best->makespan) return;
+    found.runs = r;
+    found.recompute = n_layer_;
+    found.preference.assign(static_cast<size_t>(n_layer_), Method::kRecompute);
+    for (size_t l = levels.size() - 1, i = last.size() - 1;; --l) {
+      const Node& node = levels[l][i];
+      if (node.parent < 0) {
+        found.recompute = static_cast<int32_t>(l);
+        break;
+      }
+      found.preference[l - 1] = node.preference;
+      i = static_cast<size_t>(node.parent);
+    }
+    tidy(chain, &found);
+    *best = std::move(found);
+  }
+
+  // Drops what another node dominates, and what cannot beat the best plan so far.
+  static void keep_front(std::vector<Node>* nodes, const PipelineState& rest, double budget) {
+    std::sort(nodes->begin(), nodes->end(), [](const Node& a, const Node& b) {
+      if (a.state.io != b.state.io) return a.state.io < b.state.io;
+      return a.state.compute < b.state.compute;
+    });
+    size_t kept = 0;
+    double least = kInfinity;
+    for (const Node& node : *nodes) {
+      if (node.state.compute >= least) continue;
+      least = node.state.compute;
+      if (node.state.compute + rest.compute >= budget || node.state.io + rest.io >= budget) {
+        continue;
+      }
+      (*nodes)[kept++] = node;
+    }
+    nodes->resize(kept);
+  }
+
+  // Among plans that are as fast, a contiguous one reads better and stripes better.
+  void tidy(const std::vector<PipelineState>& chain, Choice* choice) const {
+    for (Method first : {Method::kHidden, Method::kKv}) {
+      Choice tidy = *choice;
+      auto begin = tidy.preference.begin() + tidy.recompute;
+      // Only layers with the same options can trade places.
+      bool alike = true;
+      for (int32_t l = tidy.recompute; l < n_layer_; ++l) {
+        alike = alike && option_of_layer_[static_cast<size_t>(l)] ==
+                             option_of_layer_[static_cast<size_t>(tidy.recompute)];
+      }
+      if (!alike) return;
+      std::stable_partition(begin, tidy.preference.end(), [&](Method m) { return m == first; });
+      PipelineState s = chain[static_cast<size_t>(tidy.recompute)];
+      for (int32_t l = tidy.recompute; l < n_layer_; ++l) {
+        s = option(l, tidy.preference[static_cast<size_t>(l)]).step.apply(s);
+      }
+      tidy.makespan = s.compute + finish_s();
+      if (tidy.makespan <= choice->makespan * (1 + kTie)) {
+        *choice = std::move(tidy);
+        return;
+      }
+    }
+  }
+
+  [[nodiscard]] const Option& option(int32_t l, Method preference) const {
+    const std::vector<Option>& all = options(l);
+    for (const Option& o : all) {
+      if (o.preference == preference) return o;
+    }
+    return all.front();
+  }
+
+  // With a bounded ring a read waits for compute, and the state is no longer a pair. Contiguous
+  // splits in both orders are simulated, most promising first, until the bound without a ring says
+  // that none can be faster.
+  void search_with_ring(size_t r, int32_t lo, int32_t hi, const std::vector<PipelineState>& chain,
+                        Choice* best) {
+    struct Candidate {
+      double bound;
+      int32_t recompute;
+      int32_t first_layers;
+      Method first;
+    };
+    std::vector<Candidate> candidates;
+    bool choice = false;
+    for (int32_t l = lo; l < n_layer_; ++l) choice = choice || options(l).size() > 1;
+    for (Method first : {Method::kHidden, Method::kKv}) {
+      Method second = first == Method::kHidden ? Method::kKv : Method::kHidden;
+      // tail[l]: layers [l, L) by `second`.
+      std::vector<Step> tail(static_cast<size_t>(n_layer_) + 1);
+      for (int32_t l = n_layer_ - 1; l >= lo; --l) {
+        tail[static_cast<size_t>(l)] =
+            option(l, second).step.then(tail[static_cast<size_t>(l) + 1]);
+      }
+      for (int32_t a = lo; a <= hi; ++a) {
+        PipelineState s = chain[static_cast<size_t>(a)];
+        for (int32_t l = a; l <= n_layer_; ++l) {
+          candidates.push_back(
+              {tail[static_cast<size_t>(l)].apply(s).compute + finish_s(), a, l - a, first});
+          if (!choice || l == n_layer_) break;
+          s = option(l, first).step.apply(s);
+        }
+      }
+      if (!choice) break;
+    }
+    std::sort(candidates.begin(), candidates.end(),
+              [](const Candidate& a, const Candidate& b) { return a.bound < b.bound; });
+    for (const Candidate& c : candidates) {
+      if (c.bound >= best->makespan) break;
+      Choice found;
+      found.runs = r;
+      found.recompute = c.recompute;
+      Method second = c.first == Method::kHidden ? Method::kKv : Method::kHidden;
+      found.preference.assign(static_cast<size_t>(n_layer_), second);
+      std::fill_n(found.preference.begin() + c.recompute, c.first_layers, c.first);
+      found.makespan = write_out(found).predicted.makespan_s;
+      if (found.makespan < best->makespan) *best = std::move(found);
+    }
+  }
+
+  // H for the first t rows, KV or RE (prefill behind them) for the rest, in every layer.
+  Plan token_partition(size_t runs) {
+    const int64_t rows = rows_[runs];
+    const int64_t step = std::max<int64_t>(1, request_.token_rounding);
+    Plan best;
+    best.predicted.makespan_s = kInfinity;
+    auto consider = [&](int64_t t) {
+      for (bool kv : {true, false}) {
+        Plan plan = partitioned(runs, t, kv);
+        if (plan.predicted.makespan_s < best.predicted.makespan_s) best = std::move(plan);
+      }
+    };
+    // The makespan has one valley up to the steps of slices: scan coarsely, then around the best.
+    int64_t coarse = step * std::max<int64_t>(1, rows / step / 64);
+    int64_t around = 0;
+    for (int64_t t = 0; t <= rows; t += coarse) {
+      double before = best.predicted.makespan_s;
+      consider(t);
+      if (best.predicted.makespan_s < before) around = t;
+    }
+    int64_t end = std::min(rows, around + coarse);
+    for (int64_t t = std::max<int64_t>(0, around - coarse); t <= end; t += step) consider(t);
+    return best;
+  }
+
+  Plan partitioned(size_t runs, int64_t t, bool kv) const {
+    Choice c;
+    c.runs = runs;
+    c.recompute = min_recompute_[runs];
+    c.preference.assign(static_cast<size_t>(n_layer_), Method::kHidden);
+    Plan plan = lay_out(c);
+    std::vector<PlanRun> cut;
+    for (size_t k = 0; k < plan.runs.size(); ++k) {
+      PlanRun& run = plan.runs[k];
+      int64_t before = std::clamp<int64_t>(t - run.begin, 0, run.tokens);
+      if (before > 0) {
+        cut.push_back(run);
+        cut.back().tokens = before;
+      }
+      if (kv && before < run.tokens) {
+        cut.push_back(run);
+        cut.back().begin += before;
+        cut.back().tokens -= before;
+        const AvailableRun& saved = request_.available.runs[k];
+        for (int32_t l = c.recompute; l < n_layer_; ++l) {
+          cut.back().layers[static_cast<size_t>(l)] =
+              cell_method(saved.layers[static_cast<size_t>(l)], Method::kKv);
+        }
+      }
+    }
+    plan.runs = std::move(cut);
+    if (!kv) {
+      plan.restored_tokens = std::min(t, plan.restored_tokens);
+      plan.prefill_tokens = prefill_rows(plan.restored_tokens);
+    }
+    return predicted(std::move(plan));
+  }
+
+  [[nodiscard]] Plan lay_out(const Choice& choice) const {
+    Plan plan;
+    plan.mode = request_.mode;
+    plan.n_layer = n_layer_;
+    plan.new_tokens = request_.new_tokens;
+    plan.restored_tokens = rows_[choice.runs];
+    plan.prefill_tokens = prefill_rows(plan.restored_tokens);
+    plan.recompute_layers = choice.recompute;
+    for (size_t k = 0; k < choice.runs; ++k) {
+      const AvailableRun& saved = request_.available.runs[k];
+      PlanRun run{rows_[k], saved.tokens, {}};
+      run.layers.assign(static_cast<size_t>(n_layer_), Method::kRecompute);
+      for (auto l = static_cast<size_t>(choice.recompute); l < run.layers.size(); ++l) {
+        run.layers[l] = cell_method(saved.layers[l], choice.preference[l]);
+      }
+      plan.runs.push_back(std::move(run));
+    }
+    return plan;
+  }
+
+  // Merges equal neighbours, predicts and names the plan.
+  [[nodiscard]] Plan predicted(Plan plan) const {
+    if (plan.runs.empty()) plan.recompute_layers = 0;
+    std::vector<PlanRun> merged;
+    for (PlanRun& run : plan.runs) {
+      if (!merged.empty() && merged.back().layers == run.layers) {
+        merged.back().tokens += run.tokens;
+      } else {
+        merged.push_back(std::move(run));
+      }
+    }
+    plan.runs = std::move(merged);
+    plan.predicted = simulate(costs_, plan).value().total;
+    if (plan.runs.empty()) {
+      plan.schedule = fmt::format("RE:{}", n_layer_);
+    } else if (plan.runs.size() == 1) {
+      plan.schedule = schedule_string(plan.runs[0].layers);
+    } else {
+      for (const PlanRun& run : plan.runs) {
+        if (!plan.schedule.empty()) plan.schedule += " | ";
+        plan.schedule += fmt::format("{}t {}", run.tokens, schedule_string(run.layers));
+      }
+    }
+    return plan;
+  }
+
+  [[nodiscard]] Plan write_out(const Choice& choice) const { return predicted(lay_out(choice)); }
+
+  const RestoreCosts& costs_;
+  const RestoreRequest& request_;
+  const int32_t n_layer_;
+  std::vector<int64_t> rows_;           // rows_[r]: rows of the first r runs
+  std::vector<int32_t> min_recompute_;  // RE prefix that the first r runs need
+  std::vector<std::vector<Option>> options_;
+  std::vector<int32_t> option_of_layer_;
+};
+
+Status check_request(const RestoreCosts& costs, const RestoreRequest& request) {
+  if (request.new_tokens < 0) {
+    return invalid_argument(fmt::format("restore: {} new tokens", request.new_tokens));
+  }
+  if (request.token_rounding < 1) {
+    return invalid_argument(fmt::format("restore: token rounding {}", request.token_rounding));
+  }
+  for (size_t k = 0; k < request.available.runs.size(); ++k) {
+    const AvailableRun& run = request.available.runs[k];
+    if (run.tokens < 1) {
+      return invalid_argument(fmt::format("availability: run {} has {} tokens", k, run.tokens));
+    }
+    if (run.layers.size() != static_cast<size_t>(costs.n_layer)) {
+      return invalid_argument(fmt::format("availability: run {} has {} of {} layers", k,
+                                          run.layers.size(), costs.n_layer));
+    }
+    for (Encoding e : run.layers) {
+      if (e > kHasBoth) return invalid_argument(fmt::format("availability: bits {:#x}", e));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string_view mode_name(Mode mode) { return kModeNames.at(static_cast<size_t>(mode)); }
+
+Result<Mode> parse_mode(std::string_view name) {
+  for (size_t i = 0; i < kModeNames.size(); ++i) {
+    if (kModeNames[i] == name) return static_cast<Mode>(i);
+  }
+  return invalid_argument(
+      fmt::format("unknown method '{}' ({})", name, fmt::join(kModeNames, ", ")));
+}
+
+Availability Availability::uniform(int64_t tokens, int32_t n_layer, Encoding encodings) {
+  Availability a;
+  if (tokens > 0) {
+    a.runs.push_back({tokens, std::vector<Encoding>(static_cast<size_t>(n_layer), encodings)});
+  }
+  return a;
+}
+
+int64_t Availability::tokens() const {
+  int64_t sum = 0;
+  for (const AvailableRun& run : runs) sum += run.tokens;
+  return sum;
+}
+
+Result<Plan> plan_restore(const RestoreCosts& costs, const RestoreRequest& request) {
+  HCACHE_RETURN_IF_ERROR(validate(costs));
+  HCACHE_RETURN_IF_ERROR(check_request(costs, request));
+  return Search(costs, request).run();
+}
+
+std::string schedule_string(const std::vector<Method>& layers) {
+  std::string text;
+  for (Method method : {Method::kRecompute, Method::kHidden, Method::kKv}) {
+    auto n = std::count(layers.begin(), layers.end(), method);
+    if (n == 0) continue;
+    if (!text.empty()) text += ' ';
+    text += fmt::format("{}:{}", method_name(method), n);
+  }
+  return text;
+}
+
+std::string paper_schedule_string(int32_t hidden, int32_t kv, int32_t recompute) {
+  std::string text;
+  auto add = [&](int32_t n, std::string_view name) {
+    if (n == 0) return;
+    if (!text.empty()) text += '+';
+    text += fmt::format("{}{}", n, name);
+  };
+  add(hidden, "H");
+  add(kv, "KV");
+  add(recompute, "RE");
+  return text;
+}
+
+}  // namespace hcache::policy
