@@ -228,11 +228,15 @@ def describe_cpu_target(target):
 # ---- ggml, libllama, common -----------------------------------------------------------------
 
 
-def compiler_id(command):
-    try:
-        out = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise Failure(f"cannot run the compiler '{command}': {error}; run `make deps`") from error
+def find_compiler(command):
+    path = shutil.which(command)
+    if not path:
+        raise Failure(f"there is no compiler '{command}'; run `make deps`")
+    return path
+
+
+def compiler_id(path):
+    out = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     return out.stdout.splitlines()[0]
 
 
@@ -240,14 +244,15 @@ class LlamaBuild:
     """One flavour of the library: where it lies and how it is built."""
 
     def __init__(self, args):
+        cc, cxx = find_compiler(args.cc), find_compiler(args.cxx)
         target = cpu_target()
         _, cpu_options = describe_cpu_target(target)
         tsan = args.sanitize == "thread"
         flags = " ".join(SANITIZER_FLAGS[args.sanitize])
         options = {
             "CMAKE_BUILD_TYPE": "Release",
-            "CMAKE_C_COMPILER": args.cc,
-            "CMAKE_CXX_COMPILER": args.cxx,
+            "CMAKE_C_COMPILER": cc,
+            "CMAKE_CXX_COMPILER": cxx,
             "CMAKE_C_FLAGS": flags,
             "CMAKE_CXX_FLAGS": flags,
             "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
@@ -280,7 +285,7 @@ class LlamaBuild:
         for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # the key must say everything
             self.environment.pop(name, None)
 
-        key = [LLAMA_SHA256, str(RECIPE), compiler_id(args.cc), compiler_id(args.cxx)]
+        key = [LLAMA_SHA256, str(RECIPE), compiler_id(cc), compiler_id(cxx)]
         key += [f"{name}={value}" for name, value in sorted(options.items())]
         digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         flavour = args.sanitize or "release"
