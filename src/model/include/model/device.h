@@ -65,6 +65,8 @@ class Device {
   ggml_backend_dev_t dev_ = nullptr;
   ggml_backend_t compute_ = nullptr;
   ggml_backend_t copy_ = nullptr;
+  // Kept between graphs where ggml has no OpenMP and would start its threads for every graph.
+  ggml_threadpool_t threadpool_ = nullptr;
 };
 
 }  // namespace hcache::model

@@ -1,0 +1,23 @@
+// A name for a model's content: what the state fingerprint starts from.
+#pragma once
+
+#include <string>
+
+#include "gguf_file.h"
+#include "model/model.h"
+
+namespace hcache::model {
+
+// XXH3-128 (32 hex digits) over the numbers and every tensor's name, type, shape and bytes. The
+// vocabulary and the chat template don't shape K and V and are left out, so that editing them
+// keeps the saved state. Not a defence against a model file made to collide: whoever writes the
+// model decides what it says anyway.
+Result<std::string> digest_content(const GgufFile& file, const HParams& hparams,
+                                   const Progress& progress);
+
+// The same through a cache of small files in `cache_dir` (created 0700), one per path, each valid
+// for one (size, mtime, inode). A cache that can't be read or written is no error.
+Result<std::string> cached_digest(const GgufFile& file, const HParams& hparams,
+                                  const std::string& cache_dir, const Progress& progress);
+
+}  // namespace hcache::model

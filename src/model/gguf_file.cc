@@ -1,0 +1,366 @@
+#include "gguf_file.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+namespace hcache::model {
+namespace {
+
+// Reads little-endian scalars within bounds.
+class Cursor {
+ public:
+  explicit Cursor(std::span<const uint8_t> bytes) : bytes_(bytes) {}
+
+  [[nodiscard]] size_t offset() const { return offset_; }
+  [[nodiscard]] size_t left() const { return bytes_.size() - offset_; }
+
+  template <typename T>
+  [[nodiscard]] bool read(T& out) {
+    if (left() < sizeof(T)) return false;
+    memcpy(&out, bytes_.data() + offset_, sizeof(T));
+    offset_ += sizeof(T);
+    return true;
+  }
+  [[nodiscard]] bool take(uint64_t size, std::span<const uint8_t>& out) {
+    if (size > left()) return false;
+    out = bytes_.subspan(offset_, size);
+    offset_ += size;
+    return true;
+  }
+  [[nodiscard]] bool read_string(std::string& out) {
+    uint64_t size = 0;
+    std::span<const uint8_t> data;
+    if (!read(size) || !take(size, data)) return false;
+    out.assign(reinterpret_cast<const char*>(data.data()), data.size());
+    return true;
+  }
+
+ private:
+  std::span<const uint8_t> bytes_;
+  size_t offset_ = 0;
+};
+
+// Bytes of a scalar; 0 for strings, arrays and unknown types.
+size_t scalar_size(gguf_type type) {
+  switch (type) {
+    case GGUF_TYPE_UINT8:
+    case GGUF_TYPE_INT8:
+    case GGUF_TYPE_BOOL: return 1;
+    case GGUF_TYPE_UINT16:
+    case GGUF_TYPE_INT16: return 2;
+    case GGUF_TYPE_UINT32:
+    case GGUF_TYPE_INT32:
+    case GGUF_TYPE_FLOAT32: return 4;
+    case GGUF_TYPE_UINT64:
+    case GGUF_TYPE_INT64:
+    case GGUF_TYPE_FLOAT64: return 8;
+    default: return 0;
+  }
+}
+
+template <typename T>
+T load(const uint8_t* p) {
+  T value;
+  memcpy(&value, p, sizeof(T));
+  return value;
+}
+
+std::optional<int64_t> scalar_integer(gguf_type type, const uint8_t* p) {
+  switch (type) {
+    case GGUF_TYPE_UINT8: return load<uint8_t>(p);
+    case GGUF_TYPE_INT8: return load<int8_t>(p);
+    case GGUF_TYPE_UINT16: return load<uint16_t>(p);
+    case GGUF_TYPE_INT16: return load<int16_t>(p);
+    case GGUF_TYPE_UINT32: return load<uint32_t>(p);
+    case GGUF_TYPE_INT32: return load<int32_t>(p);
+    case GGUF_TYPE_INT64: return load<int64_t>(p);
+    case GGUF_TYPE_UINT64: {
+      const auto value = load<uint64_t>(p);
+      if (value > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) return std::nullopt;
+      return static_cast<int64_t>(value);
+    }
+    default: return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::string printable(std::string_view text) {
+  constexpr size_t kMax = 80;
+  std::string out;
+  for (const char c : text.substr(0, kMax)) {
+    const auto u = static_cast<unsigned char>(c);
+    out += u < 0x20 || u >= 0x7f ? '?' : c;
+  }
+  return text.size() > kMax ? out + "..." : out;
+}
+
+std::string GgufTensor::describe() const {
+  std::string out = fmt::format("{} [{}", ggml_type_name(type), ne[0]);
+  for (int i = 1; i < std::max(1, n_dims); i++) out += fmt::format(", {}", ne[i]);
+  return out + "]";
+}
+
+Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    const std::string message = fmt::format("{}: {}", path, strerror(errno));
+    return errno == EACCES ? permission_denied(message) : not_found(message);
+  }
+  struct stat st {};
+  if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+    close(fd);
+    return invalid_argument(fmt::format("{}: not a regular file", path));
+  }
+  if (st.st_size == 0) {
+    close(fd);
+    return data_loss(fmt::format("{}: the file is empty", path));
+  }
+  const auto size = static_cast<size_t>(st.st_size);
+  void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+  const int error = errno;
+  close(fd);
+  if (data == MAP_FAILED) {
+    return resource_exhausted(fmt::format("{}: mmap of {} bytes: {}", path, size, strerror(error)));
+  }
+  std::unique_ptr<GgufFile> file(new GgufFile(path, {static_cast<uint8_t*>(data), size}, true));
+  constexpr int64_t kNsPerSecond = 1000000000;
+  file->identity_ = {size, st.st_mtim.tv_sec * kNsPerSecond + st.st_mtim.tv_nsec, st.st_dev,
+                     st.st_ino};
+  HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(path));
+  return file;
+}
+
+Result<std::unique_ptr<GgufFile>> GgufFile::parse(std::span<const uint8_t> bytes,
+                                                  std::string name) {
+  std::unique_ptr<GgufFile> file(new GgufFile(std::move(name), bytes, false));
+  HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(file->path_));
+  return file;
+}
+
+GgufFile::~GgufFile() {
+  if (mapped_) munmap(const_cast<uint8_t*>(bytes_.data()), bytes_.size());
+}
+
+Status GgufFile::parse_header() {
+  Cursor in(bytes_);
+  const auto truncated = [&](std::string_view what) {
+    return data_loss(
+        fmt::format("the file ends (or a length lies) in {} at byte {}", what, in.offset()));
+  };
+
+  uint32_t magic = 0;
+  uint32_t version = 0;
+  uint64_t n_tensors = 0;
+  uint64_t n_values = 0;
+  if (!in.read(magic)) return truncated("the magic number");
+  if (memcmp(&magic, GGUF_MAGIC, 4) != 0) return data_loss("not a GGUF file (no GGUF magic)");
+  if (!in.read(version)) return truncated("the version");
+  if (version < 2 || version > GGUF_VERSION) {
+    return unimplemented(
+        fmt::format("GGUF version {} (this build reads 2 and 3, little-endian)", version));
+  }
+  if (!in.read(n_tensors) || !in.read(n_values)) return truncated("the counts");
+  // The smallest value takes 13 bytes, the smallest tensor 24: counts beyond that lie.
+  if (n_values > in.left() / 13 || n_tensors > in.left() / 24) {
+    return data_loss(
+        fmt::format("the header promises {} values and {} tensors, more than {} bytes can hold",
+                    n_values, n_tensors, bytes_.size()));
+  }
+
+  for (uint64_t i = 0; i < n_values; i++) {
+    std::string key;
+    uint32_t type = 0;
+    if (!in.read_string(key)) return truncated(fmt::format("the key of value {}", i));
+    if (key.empty()) return data_loss(fmt::format("value {} has an empty key", i));
+    const std::string what = fmt::format("value \"{}\"", printable(key));
+    if (!in.read(type)) return truncated(what);
+    GgufValue value;
+    value.type = value.item_type = static_cast<gguf_type>(type);
+    if (value.type == GGUF_TYPE_ARRAY) {
+      uint32_t item = 0;
+      if (!in.read(item) || !in.read(value.count)) return truncated(what);
+      value.item_type = static_cast<gguf_type>(item);
+    }
+    const size_t size = scalar_size(value.item_type);
+    if (size == 0 && value.item_type != GGUF_TYPE_STRING) {
+      return data_loss(
+          fmt::format("{} has the unknown type {}", what, static_cast<int>(value.item_type)));
+    }
+    const size_t start = in.offset();
+    if (size > 0) {
+      if (value.count > in.left() / size) return truncated(what);
+      if (!in.take(value.count * size, value.bytes)) return truncated(what);
+    } else {
+      for (uint64_t s = 0; s < value.count; s++) {
+        uint64_t length = 0;
+        std::span<const uint8_t> skipped;
+        if (!in.read(length) || !in.take(length, skipped)) return truncated(what);
+      }
+      value.bytes = bytes_.subspan(start, in.offset() - start);
+    }
+    if (!values_.emplace(key, value).second) return data_loss(what + " occurs twice");
+  }
+
+  HCACHE_ASSIGN_OR_RETURN(const auto alignment, integer(GGUF_KEY_GENERAL_ALIGNMENT));
+  if (alignment.has_value()) {
+    constexpr int64_t kMaxAlignment = 1 << 20;
+    const int64_t a = *alignment;
+    if (a <= 0 || a > kMaxAlignment || (a & (a - 1)) != 0) {
+      return data_loss(fmt::format("general.alignment is {}, not a power of two up to 2^20", a));
+    }
+    alignment_ = static_cast<size_t>(a);
+  }
+
+  std::vector<uint64_t> offsets;
+  for (uint64_t i = 0; i < n_tensors; i++) {
+    GgufTensor t;
+    if (!in.read_string(t.name)) return truncated(fmt::format("the name of tensor {}", i));
+    if (t.name.empty() || t.name.size() >= GGML_MAX_NAME) {
+      return data_loss(fmt::format("tensor {} has a name of {} bytes (1 to {} are allowed)", i,
+                                   t.name.size(), GGML_MAX_NAME - 1));
+    }
+    const std::string what = fmt::format("tensor \"{}\"", printable(t.name));
+    uint32_t n_dims = 0;
+    if (!in.read(n_dims)) return truncated(what);
+    if (n_dims < 1 || n_dims > GGML_MAX_DIMS) {
+      return data_loss(fmt::format("{} has {} dimensions", what, n_dims));
+    }
+    t.n_dims = static_cast<int>(n_dims);
+    int64_t n_elements = 1;
+    for (int d = 0; d < t.n_dims; d++) {
+      if (!in.read(t.ne[d])) return truncated(what);
+      if (t.ne[d] <= 0 || t.ne[d] > std::numeric_limits<int64_t>::max() / n_elements) {
+        return data_loss(fmt::format("{}: dimension {} is {}", what, d, t.ne[d]));
+      }
+      n_elements *= t.ne[d];
+    }
+    int32_t type = 0;
+    uint64_t offset = 0;
+    if (!in.read(type) || !in.read(offset)) return truncated(what);
+    if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) == 0) {
+      return unimplemented(
+          fmt::format("{} has the type {}, which this build of ggml doesn't know", what, type));
+    }
+    t.type = static_cast<ggml_type>(type);
+    const int64_t block = ggml_blck_size(t.type);
+    if (t.ne[0] % block != 0) {
+      return data_loss(fmt::format("{}: rows of {} are no multiple of {}'s block of {}", what,
+                                   t.ne[0], ggml_type_name(t.type), block));
+    }
+    if (static_cast<uint64_t>(n_elements / block) > bytes_.size() / ggml_type_size(t.type)) {
+      return data_loss(fmt::format("{} ({}) is larger than the file: truncated, or its shape lies",
+                                   what, t.describe()));
+    }
+    if (!tensor_index_.emplace(t.name, tensors_.size()).second)
+      return data_loss(what + " occurs twice");
+    offsets.push_back(offset);
+    tensors_.push_back(std::move(t));
+  }
+
+  // The data section: tensors follow each other, each padded to the alignment.
+  const auto pad = [this](uint64_t n) { return (n + alignment_ - 1) / alignment_ * alignment_; };
+  const uint64_t data_start = pad(in.offset());
+  uint64_t expected = 0;
+  for (size_t i = 0; i < tensors_.size(); i++) {
+    GgufTensor& t = tensors_[i];
+    if (offsets[i] != expected) {
+      return data_loss(fmt::format("tensor \"{}\" has the offset {}, expected {}",
+                                   printable(t.name), offsets[i], expected));
+    }
+    const size_t size = t.row_bytes() * static_cast<size_t>(t.n_elements() / t.ne[0]);
+    // Neither sum overflows: `expected` and `size` are at most the file's size here.
+    if (data_start + expected + size > bytes_.size()) {
+      return data_loss(fmt::format(
+          "the file ends within tensor \"{}\": truncated ({} bytes, at least {} needed)",
+          printable(t.name), bytes_.size(), data_start + expected + size));
+    }
+    t.data = bytes_.subspan(data_start + expected, size);
+    expected += pad(size);
+  }
+  return {};
+}
+
+const GgufValue* GgufFile::find(std::string_view key) const {
+  const auto it = values_.find(key);
+  return it == values_.end() ? nullptr : &it->second;
+}
+
+const GgufTensor* GgufFile::tensor(std::string_view name) const {
+  const auto it = tensor_index_.find(name);
+  return it == tensor_index_.end() ? nullptr : &tensors_[it->second];
+}
+
+Result<std::optional<int64_t>> GgufFile::integer(std::string_view key) const {
+  return uniform_integer(key, 0);
+}
+
+Result<std::optional<int64_t>> GgufFile::uniform_integer(std::string_view key,
+                                                         uint64_t count) const {
+  const GgufValue* value = find(key);
+  if (value == nullptr) return std::optional<int64_t>();
+  const size_t size = scalar_size(value->item_type);
+  const bool array = value->type == GGUF_TYPE_ARRAY;
+  if (array && (count == 0 || value->count != count)) {
+    return data_loss(fmt::format("{}: key {} is an array of {} items, expected {}", path_, key,
+                                 value->count,
+                                 count == 0 ? "one integer" : fmt::format("{}", count)));
+  }
+  std::optional<int64_t> first;
+  for (uint64_t i = 0; i < value->count; i++) {
+    const auto item = scalar_integer(value->item_type, value->bytes.data() + i * size);
+    if (!item.has_value()) {
+      return data_loss(fmt::format("{}: key {} is not an integer within 63 bits", path_, key));
+    }
+    if (first.has_value() && *first != *item) {
+      return unimplemented(
+          fmt::format("{}: key {} differs between the layers ({} and {}); only uniform "
+                      "layers are supported",
+                      path_, key, *first, *item));
+    }
+    first = item;
+  }
+  return first;
+}
+
+Result<std::optional<double>> GgufFile::number(std::string_view key) const {
+  const GgufValue* value = find(key);
+  if (value == nullptr) return std::optional<double>();
+  const uint8_t* p = value->bytes.data();
+  if (value->type == GGUF_TYPE_FLOAT32) return std::optional<double>(load<float>(p));
+  if (value->type == GGUF_TYPE_FLOAT64) return std::optional<double>(load<double>(p));
+  if (value->type != GGUF_TYPE_ARRAY) {
+    if (const auto i = scalar_integer(value->type, p)) {
+      return std::optional<double>(static_cast<double>(*i));
+    }
+  }
+  return data_loss(fmt::format("{}: key {} is not a number", path_, key));
+}
+
+Result<std::optional<bool>> GgufFile::boolean(std::string_view key) const {
+  const GgufValue* value = find(key);
+  if (value == nullptr) return std::optional<bool>();
+  if (value->type != GGUF_TYPE_BOOL) {
+    return data_loss(fmt::format("{}: key {} is not a boolean", path_, key));
+  }
+  return std::optional<bool>(value->bytes[0] != 0);
+}
+
+Result<std::optional<std::string>> GgufFile::string(std::string_view key) const {
+  const GgufValue* value = find(key);
+  if (value == nullptr) return std::optional<std::string>();
+  if (value->type != GGUF_TYPE_STRING) {
+    return data_loss(fmt::format("{}: key {} is not a string", path_, key));
+  }
+  const auto text = value->bytes.subspan(sizeof(uint64_t));
+  return std::optional<std::string>(std::string(text.begin(), text.end()));
+}
+
+}  // namespace hcache::model

@@ -1,0 +1,240 @@
+#include "hparams.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+
+namespace hcache::model {
+namespace {
+
+constexpr int64_t kMaxDimension = 1 << 24;
+
+// Typed reads of "<arch>.<key>".
+class Keys {
+ public:
+  Keys(const GgufFile& file, std::string arch) : file_(file), arch_(std::move(arch)) {}
+
+  [[nodiscard]] std::string full(std::string_view key) const {
+    return fmt::format("{}.{}", arch_, key);
+  }
+
+  [[nodiscard]] Status bad(std::string_view key, std::string_view why) const {
+    return data_loss(fmt::format("{}: key {} {}", file_.path(), full(key), why));
+  }
+
+  // An integer in [min, max]; `fallback` when absent, or kNotFound without one.
+  [[nodiscard]] Result<int64_t> integer(std::string_view key, int64_t min, int64_t max,
+                                        std::optional<int64_t> fallback = {}) const {
+    HCACHE_ASSIGN_OR_RETURN(const auto value, file_.integer(full(key)));
+    return in_range(key, value, min, max, fallback);
+  }
+  // The same for keys that may be an array with one item per layer.
+  [[nodiscard]] Result<int64_t> per_layer(std::string_view key, int64_t n_layer, int64_t min,
+                                          int64_t max, std::optional<int64_t> fallback = {}) const {
+    HCACHE_ASSIGN_OR_RETURN(const auto value,
+                            file_.uniform_integer(full(key), static_cast<uint64_t>(n_layer)));
+    return in_range(key, value, min, max, fallback);
+  }
+  [[nodiscard]] Result<float> number(std::string_view key,
+                                     std::optional<float> fallback = {}) const {
+    HCACHE_ASSIGN_OR_RETURN(const auto value, file_.number(full(key)));
+    if (!value.has_value()) {
+      if (!fallback.has_value()) return missing(key);
+      return *fallback;
+    }
+    const auto narrow = static_cast<float>(*value);
+    if (!std::isfinite(narrow)) return bad(key, "is not finite");
+    return narrow;
+  }
+
+ private:
+  [[nodiscard]] Status missing(std::string_view key) const {
+    return not_found(fmt::format("{}: key {} is missing", file_.path(), full(key)));
+  }
+  [[nodiscard]] Result<int64_t> in_range(std::string_view key, std::optional<int64_t> value,
+                                         int64_t min, int64_t max,
+                                         std::optional<int64_t> fallback) const {
+    if (!value.has_value() && !fallback.has_value()) return missing(key);
+    const int64_t v = value.has_value() ? *value : *fallback;
+    if (v < min || v > max) return bad(key, fmt::format("is {}, outside [{}, {}]", v, min, max));
+    return v;
+  }
+
+  const GgufFile& file_;
+  std::string arch_;
+};
+
+// Features of other models that would silently change the result if they were ignored.
+Status refuse_unsupported(const GgufFile& file, const Keys& keys, int64_t n_ctx_train) {
+  const auto refuse = [&](std::string_view key, std::string_view feature) {
+    return unimplemented(
+        fmt::format("{}: key {}: {} is not supported", file.path(), keys.full(key), feature));
+  };
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  HCACHE_ASSIGN_OR_RETURN(const int64_t experts, keys.integer("expert_count", 0, kMax, 0));
+  if (experts > 0) return refuse("expert_count", "a mixture of experts");
+  HCACHE_ASSIGN_OR_RETURN(const int64_t window,
+                          keys.integer("attention.sliding_window", 0, kMax, 0));
+  if (window > 0 && window < n_ctx_train) {
+    return refuse("attention.sliding_window", "sliding-window attention");
+  }
+  HCACHE_ASSIGN_OR_RETURN(const auto causal, file.boolean(keys.full("attention.causal")));
+  if (!causal.value_or(true)) return refuse("attention.causal", "attention without a causal mask");
+  HCACHE_ASSIGN_OR_RETURN(const auto pre_norm, file.boolean(keys.full("do_layer_norm_before")));
+  if (!pre_norm.value_or(true)) {
+    return refuse("do_layer_norm_before", "normalisation after the blocks (OPT-350m)");
+  }
+  struct Neutral {
+    const char* key;
+    float value;
+    const char* feature;
+  };
+  constexpr std::array kNeutral = {
+      Neutral{"attention.max_alibi_bias", 0, "ALiBi"},
+      Neutral{"attention.clamp_kqv", 0, "clamping of Q, K and V"},
+      Neutral{"attn_logit_softcapping", 0, "soft-capping of attention logits"},
+      Neutral{"final_logit_softcapping", 0, "soft-capping of logits"},
+      Neutral{"logit_scale", 1, "scaled logits"},
+      Neutral{"residual_scale", 1, "scaled residuals"},
+      Neutral{"embedding_scale", 1, "scaled embeddings"},
+      Neutral{"rope.scaling.alpha", 0, "NTK-alpha RoPE scaling"},
+  };
+  for (const Neutral& n : kNeutral) {
+    HCACHE_ASSIGN_OR_RETURN(const float value, keys.number(n.key, n.value));
+    if (value != n.value && value != 0) return refuse(n.key, n.feature);
+  }
+  return {};
+}
+
+// The same arithmetic, in F32, as libllama's load_hparams and context set-up, so that the angles
+// agree bit for bit.
+Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_rot,
+                          keys.integer("rope.dimension_count", 0, kMaxDimension, h.head_dim));
+  if (n_rot < 2 || n_rot % 2 != 0 || n_rot > h.head_dim) {
+    return keys.bad(
+        "rope.dimension_count",
+        fmt::format("is {}, not an even number up to the head size {}", n_rot, h.head_dim));
+  }
+  h.n_rot = static_cast<int>(n_rot);
+  HCACHE_ASSIGN_OR_RETURN(h.rope_freq_base, keys.number("rope.freq_base", 10000.0F));
+  if (h.rope_freq_base <= 0) return keys.bad("rope.freq_base", "is not positive");
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_ctx_orig,
+                          keys.integer("rope.scaling.original_context_length", 1,
+                                       std::numeric_limits<int32_t>::max(), h.n_ctx_train));
+  h.rope_n_ctx_orig = static_cast<int>(n_ctx_orig);
+
+  HCACHE_ASSIGN_OR_RETURN(const auto type, file.string(keys.full("rope.scaling.type")));
+  const std::string scaling = type.value_or("linear");
+  if (scaling != "none" && scaling != "linear" && scaling != "yarn") {
+    return unimplemented(fmt::format("{}: key {}: RoPE scaling \"{}\" is not supported",
+                                     file.path(), keys.full("rope.scaling.type"),
+                                     scaling.substr(0, 32)));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const float old_factor, keys.number("rope.scale_linear", 0.0F));
+  HCACHE_ASSIGN_OR_RETURN(const float factor, keys.number("rope.scaling.factor", old_factor));
+  if (factor < 0) return keys.bad("rope.scaling.factor", "is negative");
+  h.rope_freq_scale = factor == 0.0F || scaling == "none" ? 1.0F : 1.0F / factor;
+  if (!std::isfinite(h.rope_freq_scale)) return keys.bad("rope.scaling.factor", "is too small");
+
+  h.rope_attn_factor = 1.0F;
+  if (scaling == "yarn") {
+    h.rope_ext_factor = 1.0F;
+    const float scale = 1.0F / h.rope_freq_scale;
+    const float mscale = scale <= 1.0F ? 1.0F : (0.1F * 1.0F * logf(scale) + 1.0F);
+    h.rope_attn_factor = mscale;
+    // ggml_rope_ext applies this factor itself.
+    h.rope_attn_factor *= 1.0F / (1.0F + 0.1F * logf(scale));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const float attn_factor, keys.number("rope.scaling.attn_factor", 1.0F));
+  h.rope_attn_factor *= attn_factor;
+  if (!std::isfinite(h.rope_attn_factor)) return keys.bad("rope.scaling.factor", "is too small");
+  return {};
+}
+
+}  // namespace
+
+Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
+  const Keys keys(file, spec.arch);
+  HParams h;
+  h.arch = spec.arch;
+  HCACHE_ASSIGN_OR_RETURN(const auto name, file.string("general.name"));
+  h.name = name.value_or("");
+
+  constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_ctx, keys.integer("context_length", 1, kMaxInt));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_embd, keys.integer("embedding_length", 1, kMaxDimension));
+  // Each layer has several tensors, so the file itself bounds the count.
+  const auto n_tensors = static_cast<int64_t>(file.tensors().size());
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_layer, keys.integer("block_count", 1, n_tensors));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_ff,
+                          keys.per_layer("feed_forward_length", n_layer, 1, kMaxDimension));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_head,
+                          keys.per_layer("attention.head_count", n_layer, 1, n_embd));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_head_kv,
+                          keys.per_layer("attention.head_count_kv", n_layer, 1, n_head, n_head));
+  if (n_head % n_head_kv != 0) {
+    return keys.bad("attention.head_count_kv",
+                    fmt::format("is {}, which does not divide {} heads", n_head_kv, n_head));
+  }
+  if (file.find(keys.full("attention.key_length")) == nullptr && n_embd % n_head != 0) {
+    return keys.bad("attention.head_count",
+                    fmt::format("is {}, which does not divide the width {}", n_head, n_embd));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const int64_t head_dim,
+                          keys.integer("attention.key_length", 1, n_embd, n_embd / n_head));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t value_dim,
+                          keys.integer("attention.value_length", 1, n_embd, n_embd / n_head));
+  if (value_dim != head_dim) {
+    return unimplemented(fmt::format("{}: heads of K ({}) and V ({}) differ in size; not supported",
+                                     file.path(), head_dim, value_dim));
+  }
+  if (head_dim * n_head > kMaxDimension) {
+    return keys.bad("attention.key_length",
+                    fmt::format("is {}, too large for {} heads", head_dim, n_head));
+  }
+  h.n_ctx_train = static_cast<int>(n_ctx);
+  h.n_embd = static_cast<int>(n_embd);
+  h.n_layer = static_cast<int>(n_layer);
+  h.n_ff = static_cast<int>(n_ff);
+  h.n_head = static_cast<int>(n_head);
+  h.n_head_kv = static_cast<int>(n_head_kv);
+  h.head_dim = static_cast<int>(head_dim);
+
+  HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys, n_ctx));
+
+  const char* eps_key =
+      spec.norm == Norm::kRms ? "attention.layer_norm_rms_epsilon" : "attention.layer_norm_epsilon";
+  HCACHE_ASSIGN_OR_RETURN(h.norm_eps, keys.number(eps_key));
+  if (h.norm_eps < 0) return keys.bad(eps_key, "is negative");
+  HCACHE_ASSIGN_OR_RETURN(const float scale, keys.number("attention.scale", 0.0F));
+  h.attention_scale = scale == 0.0F ? 1.0F / sqrtf(static_cast<float>(head_dim)) : scale;
+
+  if (spec.rope_mode >= 0) {
+    HCACHE_RETURN_IF_ERROR(read_rope(file, keys, h));
+  }
+  if (spec.learned_positions) {
+    HCACHE_ASSIGN_OR_RETURN(const int64_t offset,
+                            keys.integer("position_offset", 0, kMaxDimension, 0));
+    h.position_offset = static_cast<int>(offset);
+  }
+  return h;
+}
+
+Result<const DecoderSpec*> read_architecture(const GgufFile& file) {
+  HCACHE_ASSIGN_OR_RETURN(const auto arch, file.string("general.architecture"));
+  if (!arch.has_value()) {
+    return not_found(fmt::format("{}: key general.architecture is missing", file.path()));
+  }
+  const DecoderSpec* spec = find_decoder_spec(*arch);
+  if (spec != nullptr) return spec;
+  std::string known;
+  for (const DecoderSpec& s : decoder_specs())
+    known += (known.empty() ? "" : ", ") + std::string(s.arch);
+  return unimplemented(fmt::format("{}: architecture \"{}\" is not supported (there are: {})",
+                                   file.path(), printable(*arch), known));
+}
+
+}  // namespace hcache::model

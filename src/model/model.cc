@@ -1,0 +1,502 @@
+#include "model/model.h"
+
+#include <fmt/format.h>
+#include <ggml-alloc.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <set>
+
+#include "digest.h"
+#include "gguf_file.h"
+#include "hparams.h"
+#include "weight_types.h"
+
+namespace hcache::model {
+namespace {
+
+constexpr size_t kUploadChunk = size_t{4} << 20;
+
+// ---- Tensors -----------------------------------------------------------------------------------
+
+// Where a weight wants to live.
+enum class Use {
+  kVector,       // F32, added or multiplied element by element
+  kMatrix,       // left-hand side of a product: may be repacked
+  kPlainMatrix,  // k and v: also multiply saved hidden states, so never repacked
+};
+
+// One weight on its way from the file to the device.
+struct Slot {
+  ggml_tensor** target = nullptr;
+  const GgufTensor* source = nullptr;
+  int64_t first_row = 0;  // a part of a fused matrix, in rows (elements of a fused bias)
+  int64_t n_rows = 0;
+  Use use = Use::kVector;
+};
+
+// Finds each tensor the architecture has, checks it, and notes where it goes. A tensor of the file
+// that nobody asked for is an error: it would change the result if it were ignored.
+class TensorReader {
+ public:
+  TensorReader(const GgufFile& file, const DecoderSpec& spec, HParams& h, const Device& device)
+      : file_(file), spec_(spec), h_(h), device_(device) {}
+
+  Status read(Weights& w, const GgufTensor*& token_embd, const GgufTensor*& position_embd);
+  [[nodiscard]] const std::vector<Slot>& slots() const { return slots_; }
+
+ private:
+  struct Shape {
+    int64_t ne0;
+    int64_t ne1 = 1;
+  };
+
+  // The tensor with its shape checked; nullptr when it is absent and optional.
+  Result<const GgufTensor*> claim(const std::string& name, Shape shape, bool required) {
+    const GgufTensor* t = file_.tensor(name);
+    if (t == nullptr) {
+      if (!required) return t;
+      return not_found(fmt::format("{}: tensor {} is missing", file_.path(), name));
+    }
+    claimed_.insert(name);
+    if (t->ne[0] != shape.ne0 || t->ne[1] != shape.ne1 || t->ne[2] != 1 || t->ne[3] != 1) {
+      return data_loss(fmt::format("{}: tensor {} is {}, expected [{}, {}]", file_.path(), name,
+                                   t->describe(), shape.ne0, shape.ne1));
+    }
+    return t;
+  }
+
+  [[nodiscard]] Status bad_type(const GgufTensor& t, std::string_view why) const {
+    return unimplemented(
+        fmt::format("{}: tensor {} is {}: {}", file_.path(), t.name, ggml_type_name(t.type), why));
+  }
+
+  [[nodiscard]] Status check_matrix(const GgufTensor& t) const {
+    if (find_weight_type(t.type) == nullptr)
+      return bad_type(t, "no matrix product takes this type");
+    if (device_.is_cpu()) return {};
+    const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(
+        ggml_init({ggml_tensor_overhead() * 4, nullptr, true}), &ggml_free);
+    ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), t.type, t.ne[0], t.ne[1]);
+    ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, t.ne[0], 1);
+    if (!ggml_backend_dev_supports_op(device_.dev(), ggml_mul_mat(ctx.get(), w, x))) {
+      return bad_type(t, fmt::format("device {} can't multiply it", device_.name()));
+    }
+    return {};
+  }
+
+  Status vector(ggml_tensor*& target, const std::string& name, int64_t n, bool required) {
+    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {n}, required));
+    if (t == nullptr) return {};
+    if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
+    slots_.push_back({&target, t, 0, n, Use::kVector});
+    return {};
+  }
+
+  Status norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
+    HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, required));
+    if (spec_.norm != Norm::kLayer) return {};
+    const bool has_weight = file_.tensor(name + ".weight") != nullptr;
+    return vector(target.b, name + ".bias", n, has_weight);
+  }
+
+  Status linear(Linear& target, const std::string& name, int64_t n_in, int64_t n_out, Use use) {
+    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {n_in, n_out}, true));
+    HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+    slots_.push_back({&target.w, t, 0, n_out, use});
+    return vector(target.b, name + ".bias", n_out, false);
+  }
+
+  Status fused_qkv(LayerWeights& l, const std::string& name) {
+    const int64_t n_q = h_.n_embd_q();
+    const int64_t n_kv = h_.n_embd_kv();
+    const int64_t n_out = n_q + 2 * n_kv;
+    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {h_.n_embd, n_out}, true));
+    HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+    slots_.push_back({&l.q.w, t, 0, n_q, Use::kMatrix});
+    slots_.push_back({&l.k.w, t, n_q, n_kv, Use::kPlainMatrix});
+    slots_.push_back({&l.v.w, t, n_q + n_kv, n_kv, Use::kPlainMatrix});
+    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* b, claim(name + ".bias", {n_out}, false));
+    if (b == nullptr) return {};
+    if (b->type != GGML_TYPE_F32) return bad_type(*b, "norms and biases must be F32");
+    slots_.push_back({&l.q.b, b, 0, n_q, Use::kVector});
+    slots_.push_back({&l.k.b, b, n_q, n_kv, Use::kVector});
+    slots_.push_back({&l.v.b, b, n_q + n_kv, n_kv, Use::kVector});
+    return {};
+  }
+
+  Status layer(LayerWeights& l, int index);
+  Status tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd);
+
+  const GgufFile& file_;
+  const DecoderSpec& spec_;
+  HParams& h_;
+  const Device& device_;
+  std::set<std::string, std::less<>> claimed_;
+  std::vector<Slot> slots_;
+};
+
+// The embedding tables: rows are looked up on the host.
+Status TensorReader::tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd) {
+  token_embd = file_.tensor("token_embd.weight");
+  if (token_embd == nullptr) {
+    return not_found(fmt::format("{}: tensor token_embd.weight is missing", file_.path()));
+  }
+  h_.n_vocab = token_embd->ne[1];
+  if (h_.n_vocab > std::numeric_limits<int32_t>::max()) {
+    return data_loss(
+        fmt::format("{}: tensor token_embd.weight has {} rows", file_.path(), h_.n_vocab));
+  }
+  HCACHE_RETURN_IF_ERROR(claim("token_embd.weight", {h_.n_embd, h_.n_vocab}, true).status());
+  if (find_weight_type(token_embd->type) == nullptr) {
+    return bad_type(*token_embd, "rows of this type can't be looked up");
+  }
+  if (const GgufValue* tokens = file_.find("tokenizer.ggml.tokens");
+      tokens != nullptr && static_cast<int64_t>(tokens->count) != h_.n_vocab) {
+    return data_loss(fmt::format("{}: the vocabulary has {} tokens, token_embd.weight {} rows",
+                                 file_.path(), tokens->count, h_.n_vocab));
+  }
+  if (!spec_.learned_positions) return {};
+  const int64_t n_rows = int64_t{h_.n_ctx_train} + h_.position_offset;
+  HCACHE_ASSIGN_OR_RETURN(position_embd, claim("position_embd.weight", {h_.n_embd, n_rows}, true));
+  if (find_weight_type(position_embd->type) == nullptr) {
+    return bad_type(*position_embd, "rows of this type can't be looked up");
+  }
+  return {};
+}
+
+Status TensorReader::layer(LayerWeights& l, int index) {
+  const std::string p = fmt::format("blk.{}.", index);
+  const int64_t n_embd = h_.n_embd;
+  HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
+  if (spec_.parallel_attention) {
+    HCACHE_RETURN_IF_ERROR(norm(l.attn_norm_2, p + "attn_norm_2", n_embd, false));
+  } else {
+    HCACHE_RETURN_IF_ERROR(norm(l.ffn_norm, p + "ffn_norm", n_embd, true));
+  }
+  if (spec_.fused_qkv || file_.tensor(p + "attn_qkv.weight") != nullptr) {
+    HCACHE_RETURN_IF_ERROR(fused_qkv(l, p + "attn_qkv"));
+  } else {
+    HCACHE_RETURN_IF_ERROR(linear(l.q, p + "attn_q", n_embd, h_.n_embd_q(), Use::kMatrix));
+    HCACHE_RETURN_IF_ERROR(linear(l.k, p + "attn_k", n_embd, h_.n_embd_kv(), Use::kPlainMatrix));
+    HCACHE_RETURN_IF_ERROR(linear(l.v, p + "attn_v", n_embd, h_.n_embd_kv(), Use::kPlainMatrix));
+  }
+  if (spec_.qk_norm) {
+    HCACHE_RETURN_IF_ERROR(vector(l.q_norm.w, p + "attn_q_norm.weight", h_.head_dim, true));
+    HCACHE_RETURN_IF_ERROR(vector(l.k_norm.w, p + "attn_k_norm.weight", h_.head_dim, true));
+  }
+  HCACHE_RETURN_IF_ERROR(linear(l.o, p + "attn_output", h_.n_embd_q(), n_embd, Use::kMatrix));
+  if (spec_.gated_ffn) {
+    HCACHE_RETURN_IF_ERROR(linear(l.gate, p + "ffn_gate", n_embd, h_.n_ff, Use::kMatrix));
+  }
+  HCACHE_RETURN_IF_ERROR(linear(l.up, p + "ffn_up", n_embd, h_.n_ff, Use::kMatrix));
+  return linear(l.down, p + "ffn_down", h_.n_ff, n_embd, Use::kMatrix);
+}
+
+Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
+                          const GgufTensor*& position_embd) {
+  HCACHE_RETURN_IF_ERROR(tables(token_embd, position_embd));
+  HCACHE_RETURN_IF_ERROR(norm(w.output_norm, "output_norm", h_.n_embd, true));
+  if (file_.tensor("output.weight") != nullptr) {
+    HCACHE_RETURN_IF_ERROR(linear(w.output, "output", h_.n_embd, h_.n_vocab, Use::kMatrix));
+  } else {
+    HCACHE_RETURN_IF_ERROR(check_matrix(*token_embd));
+    slots_.push_back({&w.output.w, token_embd, 0, h_.n_vocab, Use::kMatrix});
+  }
+  w.layers.resize(static_cast<size_t>(h_.n_layer));
+  for (int i = 0; i < h_.n_layer; i++) {
+    HCACHE_RETURN_IF_ERROR(layer(w.layers[static_cast<size_t>(i)], i));
+  }
+  if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
+    // Llama 3's frequency factors: one tensor for all layers.
+    HCACHE_RETURN_IF_ERROR(
+        vector(w.layers[0].rope_factors, "rope_freqs.weight", h_.n_rot / 2, false));
+  }
+  for (const GgufTensor& t : file_.tensors()) {
+    if (!claimed_.contains(t.name)) {
+      return unimplemented(
+          fmt::format("{}: tensor {} is no part of a {} decoder as this build knows it",
+                      file_.path(), t.name, spec_.arch));
+    }
+  }
+  return {};
+}
+
+// ---- Placement ---------------------------------------------------------------------------------
+
+struct ContextFree {
+  void operator()(ggml_context* ctx) const { ggml_free(ctx); }
+};
+struct BufferFree {
+  void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+};
+using ContextPtr = std::unique_ptr<ggml_context, ContextFree>;
+using BufferPtr = std::unique_ptr<ggml_backend_buffer, BufferFree>;
+
+// The CPU's repacked or tiled weight layouts, best first.
+std::vector<ggml_backend_buffer_type_t> extra_buffer_types(const Device& device) {
+  std::vector<ggml_backend_buffer_type_t> out;
+  if (!device.is_cpu()) return out;
+  auto get = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(ggml_backend_reg_get_proc_address(
+      ggml_backend_dev_backend_reg(device.dev()), "ggml_backend_dev_get_extra_bufts"));
+  if (get == nullptr) return out;
+  for (ggml_backend_buffer_type_t* b = get(device.dev()); b != nullptr && *b != nullptr; b++) {
+    out.push_back(*b);
+  }
+  return out;
+}
+
+// Whether a product with a matrix of this shape works from that buffer type.
+bool takes_matrix(const Device& device, ggml_backend_buffer_type_t type, const Slot& slot) {
+  const ContextPtr ctx(ggml_init({ggml_tensor_overhead() * 4, nullptr, true}));
+  ggml_tensor* w =
+      ggml_new_tensor_2d(ctx.get(), slot.source->type, slot.source->ne[0], slot.n_rows);
+  constexpr int64_t kRows = 512;
+  ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, slot.source->ne[0], kRows);
+  ggml_tensor* y = ggml_mul_mat(ctx.get(), w, x);
+  const BufferPtr probe(ggml_backend_buft_alloc_buffer(type, 0));
+  if (probe == nullptr) return false;
+  w->buffer = probe.get();
+  return ggml_backend_dev_supports_op(device.dev(), y);
+}
+
+// The bytes of the file that a slot holds.
+std::span<const uint8_t> slot_bytes(const Slot& slot) {
+  const bool is_vector = slot.use == Use::kVector;
+  const size_t unit = is_vector ? sizeof(float) : slot.source->row_bytes();
+  return slot.source->data.subspan(static_cast<size_t>(slot.first_row) * unit,
+                                   static_cast<size_t>(slot.n_rows) * unit);
+}
+
+ggml_tensor* new_tensor(ggml_context* ctx, const Slot& slot) {
+  ggml_tensor* t =
+      slot.use == Use::kVector
+          ? ggml_new_tensor_1d(ctx, slot.source->type, slot.n_rows)
+          : ggml_new_tensor_2d(ctx, slot.source->type, slot.source->ne[0], slot.n_rows);
+  ggml_set_name(t, slot.source->name.c_str());
+  return t;
+}
+
+void widen_row(const GgufTensor& table, int64_t row, float* out) {
+  const size_t bytes = table.row_bytes();
+  const uint8_t* source = table.data.data() + static_cast<size_t>(row) * bytes;
+  if (table.type == GGML_TYPE_F32) {
+    memcpy(out, source, bytes);
+  } else {
+    ggml_get_type_traits(table.type)->to_float(source, out, table.ne[0]);
+  }
+}
+
+}  // namespace
+
+struct Model::Impl {
+  Impl(Device& d, std::unique_ptr<GgufFile> f) : device(d), file(std::move(f)) {}
+
+  Status place(const std::vector<Slot>& slots, const LoadOptions& options);
+  Status upload(const std::vector<Slot>& slots, const Progress& progress);
+
+  Device& device;
+  std::unique_ptr<GgufFile> file;
+  const DecoderSpec* spec = nullptr;
+  HParams hparams;
+  Weights weights;
+  const GgufTensor* token_embd = nullptr;
+  const GgufTensor* position_embd = nullptr;  // null without learned positions
+  std::vector<ContextPtr> contexts;
+  std::vector<BufferPtr> buffers;
+};
+
+// Decides for every weight between the mapping, a repacked buffer and the device's plain memory,
+// then allocates and fills.
+Status Model::Impl::place(const std::vector<Slot>& slots, const LoadOptions& options) {
+  ggml_backend_dev_props props{};
+  ggml_backend_dev_get_props(device.dev(), &props);
+  const size_t buffer_alignment = ggml_backend_buft_get_alignment(device.buffer_type());
+  const bool mapped = options.use_mmap && device.host_visible() &&
+                      props.caps.buffer_from_host_ptr && file->alignment() % buffer_alignment == 0;
+  const auto extra = options.use_extra_buffers ? extra_buffer_types(device)
+                                               : std::vector<ggml_backend_buffer_type_t>();
+
+  std::vector<Slot> in_mapping;
+  std::vector<Slot> to_fill;
+  std::map<ggml_backend_buffer_type_t, std::vector<Slot>> by_type;
+  for (const Slot& slot : slots) {
+    const auto fits = [&](ggml_backend_buffer_type_t t) { return takes_matrix(device, t, slot); };
+    const auto found =
+        slot.use == Use::kMatrix ? std::find_if(extra.begin(), extra.end(), fits) : extra.end();
+    if (found != extra.end()) {
+      by_type[*found].push_back(slot);
+    } else if (mapped) {
+      in_mapping.push_back(slot);
+    } else {
+      by_type[device.buffer_type()].push_back(slot);
+    }
+  }
+
+  const auto new_context = [this](size_t n) {
+    contexts.emplace_back(ggml_init({ggml_tensor_overhead() * n, nullptr, true}));
+    return contexts.back().get();
+  };
+  if (!in_mapping.empty()) {
+    ggml_context* ctx = new_context(in_mapping.size());
+    const auto bytes = file->bytes();
+    auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
+    size_t largest = 0;
+    for (const Slot& slot : in_mapping) largest = std::max(largest, slot_bytes(slot).size());
+    buffers.emplace_back(
+        ggml_backend_dev_buffer_from_host_ptr(device.dev(), base, bytes.size(), largest));
+    if (buffers.back() == nullptr) {
+      return internal_error(
+          fmt::format("{}: device {} can't use the mapped file", file->path(), device.name()));
+    }
+    ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    madvise(base, bytes.size(), MADV_WILLNEED);
+    for (const Slot& slot : in_mapping) {
+      *slot.target = new_tensor(ctx, slot);
+      auto* data = const_cast<uint8_t*>(slot_bytes(slot).data());
+      if (ggml_backend_tensor_alloc(buffers.back().get(), *slot.target, data) !=
+          GGML_STATUS_SUCCESS) {
+        return internal_error(
+            fmt::format("{}: tensor {} can't be mapped", file->path(), slot.source->name));
+      }
+    }
+  }
+  for (const auto& [type, group] : by_type) {
+    ggml_context* ctx = new_context(group.size());
+    size_t bytes = 0;
+    for (const Slot& slot : group) {
+      *slot.target = new_tensor(ctx, slot);
+      bytes += slot_bytes(slot).size();
+    }
+    buffers.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(ctx, type));
+    if (buffers.back() == nullptr) {
+      return resource_exhausted(fmt::format("{}: device {} has no room for {} MiB of weights",
+                                            file->path(), device.name(), bytes >> 20));
+    }
+    ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    to_fill.insert(to_fill.end(), group.begin(), group.end());
+  }
+  return upload(to_fill, options.progress);
+}
+
+Status Model::Impl::upload(const std::vector<Slot>& slots, const Progress& progress) {
+  size_t total = 0;
+  for (const Slot& slot : slots) total += slot_bytes(slot).size();
+  size_t done = 0;
+  const auto step = [&](size_t bytes) -> Status {
+    done += bytes;
+    if (progress &&
+        !progress(static_cast<float>(done) / static_cast<float>(std::max<size_t>(1, total)))) {
+      return cancelled(fmt::format("{}: loading was cancelled", file->path()));
+    }
+    return {};
+  };
+  for (const Slot& slot : slots) {
+    const auto bytes = slot_bytes(slot);
+    // Repacked layouts take whole tensors only; other devices report progress by the chunk.
+    const size_t chunk = device.is_cpu() ? bytes.size() : kUploadChunk;
+    for (size_t at = 0; at < bytes.size(); at += chunk) {
+      const size_t size = std::min(chunk, bytes.size() - at);
+      ggml_backend_tensor_set(*slot.target, bytes.data() + at, at, size);
+      HCACHE_RETURN_IF_ERROR(step(size));
+    }
+  }
+  return {};
+}
+
+Model::Model(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Model::~Model() = default;
+
+Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& device,
+                                           const LoadOptions& options) {
+  HCACHE_ASSIGN_OR_RETURN(auto file, GgufFile::open(path));
+  auto impl = std::make_unique<Impl>(device, std::move(file));
+  HCACHE_ASSIGN_OR_RETURN(impl->spec, read_architecture(*impl->file));
+  HCACHE_ASSIGN_OR_RETURN(impl->hparams, read_hparams(*impl->file, *impl->spec));
+  TensorReader reader(*impl->file, *impl->spec, impl->hparams, device);
+  HCACHE_RETURN_IF_ERROR(reader.read(impl->weights, impl->token_embd, impl->position_embd));
+  HCACHE_RETURN_IF_ERROR(impl->place(reader.slots(), options));
+  for (LayerWeights& l : impl->weights.layers)
+    l.rope_factors = impl->weights.layers[0].rope_factors;
+  return std::unique_ptr<Model>(new Model(std::move(impl)));
+}
+
+const std::string& Model::path() const { return impl_->file->path(); }
+const HParams& Model::hparams() const { return impl_->hparams; }
+const DecoderSpec& Model::spec() const { return *impl_->spec; }
+const Weights& Model::weights() const { return impl_->weights; }
+Device& Model::device() const { return impl_->device; }
+
+Status Model::embed_tokens(std::span<const int32_t> tokens, float* out) const {
+  const HParams& h = impl_->hparams;
+  for (const int32_t token : tokens) {
+    if (token < 0 || token >= h.n_vocab) {
+      return invalid_argument(
+          fmt::format("token {} is outside the vocabulary of {}", token, h.n_vocab));
+    }
+  }
+  for (const int32_t token : tokens) {
+    widen_row(*impl_->token_embd, token, out);
+    out += h.n_embd;
+  }
+  return {};
+}
+
+Status Model::add_learned_positions(std::span<const int32_t> positions, float* out) const {
+  if (impl_->position_embd == nullptr) return {};
+  const HParams& h = impl_->hparams;
+  for (const int32_t position : positions) {
+    if (position < 0 || position >= h.n_ctx_train) {
+      return out_of_range(fmt::format("position {} lies beyond the {} learned positions of {}",
+                                      position, h.n_ctx_train, path()));
+    }
+  }
+  std::vector<float> row(static_cast<size_t>(h.n_embd));
+  for (const int32_t position : positions) {
+    widen_row(*impl_->position_embd, int64_t{position} + h.position_offset, row.data());
+    for (const float value : row) *out++ += value;
+  }
+  return {};
+}
+
+std::string Model::type_name() const {
+  std::vector<ggml_type> types;
+  for (const LayerWeights& l : impl_->weights.layers) {
+    for (const Linear* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
+      if (m->w != nullptr && std::find(types.begin(), types.end(), m->w->type) == types.end()) {
+        types.push_back(m->w->type);
+      }
+    }
+  }
+  std::sort(types.begin(), types.end());
+  std::string out;
+  for (const ggml_type type : types) {
+    std::string name = ggml_type_name(type);
+    for (char& c : name) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+    out += (out.empty() ? "" : ", ") + name;
+  }
+  return types.size() > 1 ? "mixed: " + out : out;
+}
+
+size_t Model::n_bytes() const {
+  size_t total = 0;
+  for (const GgufTensor& t : impl_->file->tensors()) total += t.data.size();
+  return total;
+}
+
+uint64_t Model::n_params() const {
+  uint64_t total = 0;
+  for (const GgufTensor& t : impl_->file->tensors()) total += static_cast<uint64_t>(t.n_elements());
+  return total;
+}
+
+Result<std::string> Model::content_digest(const std::string& cache_dir,
+                                          const Progress& progress) const {
+  return cached_digest(*impl_->file, impl_->hparams, cache_dir, progress);
+}
+
+}  // namespace hcache::model
