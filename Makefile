@@ -1,0 +1,72 @@
+# `make demo` shows the main job, `make test` builds and tests everything; `make help` lists more.
+#
+# Every run configures anew (about a second): so the CPU is detected again, and a tree that moved
+# to another machine rebuilds itself for it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := release
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+JOBS ?= $(shell nproc)
+PYTHON ?= python3
+CTEST_FLAGS ?=
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+SOURCES = $(shell find src apps tests bench -name '*.cc' -o -name '*.h' 2>/dev/null | sort)
+
+.PHONY: help
+help:  ## List the targets
+	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z-]+).*## /\1\t/' | \
+	  awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+.PHONY: release debug
+release debug: deps  ## Build the program: build/release/bin/hcache (or build/debug/…)
+	@scripts/build.sh $@
+
+.PHONY: demo
+demo: release  ## Show the main job on the default model
+	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" scripts/demo.sh
+
+.PHONY: test
+test: deps  ## Build everything and run all tests, the format and the layering check
+	@scripts/build.sh release
+	@scripts/run_tests.sh release $(CTEST_FLAGS)
+	@$(MAKE) check-format check-layering
+
+.PHONY: asan tsan
+asan: deps  ## Build and run the tests under address and undefined sanitizers
+	@scripts/build.sh asan-ubsan
+	@scripts/run_tests.sh asan-ubsan $(CTEST_FLAGS)
+tsan: deps  ## Build and run the tests under the thread sanitizer
+	@scripts/build.sh tsan
+	@scripts/run_tests.sh tsan $(CTEST_FLAGS)
+
+.PHONY: cuda
+cuda: deps  ## Build with ggml's CUDA backend (HCACHE_CUDA_ARCHS, default 90)
+	@scripts/build.sh cuda
+
+.PHONY: print-model
+print-model: deps  ## Print the default model's path, fetching it if needed
+	@$(PYTHON) scripts/third_party.py model
+
+.PHONY: peer
+peer: deps  ## Build llama-server and llama-bench from the same tree; print their paths
+	@$(PYTHON) scripts/third_party.py peer
+
+.PHONY: deps
+deps:  ## Install the Debian packages that the build needs, or print the line that does
+	@scripts/deps.sh
+
+.PHONY: format check-format check-layering tidy
+format:  ## Format all sources
+	@clang-format -i $(SOURCES)
+check-format:
+	@clang-format --dry-run -Werror $(SOURCES) && echo "format: ok"
+check-layering:
+	@$(PYTHON) scripts/check_layering.py
+tidy: release  ## Run clang-tidy on all sources (minutes)
+	@scripts/tidy.sh build/release
+
+.PHONY: clean
+clean:  ## Remove the build folder (the cache outside the checkout stays)
+	@rm -rf build

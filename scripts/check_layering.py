@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Fails when a file includes a header that its module must not know.
+
+The ladder (docs/architecture.md): data flows one way, and a module sees only what stands in its
+row. Per-target include directories enforce most of it in the build; this check also catches what
+they cannot see: a transitive include that happens to compile, and reaching into another module's
+private headers.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# module: what it may include, itself aside. "ggml" and "llama" are third-party headers.
+LADDER = {
+    "base": set(),
+    "policy": {"base"},
+    "store": {"base", "policy"},
+    "model": {"base", "ggml", "llama"},
+    "engine": {"base", "model", "ggml"},
+    "state": {"base", "policy", "store", "model", "engine", "ggml"},
+}
+EVERYTHING = set(LADDER) | {"ggml", "llama"}
+
+THIRD_PARTY = [
+    (re.compile(r"(ggml|gguf)[a-z0-9-]*\.h$"), "ggml"),
+    (re.compile(r"llama(-cpp)?\.h$"), "llama"),
+    # llama.cpp's common library, whose headers have no prefix of their own.
+    (re.compile(r"(chat|common|sampling|json|json-schema-to-grammar|jinja/.*|peg-parser)\.h$"),
+     "llama"),
+]
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+
+
+def module_of_include(path, bracket, name):
+    """The module (or third party) that an include names; None where the ladder is not concerned."""
+    head = name.split("/", 1)[0]
+    if "/" in name and head in LADDER:
+        return head
+    if bracket == '"' and (path.parent / name).exists():
+        return None  # a private header beside the file
+    for pattern, owner in THIRD_PARTY:
+        if pattern.match(name):
+            return owner
+    return None
+
+
+def check(path, allowed, errors):
+    module = path.relative_to(ROOT / "src").parts[0] if path.is_relative_to(ROOT / "src") else None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        match = INCLUDE.match(line)
+        if not match:
+            continue
+        bracket, name = match.groups()
+        where = f"{path.relative_to(ROOT)}:{number}"
+        if name.startswith("../"):
+            errors.append(f"{where}: includes {name}; name headers from their module's root")
+            continue
+        owner = module_of_include(path, bracket, name)
+        if owner is None or owner == module:
+            continue
+        if owner not in allowed:
+            errors.append(f"{where}: {module or path.parent.name} must not include {name} ({owner})")
+        elif owner in LADDER and not (ROOT / "src" / owner / "include" / name).exists():
+            errors.append(f"{where}: {name} is not a public header of {owner}")
+
+
+def main():
+    errors = []
+    count = 0
+    for folder in ("src", "apps"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix not in (".h", ".cc"):
+                continue
+            count += 1
+            parts = path.relative_to(ROOT).parts
+            if parts[0] == "apps":
+                check(path, EVERYTHING - {"llama"}, errors)
+            elif parts[1] not in LADDER:
+                errors.append(f"{path.relative_to(ROOT)}: src/{parts[1]} has no row in the ladder")
+            else:
+                check(path, LADDER[parts[1]], errors)
+    for error in errors:
+        print(error, file=sys.stderr)
+    if errors:
+        return 1
+    print(f"layering: ok ({count} files)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

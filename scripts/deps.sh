@@ -1,0 +1,48 @@
+#!/bin/bash
+# Installs the Debian packages that building and testing need when running as root or where sudo
+# asks for no password; otherwise prints the exact line to run and fails. All output goes to
+# stderr, so that callers may capture what a later step prints.
+set -euo pipefail
+exec 1>&2
+
+packages=(
+  # tools
+  build-essential cmake ninja-build ccache git python3 python3-pip pkg-config
+  clang-format clang-tidy
+  # libraries
+  libsqlite3-dev liburing-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
+  libspdlog-dev libfmt-dev libgtest-dev libgmock-dev libbenchmark-dev
+)
+
+if ! command -v dpkg-query >/dev/null; then
+  echo "deps: not a Debian system; make sure that the like of these is installed: ${packages[*]}"
+  exit 0
+fi
+
+installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' | sed -n 's/^installed //p')
+missing=()
+for package in "${packages[@]}"; do
+  grep -qxF "$package" <<<"$installed" || missing+=("$package")
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+as_root=()
+if [ "$(id -u)" -ne 0 ]; then
+  if ! sudo -n true 2>/dev/null; then
+    echo "deps: these packages are missing; run this line, then make again:"
+    echo "  sudo apt-get update && sudo apt-get install -y --no-install-recommends ${missing[*]}"
+    exit 1
+  fi
+  as_root=(sudo -n)
+fi
+
+echo "deps: installing ${missing[*]}"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+run() {
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive "$@" >>"$log" 2>&1 ||
+    { tail -n 30 "$log"; echo "deps: '$*' failed"; exit 1; }
+}
+run apt-get update
+run apt-get install -y --no-install-recommends "${missing[@]}"
+echo "deps: done"

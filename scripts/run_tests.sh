@@ -1,0 +1,11 @@
+#!/bin/bash
+# run_tests.sh PRESET [ctest options]: runs a built preset's tests; failures show their output.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=$1
+shift
+export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1:strict_string_checks=1}
+export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
+export TSAN_OPTIONS=${TSAN_OPTIONS:-halt_on_error=1:second_deadlock_stack=1}
+ctest --test-dir "build/$preset" --output-on-failure --no-tests=error \
+  --parallel "${JOBS:-$(nproc)}" "$@"
