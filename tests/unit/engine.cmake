@@ -1,0 +1,1 @@
+hcache_test(engine_attention_test unit/engine_attention_test.cc LIBS hcache_attention)
