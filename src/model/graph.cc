@@ -26,8 +26,8 @@ ggml_tensor* apply_rope(ggml_context* ctx, const Model& model, int layer, ggml_t
   if (model.spec().rope_mode < 0) return heads;
   return ggml_rope_ext(ctx, heads, positions, model.weights().layers[layer].rope_factors, hp.n_rot,
                        model.spec().rope_mode, hp.rope_n_ctx_orig, hp.rope_freq_base,
-                       hp.rope_freq_scale, hp.rope_ext_factor, magnitude,
-                       hp.rope_beta_fast, hp.rope_beta_slow);
+                       hp.rope_freq_scale, hp.rope_ext_factor, magnitude, hp.rope_beta_fast,
+                       hp.rope_beta_slow);
 }
 
 // One of Q or K: projection, head norm, RoPE.
@@ -89,7 +89,8 @@ ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer
   ggml_tensor* ffn_in = nullptr;
   if (spec.parallel_attention) {
     residual = attn_out;
-    ffn_in = w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, spec.norm, w.attn_norm, x) : hidden;
+    ffn_in =
+        w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, spec.norm, w.attn_norm, x) : hidden;
   } else {
     residual = ggml_add(ctx, attn_out, x);
     ffn_in = apply_norm(ctx, model, spec.norm, w.ffn_norm, residual);

@@ -20,11 +20,10 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/copy_queue.h"
 #include "model/model.h"
 
 namespace hcache::engine {
-
-class CopyQueue;
 
 using SeqId = int32_t;
 
@@ -36,7 +35,7 @@ enum class AttentionKind {
 };
 
 struct EngineOptions {
-  int64_t arena_tokens = 8192;  // KV cells shared by all sequences
+  int64_t arena_tokens = 8192;        // KV cells shared by all sequences
   ggml_type kv_type = GGML_TYPE_F16;  // F32, F16, BF16 or Q8_0
   int max_batch_rows = 512;           // most rows (tokens) of one step
   AttentionKind attention = AttentionKind::kAuto;
@@ -75,12 +74,12 @@ struct CapturedRows {
 struct StepCapture {
   std::span<const CapturedLayer> layers;
   std::span<const CapturedRows> rows;
-  int n_rows = 0;              // of the whole step
+  int n_rows = 0;  // of the whole step
   ggml_type hidden_type = GGML_TYPE_F32;
   ggml_type kv_type = GGML_TYPE_F16;
   size_t hidden_row_bytes = 0;
-  size_t kv_row_bytes = 0;     // of K, and of V
-  size_t n_bytes = 0;          // of the block
+  size_t kv_row_bytes = 0;  // of K, and of V
+  size_t n_bytes = 0;       // of the block
 };
 
 // Receives captured rows: stage one of the two-stage saving (hcache.txt section 4.2.2).
@@ -189,8 +188,8 @@ class Engine {
   // rows [first_pos, first_pos + n_rows) of a layer.
   Result<Ticket> load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, const std::byte* k,
                          const std::byte* v);
-  // Stages hidden rows for a projection; row_in_slice counts from the slice's first row. A slice has
-  // at most max_batch_rows rows; rows may be staged in any order and number of calls.
+  // Stages hidden rows for a projection; row_in_slice counts from the slice's first row. A slice
+  // has at most max_batch_rows rows; rows may be staged in any order and number of calls.
   Result<Ticket> stage_hidden(int row_in_slice, int n_rows, ggml_type type, const std::byte* rows);
   // Projects the staged rows to K and V of `layer` at [first_pos, first_pos + n_rows) and opens the
   // next slice. Ordered behind the staging copies and before every later step.
@@ -209,6 +208,7 @@ class Engine {
   [[nodiscard]] size_t device_bytes() const;
 
  private:
+  friend class Step;
   struct Impl;
   explicit Engine(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

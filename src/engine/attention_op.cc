@@ -1,0 +1,163 @@
+#include "attention_op.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cmath>
+
+namespace hcache::engine {
+namespace {
+
+// From this many rows on ggml's CPU kernel runs tiled, and a row's result is then independent of
+// the others; shorter prefill pieces are padded up to it.
+constexpr int64_t kTiledRows = 64;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+AttentionOp::AttentionOp(const model::Model& model, bool ours) : model_(model) {
+  const model::HParams& hp = model.hparams();
+  shape_ = {.n_head = hp.n_head,
+            .n_head_kv = hp.n_head_kv,
+            .head_dim_k = hp.head_dim,
+            .head_dim_v = hp.head_dim,
+            .scale = hp.attention_scale};
+  if (ours) plan_ = std::make_unique<AttentionPlan>(shape_, model.device().n_threads());
+}
+
+AttentionOp::~AttentionOp() {
+  ggml_free(mask_ctx_);
+  ggml_backend_buffer_free(mask_buffer_);
+}
+
+Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
+  segments_.assign(segments.begin(), segments.end());
+  if (plan_ != nullptr) {
+    plan_->set_batch(segments_);
+    return {};
+  }
+
+  ggml_free(mask_ctx_);
+  mask_ctx_ = ggml_init({.mem_size = ggml_tensor_overhead() * (segments_.size() + 1),
+                         .mem_buffer = nullptr,
+                         .no_alloc = true});
+  masks_.clear();
+  size_t n_bytes = 0;
+  const size_t alignment = ggml_backend_buft_get_alignment(model_.device().buffer_type());
+  for (const AttentionSegment& s : segments_) {
+    Mask mask;
+    const bool prefill = s.n_rows > 1;
+    mask.group = prefill ? shape_.n_head / shape_.n_head_kv : 1;
+    mask.n_kv = round_up(s.n_past + s.n_rows, kKvPadding);
+    mask.n_rows =
+        prefill ? std::max<int64_t>(static_cast<int64_t>(s.n_rows) * mask.group, kTiledRows) : 1;
+    mask.tensor = ggml_new_tensor_2d(mask_ctx_, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
+    n_bytes +=
+        round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
+    masks_.push_back(mask);
+  }
+  if (n_bytes > mask_capacity_) {
+    ggml_backend_synchronize(model_.device().compute());
+    ggml_backend_buffer_free(mask_buffer_);
+    mask_capacity_ = 0;
+    mask_buffer_ = ggml_backend_buft_alloc_buffer(model_.device().buffer_type(), n_bytes);
+    if (mask_buffer_ == nullptr) {
+      return resource_exhausted(
+          fmt::format("no {} bytes of device memory for attention masks", n_bytes));
+    }
+    mask_capacity_ = n_bytes;
+  }
+
+  auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(mask_buffer_));
+  size_t offset = 0;
+  std::vector<ggml_fp16_t> values;
+  const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0F);
+  const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
+  for (size_t i = 0; i < masks_.size(); ++i) {
+    const Mask& mask = masks_[i];
+    const AttentionSegment& s = segments_[i];
+    if (ggml_backend_tensor_alloc(mask_buffer_, mask.tensor, base + offset) !=
+        GGML_STATUS_SUCCESS) {
+      return internal_error("attention mask does not fit its buffer");
+    }
+    offset +=
+        round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
+    // Padding rows see the first key alone, so that no row is fully masked.
+    values.assign(static_cast<size_t>(mask.n_kv * mask.n_rows), hidden);
+    for (int64_t row = 0; row < mask.n_rows; ++row) {
+      const int64_t token = row / mask.group;
+      const int64_t visible = token < s.n_rows ? s.n_past + token + 1 : 1;
+      std::fill_n(values.begin() + row * mask.n_kv, visible, zero);
+    }
+    ggml_backend_tensor_set(mask.tensor, values.data(), 0, values.size() * sizeof(ggml_fp16_t));
+  }
+  return {};
+}
+
+ggml_tensor* AttentionOp::build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
+                                ggml_tensor* v_arena) {
+  if (plan_ == nullptr) return build_ggml(ctx, q, k_arena, v_arena);
+  std::array<ggml_tensor*, 3> args = {q, k_arena, v_arena};
+  return ggml_custom_4d(ctx, GGML_TYPE_F32, q->ne[0] * q->ne[1], q->ne[2], 1, 1, args.data(),
+                        static_cast<int>(args.size()), run_custom, GGML_N_TASKS_MAX, plan_.get());
+}
+
+void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  const ggml_tensor* q = dst->src[0];
+  const ggml_tensor* k = dst->src[1];
+  const ggml_tensor* v = dst->src[2];
+  const AttentionTensors tensors = {.q = static_cast<const float*>(q->data),
+                                    .q_stride = q->nb[2],
+                                    .k = k->data,
+                                    .k_stride = k->nb[1],
+                                    .v = v->data,
+                                    .v_stride = v->nb[1],
+                                    .out = static_cast<float*>(dst->data),
+                                    .out_stride = dst->nb[1]};
+  static_cast<AttentionPlan*>(userdata)->run(tensors, ith, nth);
+}
+
+// One flash attention per sequence on views of its extent. In prefill the query heads that share a
+// KV head are packed as rows of one head, which changes no bit of the tiled kernel's result.
+ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
+                                     ggml_tensor* v_arena) {
+  const int64_t dim = shape_.head_dim_k;
+  const int64_t n_head = shape_.n_head;
+  const int64_t n_head_kv = shape_.n_head_kv;
+  const auto arena_view = [&](ggml_tensor* arena, const AttentionSegment& s, int64_t n_kv) {
+    return ggml_view_3d(ctx, arena, dim, n_kv, n_head_kv, arena->nb[1],
+                        ggml_row_size(arena->type, dim),
+                        static_cast<size_t>(s.first_cell) * arena->nb[1]);
+  };
+
+  ggml_tensor* result = nullptr;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const AttentionSegment& s = segments_[i];
+    const Mask& mask = masks_[i];
+    const int64_t group = mask.group;
+    const int64_t packed_heads = n_head / group;
+    ggml_tensor* rows = ggml_view_3d(ctx, q, dim, n_head, s.n_rows, q->nb[1], q->nb[2],
+                                     static_cast<size_t>(s.first_row) * q->nb[2]);
+    // [dim, group, packed_heads, rows] -> [dim, group * rows, packed_heads]
+    ggml_tensor* packed = ggml_cont(ctx, rows);
+    packed = ggml_reshape_4d(ctx, packed, dim, group, packed_heads, s.n_rows);
+    packed = ggml_cont(ctx, ggml_permute(ctx, packed, 0, 1, 3, 2));
+    packed = ggml_reshape_3d(ctx, packed, dim, group * s.n_rows, packed_heads);
+    const int64_t padding = mask.n_rows - group * s.n_rows;
+    if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
+
+    ggml_tensor* out = ggml_flash_attn_ext(ctx, packed, arena_view(k_arena, s, mask.n_kv),
+                                           arena_view(v_arena, s, mask.n_kv), mask.tensor,
+                                           shape_.scale, 0.0F, 0.0F);
+    // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
+    ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, s.n_rows, out->nb[1],
+                                         out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);
+    unpacked = ggml_cont(ctx, ggml_permute(ctx, unpacked, 0, 2, 1, 3));
+    unpacked = ggml_reshape_2d(ctx, unpacked, dim * n_head, s.n_rows);
+    result = result == nullptr ? unpacked : ggml_concat(ctx, result, unpacked, 1);
+  }
+  return result;
+}
+
+}  // namespace hcache::engine

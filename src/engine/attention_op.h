@@ -1,0 +1,57 @@
+// Attention inside a step's graph: ours through ggml's custom op, or ggml's flash attention.
+#pragma once
+
+#include <ggml-backend.h>
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/attention.h"
+#include "model/model.h"
+
+namespace hcache::engine {
+
+// Queries [head_dim, n_head, n] against one layer of the arena; the result is [n_head*head_dim, n].
+// `k_arena`, `v_arena` are [n_embd_kv, n_cells] and depend on this step's writes.
+//
+// Threading: the engine's thread; the kernel itself uses the device's threads.
+class AttentionOp {
+ public:
+  AttentionOp(const model::Model& model, bool ours);
+  ~AttentionOp();
+  AttentionOp(const AttentionOp&) = delete;
+  AttentionOp& operator=(const AttentionOp&) = delete;
+
+  // Fixes the segments for the graphs built from here on. For ggml's kernel it uploads masks,
+  // which may need device memory.
+  Status set_batch(std::span<const AttentionSegment> segments);
+  ggml_tensor* build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena, ggml_tensor* v_arena);
+  [[nodiscard]] bool ours() const { return plan_ != nullptr; }
+
+  // Cells behind a sequence's last that ggml's kernel may read (masked): the arena ends with so
+  // many spare cells.
+  static constexpr int64_t kKvPadding = 256;
+
+ private:
+  struct Mask {
+    ggml_tensor* tensor = nullptr;  // F16 [n_kv, rows]
+    int64_t n_kv = 0;
+    int64_t n_rows = 0;  // padded
+    int group = 1;       // query heads packed as rows
+  };
+  static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
+  ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
+                          ggml_tensor* v_arena);
+
+  const model::Model& model_;
+  AttentionShape shape_;
+  std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
+  std::vector<AttentionSegment> segments_;
+  std::vector<Mask> masks_;
+  ggml_context* mask_ctx_ = nullptr;
+  ggml_backend_buffer_t mask_buffer_ = nullptr;
+  size_t mask_capacity_ = 0;
+};
+
+}  // namespace hcache::engine
