@@ -1,0 +1,48 @@
+// What restoring costs on this machine: measured once per (model, device, threads, build) and kept
+// in the state directory; the links' speeds are corrected by what restores observe.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "engine/engine.h"
+#include "policy/restore_plan.h"
+
+namespace hcache::state {
+
+// Progress of a long step in [0, 1] with what is being done; returning false cancels.
+using ProgressFn = std::function<bool(const std::string& what, double fraction)>;
+
+struct CostProfile {
+  std::string key;              // what it was measured for; another key is another profile
+  policy::LayerCosts layer;     // one for all layers; bytes per token for the native encodings
+  double finish_s = 0;          // final norm and output head for one row
+  double read_bytes_per_s = 0;  // of the store's disks together; 0: not measured yet
+  double gemm_flops_per_s = 0;  // of the K and V projection at 512 rows, for --link paper
+};
+
+// The key of a profile: model digest, device and its kernels, threads, KV and state type.
+std::string profile_key(const engine::Engine& engine, const std::string& content_digest,
+                        ggml_type state_type);
+
+// Runs real steps and projections on the engine (a few seconds; it needs an arena of at least
+// 2,048 free tokens, less gives a coarser profile). The engine's sequences are left as they were.
+Result<CostProfile> measure_cost_profile(Env& env, engine::Engine& engine, const std::string& key,
+                                         ggml_type state_type, const ProgressFn& progress);
+
+// JSON files named by the key's hash under `dir`. kNotFound when there is none; kDataLoss when the
+// file can't be understood (measure again).
+Result<CostProfile> load_cost_profile(Env& env, const std::string& dir, const std::string& key);
+Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& profile);
+
+// Exponential average of an observed rate into the profile (weight 0.3; the first one counts
+// whole).
+void observe_read_speed(CostProfile& profile, double bytes_per_s);
+
+// The planner's input. link_bytes_per_s > 0 replaces the disks' speed (a throttled link).
+policy::RestoreCosts restore_costs(const CostProfile& profile, const engine::Engine& engine,
+                                   double link_bytes_per_s);
+
+}  // namespace hcache::state

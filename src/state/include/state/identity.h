@@ -1,0 +1,30 @@
+// What makes saved state usable: the state fingerprint and the encodings of this model and device.
+#pragma once
+
+#include <ggml.h>
+
+#include <optional>
+#include <string>
+
+#include "base/ids.h"
+#include "base/status.h"
+#include "engine/engine.h"
+#include "store/store.h"
+
+namespace hcache::state {
+
+// Covers whatever changes K and V: the weights' digest (Model::content_digest), the RoPE
+// parameters in force, and the arena's type.
+Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
+                              ggml_type kv_type);
+
+// ggml's types and the store's frozen numbers. nullopt: the type can't be stored.
+std::optional<store::Encoding> hidden_encoding(ggml_type type);
+std::optional<ggml_type> hidden_type(store::Encoding encoding);
+std::optional<store::ElementType> element_type(ggml_type type);
+
+// "--state-type": f32, f16, bf16, q8 (the native 8-bit type where there is one, else Q8_0), or
+// native. kInvalidArgument names the choices.
+Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine);
+
+}  // namespace hcache::state

@@ -1,0 +1,94 @@
+// Everything one process needs to hold conversations that outlive it: model, engine, store, saver,
+// cost profile and planner behind one object. The command line and the benchmarks use it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "engine/engine.h"
+#include "model/model.h"
+#include "policy/restore_plan.h"
+#include "policy/save_plan.h"
+#include "state/cost_profile.h"
+#include "state/restorer.h"
+#include "state/saver.h"
+#include "store/store.h"
+
+namespace hcache::state {
+
+struct RuntimeOptions {
+  std::string model_path;
+  std::string device = "cpu";
+  int n_threads = 0;  // 0: all cores
+  engine::EngineOptions engine;
+  std::string state_dir;                // profiles, digests; created (0700)
+  std::vector<std::string> store_dirs;  // empty: state_dir/store
+  uint64_t store_quota_bytes = 0;       // 0: no quota
+  bool use_store = true;                // false: nothing is saved or matched
+  bool read_only_store = false;
+  policy::SaveMode save = policy::SaveMode::kPlan;
+  std::string state_type = "native";  // see parse_state_type
+  SaverOptions saver;
+  std::string salt;           // cache salt: isolates tenants
+  bool measure_costs = true;  // false: an uncalibrated guess (tests)
+  ProgressFn progress;
+};
+
+struct StartOptions {
+  policy::Mode mode = policy::Mode::kPlan;
+  double link_bytes_per_s = 0;  // throttles real reads; 0: none
+  int64_t token_rounding = 1;   // of Mode::kTokenPartition
+  bool save = true;             // capture this sequence
+  std::function<bool(double)> progress;
+};
+
+// A sequence brought to the point where its next token can be sampled.
+struct Started {
+  engine::SeqId seq = -1;
+  std::vector<float> logits;  // of the last token
+  RestoreReport report;
+};
+
+// Threading: one thread.
+class Runtime {
+ public:
+  // Opens everything; measures the cost profile on first use. Another process writing the store:
+  // kFailedPrecondition (open with read_only_store, or without).
+  static Result<std::unique_ptr<Runtime>> open(Env& env, const RuntimeOptions& options);
+  virtual ~Runtime() = default;
+
+  // Match, plan, restore and prefill: a new sequence holding `tokens` (at least one). Damaged pages
+  // are dropped and planned around; with no usable page everything is recomputed.
+  virtual Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) = 0;
+  // Appends tokens to a started sequence (a turn of a conversation that is still resident).
+  virtual Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) = 0;
+  // Ends the sequence: what was captured is written, its rows are released.
+  virtual Status finish(engine::SeqId seq) = 0;
+  // Everything captured so far is durable when it returns.
+  virtual Status flush() = 0;
+  // flush, then close the store. Errors of the store are reported here at the latest.
+  virtual Status close() = 0;
+
+  [[nodiscard]] virtual engine::Engine& engine() = 0;
+  [[nodiscard]] virtual const model::Model& model() const = 0;
+  [[nodiscard]] virtual store::Store* store() = 0;  // nullptr without one
+  [[nodiscard]] virtual Saver* saver() = 0;         // nullptr without one
+  [[nodiscard]] virtual const CostProfile& profile() const = 0;
+  // Measures anew and keeps the result.
+  virtual Status refresh_profile() = 0;
+  [[nodiscard]] virtual const policy::SavePlan& save_plan() const = 0;
+  [[nodiscard]] virtual const Fingerprint& fingerprint() const = 0;
+  [[nodiscard]] virtual const SaltId& salt() const = 0;
+  [[nodiscard]] virtual policy::RestoreCosts costs(double link_bytes_per_s) const = 0;
+  // The cost of `--link paper`: bytes/s at which GEMM FLOP/s over it is 9,750 (312 TFLOP/s A100
+  // over 32 GB/s PCIe, hcache.txt table 2).
+  [[nodiscard]] virtual double paper_link_bytes_per_s() const = 0;
+};
+
+}  // namespace hcache::state

@@ -1,0 +1,65 @@
+// Two-stage saving (hcache.txt section 4.2.2): the engine snapshots a step's rows into a host ring
+// (stage one, in the step); a background thread cuts them into pages, fills chunks and writes them
+// (stage two). Decoding never waits for storage: when the ring is full, rows are skipped and
+// counted, and their sequence is saved no further.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/env.h"
+#include "base/ids.h"
+#include "base/status.h"
+#include "engine/engine.h"
+#include "store/store.h"
+
+namespace hcache::state {
+
+struct SaverOptions {
+  size_t ring_bytes = 256U << 20;    // stage one's memory
+  size_t batch_bytes = 64U << 20;    // stage two writes at most so much at once
+  int64_t flush_interval_ms = 1000;  // full chunks are written at the latest after this
+  bool direct = false;               // write in the step's path (the paper's Fig. 14)
+};
+
+struct SaverStats {
+  uint64_t rows_captured = 0;
+  uint64_t rows_skipped = 0;  // no room in the ring, or the store refused
+  uint64_t chunks_written = 0;
+  uint64_t bytes_written = 0;  // pages
+  uint64_t ring_peak_bytes = 0;
+  double write_s = 0;  // stage two's time in the store
+  Status last_error;   // of the store; said once, serving goes on
+};
+
+// Threading: begin/add_tokens/end/flush and the CaptureSink calls belong to the engine's thread;
+// stats() may be called from any.
+class Saver : public engine::CaptureSink {
+ public:
+  // `store` and `env` must outlive the saver.
+  static Result<std::unique_ptr<Saver>> create(Env& env, store::Store& store,
+                                               const engine::Engine& engine,
+                                               const SaverOptions& options);
+  ~Saver() override = default;
+
+  // Starts saving a sequence whose first tokens.size() rows exist already. Rows up to the last
+  // multiple of 64 are in the store (or are not to be saved: then it is saved no further). Rows of
+  // a partial last chunk are read back from `tail`, whose first rows they are; its pages must hold
+  // every encoding the tap captures. Without a usable tail the caller restores to the multiple of
+  // 64 only and computes the rest again.
+  virtual Status begin(engine::SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
+                       std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
+  // The tokens of rows about to be computed, in order.
+  virtual void add_tokens(engine::SeqId seq, std::span<const int32_t> tokens) = 0;
+  // Writes everything captured so far, tail chunks included, and waits until it is durable.
+  virtual Status flush() = 0;
+  // No more rows will come; what was captured is written. Does not wait.
+  virtual void end(engine::SeqId seq) = 0;
+  // Rows that were or will be saved for the sequence, from its first (for tests and reports).
+  [[nodiscard]] virtual int64_t saved_rows(engine::SeqId seq) const = 0;
+  [[nodiscard]] virtual SaverStats stats() const = 0;
+};
+
+}  // namespace hcache::state
