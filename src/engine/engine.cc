@@ -579,7 +579,8 @@ Result<Step> Engine::prepare(std::span<const BatchItem> items) {
     }
   }
   HCACHE_RETURN_IF_ERROR(impl.model.add_learned_positions(step->positions, step->x.data()));
-  impl.layout_capture(*step);
+  // Rows that are only computed again (a restored prefix) are saved already.
+  if (n_new_cells > 0) impl.layout_capture(*step);
 
   // From here on nothing can fail for lack of room.
   step->engine = &impl;

@@ -16,11 +16,12 @@ namespace hcache::state {
 using ProgressFn = std::function<bool(const std::string& what, double fraction)>;
 
 struct CostProfile {
-  std::string key;              // what it was measured for; another key is another profile
-  policy::LayerCosts layer;     // one for all layers; bytes per token for the native encodings
-  double finish_s = 0;          // final norm and output head for one row
-  double read_bytes_per_s = 0;  // of the store's disks together; 0: not measured yet
-  double gemm_flops_per_s = 0;  // of the K and V projection at 512 rows, for --link paper
+  std::string key;                // what it was measured for; another key is another profile
+  policy::LayerCosts layer;       // one for all layers; bytes per token for the native encodings
+  double finish_s = 0;            // final norm and output head for one row
+  double read_bytes_per_s = 0;    // of the store's disks together; 0: not measured yet
+  double upload_bytes_per_s = 0;  // host to device, where that runs beside compute; 0: it does not
+  double gemm_flops_per_s = 0;    // of the K and V projection at 512 rows, for --link paper
 };
 
 // The key of a profile: model digest, device and its kernels, threads, KV and state type.

@@ -27,8 +27,8 @@ struct RestoreRun {
   uint64_t ring_bytes = 64U << 20;
   int64_t slice_rows = 512;                       // rows of one projection
   std::function<bool(double fraction)> progress;  // false cancels (kCancelled)
-  std::function<void(engine::SeqId, std::span<const int32_t>)> before_step;  // rows about to be
-                                                                             // computed anew
+  // Tokens about to be computed anew, and their first position.
+  std::function<void(int64_t first_pos, std::span<const int32_t>)> before_step;
 };
 
 struct RestoreReport {

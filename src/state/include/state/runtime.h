@@ -35,8 +35,7 @@ struct RuntimeOptions {
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";  // see parse_state_type
   SaverOptions saver;
-  std::string salt;           // cache salt: isolates tenants
-  bool measure_costs = true;  // false: an uncalibrated guess (tests)
+  std::string salt;  // cache salt: isolates tenants
   ProgressFn progress;
 };
 

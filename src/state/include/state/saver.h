@@ -34,7 +34,7 @@ struct SaverStats {
   Status last_error;   // of the store; said once, serving goes on
 };
 
-// Threading: begin/add_tokens/end/flush and the CaptureSink calls belong to the engine's thread;
+// Threading: begin, set_tokens, end, flush and the CaptureSink calls belong to the engine's thread;
 // stats() may be called from any.
 class Saver : public engine::CaptureSink {
  public:
@@ -49,10 +49,12 @@ class Saver : public engine::CaptureSink {
   // a partial last chunk are read back from `tail`, whose first rows they are; its pages must hold
   // every encoding the tap captures. Without a usable tail the caller restores to the multiple of
   // 64 only and computes the rest again.
-  virtual Status begin(engine::SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
-                       std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
-  // The tokens of rows about to be computed, in order.
-  virtual void add_tokens(engine::SeqId seq, std::span<const int32_t> tokens) = 0;
+  virtual void begin(engine::SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
+                     std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
+  // The tokens of the rows about to be computed from first_pos on. Given again for the same
+  // position (a step that failed, a sequence that was trimmed), they replace what was there.
+  virtual void set_tokens(engine::SeqId seq, int64_t first_pos,
+                          std::span<const int32_t> tokens) = 0;
   // Writes everything captured so far, tail chunks included, and waits until it is durable.
   virtual Status flush() = 0;
   // No more rows will come; what was captured is written. Does not wait.

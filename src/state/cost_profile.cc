@@ -1,0 +1,417 @@
+#include "state/cost_profile.h"
+
+#include <fmt/format.h>
+#include <ggml-backend.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "base/ids.h"
+#include "state/restorer.h"
+
+namespace hcache::state {
+namespace {
+
+using engine::BatchItem;
+using engine::Engine;
+using nlohmann::json;
+
+constexpr int kFormatVersion = 1;
+constexpr double kBudgetS = 5.0;         // of a measurement
+constexpr double kPointShare = 0.3;      // a size that would take more of the budget is left out
+constexpr int kMaxPasses = 7;            // over all sizes; medians are taken
+constexpr int kMaxLayers = 8;            // layers that one sample runs through
+constexpr double kSampleS = 0.03;        // a sample runs through more layers until it takes this
+constexpr int64_t kMaxDepth = 4096;      // where attention's share is measured
+constexpr int64_t kMaxRows = 512;        // of one step or slice
+constexpr double kLinkGuess = 1e9;       // bytes/s of disks nobody has measured yet
+constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
+constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
+
+// Several timings of one thing, in seconds.
+class Samples {
+ public:
+  void add(double seconds) { values_.push_back(seconds); }
+  [[nodiscard]] bool empty() const { return values_.empty(); }
+  // The lower median: of two it is the smaller one, since noise only ever adds time.
+  [[nodiscard]] double median() const {
+    std::vector<double> sorted = values_;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[(sorted.size() - 1) / 2];
+  }
+
+ private:
+  std::vector<double> values_;
+};
+
+// Runs pieces of steps and restores on a sequence whose rows are reserved and never grow, so that
+// nothing in the arena has to move.
+class Measurement {
+ public:
+  Measurement(Env& env, Engine& engine, ggml_type state_type, const ProgressFn& progress)
+      : env_(env), engine_(engine), state_type_(state_type), progress_(progress) {}
+  ~Measurement() {
+    if (seq_ >= 0) engine_.release_sequence(seq_).ignore("it exists");
+  }
+  Measurement(const Measurement&) = delete;
+  Measurement& operator=(const Measurement&) = delete;
+
+  Status open() {
+    start_ns_ = env_.monotonic_ns();
+    const int64_t room =
+        std::min<int64_t>(engine_.arena_free_cells(), engine_.model().hparams().n_ctx_train);
+    max_rows_ = std::min({kMaxRows, room / 4, int64_t{engine_.options().max_batch_rows}});
+    depth_ = std::min(kMaxDepth, room - max_rows_);
+    if (max_rows_ < 1) {
+      return resource_exhausted(
+          fmt::format("measuring needs room in the KV arena, {} tokens are free", room));
+    }
+    if (!engine_.can_project(state_type_)) {
+      return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
+                                       engine_.model().device().name(),
+                                       ggml_type_name(state_type_)));
+    }
+    HCACHE_ASSIGN_OR_RETURN(seq_, engine_.create_sequence());
+    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(seq_, depth_ + max_rows_));
+
+    const auto n_vocab = static_cast<int32_t>(engine_.model().hparams().n_vocab);
+    for (int32_t i = 0; i < max_rows_; ++i) tokens_.push_back(i % n_vocab);
+    // Zero rows are valid in every type, and no value makes these kernels faster or slower.
+    const size_t row = std::max(engine_.hidden_row_bytes(state_type_), 2 * engine_.kv_row_bytes());
+    host_.resize(row * static_cast<size_t>(max_rows_));
+
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(engine_.model().device().dev(), &props);
+    async_ = props.caps.async;
+    return {};
+  }
+
+  // Passes over all sizes until the budget is spent.
+  Status run() {
+    HCACHE_RETURN_IF_ERROR(one_row_pass(false));  // pages of weights, activation buffers
+    double last_pass_s = 0;
+    for (int pass = 0; pass < kMaxPasses; ++pass) {
+      const double begun_s = elapsed_s();
+      if (pass > 0 && begun_s + last_pass_s > kBudgetS) break;
+      HCACHE_RETURN_IF_ERROR(one_row_pass(true));
+      for (const int64_t rows : {16, 64, 128, 256, 512}) {
+        if (rows > max_rows_) break;
+        HCACHE_RETURN_IF_ERROR(time_projection(rows));
+        HCACHE_RETURN_IF_ERROR(time_load(rows));
+      }
+      for (const int64_t rows : {1, 16, 64, 256, 512}) {
+        if (rows > max_rows_ || too_slow(rows)) break;
+        HCACHE_RETURN_IF_ERROR(time_layers(rows, 0, &shallow_[rows]));
+        HCACHE_RETURN_IF_ERROR(time_layers(rows, depth_, &deep_[rows]));
+      }
+      last_pass_s = elapsed_s() - begun_s;
+    }
+    return {};
+  }
+
+  Status result(CostProfile* out) const {
+    std::vector<policy::CostCurve::Point> dense;
+    std::vector<policy::CostCurve::Point> attention;
+    for (const auto& [rows, samples] : shallow_) {
+      const double shallow_s = samples.median();
+      const double deep_s = deep_.at(rows).median();
+      const double per_key =
+          std::max(0.0, deep_s - shallow_s) / static_cast<double>(std::max<int64_t>(depth_, 1));
+      const double own_keys = (static_cast<double>(rows) + 1) / 2;
+      dense.push_back({rows, std::max(0.0, shallow_s - per_key * own_keys)});
+      attention.push_back({rows, per_key});
+    }
+    HCACHE_ASSIGN_OR_RETURN(out->layer.dense, policy::CostCurve::table(std::move(dense)));
+    HCACHE_ASSIGN_OR_RETURN(out->layer.attn_per_key,
+                            policy::CostCurve::table(std::move(attention)));
+    HCACHE_ASSIGN_OR_RETURN(out->layer.project, curve(project_));
+    const size_t kv_bytes = 2 * engine_.kv_row_bytes();
+    if (async_) {
+      const auto& [rows, samples] = *load_.rbegin();
+      out->upload_bytes_per_s =
+          static_cast<double>(kv_bytes) * static_cast<double>(rows) / samples.median();
+    } else {
+      HCACHE_ASSIGN_OR_RETURN(out->layer.load_kv, curve(load_));
+    }
+    out->layer.hidden_bytes = static_cast<int64_t>(engine_.hidden_row_bytes(state_type_));
+    out->layer.kv_bytes = static_cast<int64_t>(kv_bytes);
+    out->finish_s = finish_.median();
+
+    const model::HParams& hp = engine_.model().hparams();
+    const auto& [rows, samples] = *project_.rbegin();
+    out->gemm_flops_per_s = 4.0 * hp.n_embd * hp.n_embd_kv() * static_cast<double>(rows) /
+                            std::max(samples.median(), 1e-9);
+    return {};
+  }
+
+ private:
+  using Curve = std::map<int64_t, Samples>;  // by rows, of one layer
+
+  [[nodiscard]] double elapsed_s() const {
+    return static_cast<double>(env_.monotonic_ns() - start_ns_) * 1e-9;
+  }
+  Status report() const {
+    if (progress_ && !progress_("measuring this machine", std::min(1.0, elapsed_s() / kBudgetS))) {
+      return cancelled("the measurement was cancelled");
+    }
+    return {};
+  }
+
+  static Result<policy::CostCurve> curve(const Curve& timings) {
+    std::vector<policy::CostCurve::Point> points;
+    for (const auto& [rows, samples] : timings) points.push_back({rows, samples.median()});
+    return policy::CostCurve::table(std::move(points));
+  }
+
+  // Layers before the last one, which is special: it serves only the rows whose logits are wanted.
+  [[nodiscard]] int plain_layers() const { return std::max(1, engine_.n_layer() - 1); }
+  // Through how many layers a sample goes; several, so that caches hold no more than in real use.
+  [[nodiscard]] int sample_layers(double layer_s) const {
+    const double wanted = layer_s > 0 ? kSampleS / layer_s : kMaxLayers;
+    return static_cast<int>(
+        std::clamp(wanted, 1.0, static_cast<double>(std::min(plain_layers(), kMaxLayers))));
+  }
+  static double estimate_s(const Curve& timings, int64_t rows) {
+    if (timings.empty()) return 0;
+    const auto& [known_rows, samples] = *std::prev(timings.end());
+    return samples.median() * static_cast<double>(rows) / static_cast<double>(known_rows);
+  }
+  [[nodiscard]] bool too_slow(int64_t rows) const {
+    if (shallow_.contains(rows)) return false;
+    return estimate_s(shallow_, rows) + estimate_s(deep_, rows) > kPointShare * kBudgetS;
+  }
+
+  Result<engine::Step> prepare(int64_t rows, int64_t position) {
+    const BatchItem item = {.seq = seq_,
+                            .tokens = std::span(tokens_).first(static_cast<size_t>(rows)),
+                            .first_pos = position};
+    return engine_.prepare(std::span(&item, 1));
+  }
+  Result<double> time_range(engine::Step& step, int begin, int end) {
+    const int64_t begun = env_.monotonic_ns();
+    HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, begin, end));
+    HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+    return static_cast<double>(env_.monotonic_ns() - begun) * 1e-9;
+  }
+
+  // One row through the whole model: what the last layer takes beyond the one before it is the
+  // final norm and the output matrix.
+  Status one_row_pass(bool keep) {
+    const int n_layer = engine_.n_layer();
+    HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(1, depth_));
+    double before_s = 0;
+    if (n_layer > 1) {
+      HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, n_layer - 2));
+      HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+      HCACHE_ASSIGN_OR_RETURN(before_s, time_range(step, n_layer - 2, n_layer - 1));
+    }
+    HCACHE_ASSIGN_OR_RETURN(const double last_s, time_range(step, n_layer - 1, n_layer));
+    if (keep) finish_.add(std::max(0.0, last_s - before_s));
+    return report();
+  }
+
+  // Layer by layer, as a restore runs the rows that follow the history.
+  Status time_layers(int64_t rows, int64_t position, Samples* out) {
+    const int layers = sample_layers(estimate_s(shallow_, rows));
+    HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(rows, position));
+    double total_s = 0;
+    for (int layer = 0; layer < layers; ++layer) {
+      HCACHE_ASSIGN_OR_RETURN(const double s, time_range(step, layer, layer + 1));
+      total_s += s;
+    }
+    out->add(total_s / layers);
+    return report();
+  }
+
+  // Copying into the staging buffer counts where the compute resource does it.
+  Status time_projection(int64_t rows) {
+    Samples& out = project_[rows];
+    const int layers = sample_layers(out.empty() ? 0 : out.median());
+    const int n_rows = static_cast<int>(rows);
+    double total_s = 0;
+    for (int layer = 0; layer < layers; ++layer) {
+      int64_t begun = env_.monotonic_ns();
+      HCACHE_RETURN_IF_ERROR(engine_.stage_hidden(0, n_rows, state_type_, host_.data()).status());
+      if (async_) {
+        HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+        begun = env_.monotonic_ns();
+      }
+      HCACHE_RETURN_IF_ERROR(engine_.project_staged(seq_, layer, 0, n_rows, state_type_));
+      HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+      total_s += static_cast<double>(env_.monotonic_ns() - begun) * 1e-9;
+    }
+    out.add(total_s / layers);
+    return {};
+  }
+
+  Status time_load(int64_t rows) {
+    const int layers = sample_layers(0);
+    const size_t bytes = engine_.kv_row_bytes() * static_cast<size_t>(rows);
+    const int64_t begun = env_.monotonic_ns();
+    for (int layer = 0; layer < layers; ++layer) {
+      HCACHE_RETURN_IF_ERROR(
+          engine_
+              .load_kv(seq_, layer, 0, static_cast<int>(rows), host_.data(), host_.data() + bytes)
+              .status());
+    }
+    HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+    load_[rows].add(static_cast<double>(env_.monotonic_ns() - begun) * 1e-9 / layers);
+    return {};
+  }
+
+  Env& env_;
+  Engine& engine_;
+  const ggml_type state_type_;
+  const ProgressFn& progress_;
+  int64_t start_ns_ = 0;
+  engine::SeqId seq_ = -1;
+  int64_t max_rows_ = 0;
+  int64_t depth_ = 0;
+  bool async_ = false;  // uploads run beside compute
+  std::vector<int32_t> tokens_;
+  std::vector<std::byte> host_;
+
+  Curve project_;
+  Curve load_;
+  Curve shallow_;  // a layer at depth 0
+  Curve deep_;     // a layer at depth_
+  Samples finish_;
+};
+
+json to_json(const policy::CostCurve& curve) {
+  if (curve.points().empty()) {
+    return {{"base_s", curve.base_s()}, {"per_row_s", curve.per_row_s()}};
+  }
+  json points = json::array();
+  for (const auto& p : curve.points()) points.push_back({p.rows, p.seconds});
+  return {{"points", points}};
+}
+
+// Throws json::exception on a wrong shape.
+Result<policy::CostCurve> curve_from_json(const json& j) {
+  if (!j.contains("points")) {
+    const double base_s = j.at("base_s").get<double>();
+    const double per_row_s = j.at("per_row_s").get<double>();
+    if (!std::isfinite(base_s) || !std::isfinite(per_row_s)) {
+      return data_loss("a cost that is no number");
+    }
+    return policy::CostCurve::affine(base_s, per_row_s);
+  }
+  std::vector<policy::CostCurve::Point> points;
+  for (const json& p : j.at("points")) {
+    points.push_back({p.at(0).get<int64_t>(), p.at(1).get<double>()});
+  }
+  return policy::CostCurve::table(std::move(points));
+}
+
+std::string profile_path(const std::string& dir, const std::string& key) {
+  struct Tag;
+  return join_path(dir, to_hex(Hasher("hcache.profile").add(key).finish<Id128<Tag>>()) + ".json");
+}
+
+Result<CostProfile> parse_profile(const std::string& text) {
+  try {
+    const json j = json::parse(text);
+    if (j.at("version").get<int>() != kFormatVersion) return data_loss("another format version");
+    CostProfile p;
+    p.key = j.at("key").get<std::string>();
+    HCACHE_ASSIGN_OR_RETURN(p.layer.project, curve_from_json(j.at("project")));
+    HCACHE_ASSIGN_OR_RETURN(p.layer.load_kv, curve_from_json(j.at("load_kv")));
+    HCACHE_ASSIGN_OR_RETURN(p.layer.dense, curve_from_json(j.at("dense")));
+    HCACHE_ASSIGN_OR_RETURN(p.layer.attn_per_key, curve_from_json(j.at("attn_per_key")));
+    p.layer.hidden_bytes = j.at("hidden_bytes").get<int64_t>();
+    p.layer.kv_bytes = j.at("kv_bytes").get<int64_t>();
+    p.finish_s = j.at("finish_s").get<double>();
+    p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
+    p.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
+    p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
+    for (const double value :
+         {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
+      if (!std::isfinite(value) || value < 0) return data_loss("a figure below zero");
+    }
+    if (p.layer.hidden_bytes < 1 || p.layer.kv_bytes < 1) return data_loss("no bytes per token");
+    return p;
+  } catch (const json::exception& e) {
+    return data_loss(e.what());
+  }
+}
+
+}  // namespace
+
+std::string profile_key(const Engine& engine, const std::string& content_digest,
+                        ggml_type state_type) {
+  const model::Device& device = engine.model().device();
+  return fmt::format(
+      "model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
+      content_digest, device.name(), device.kernel_identity(), device.n_threads(),
+      ggml_type_name(engine.options().kv_type), ggml_type_name(state_type),
+      engine.uses_own_attention() ? "own" : "ggml", engine.options().max_batch_rows);
+}
+
+Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,
+                                         ggml_type state_type, const ProgressFn& progress) {
+  Measurement measurement(env, engine, state_type, progress);
+  HCACHE_RETURN_IF_ERROR(measurement.open());
+  HCACHE_RETURN_IF_ERROR(measurement.run());
+  CostProfile profile;
+  profile.key = key;
+  HCACHE_RETURN_IF_ERROR(measurement.result(&profile));
+  return profile;
+}
+
+Result<CostProfile> load_cost_profile(Env& env, const std::string& dir, const std::string& key) {
+  const std::string path = profile_path(dir, key);
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(env, path));
+  Result<CostProfile> profile = parse_profile(text);
+  if (!profile.ok()) return data_loss(profile.status().message()).with_context(path);
+  if (profile->key != key) return data_loss("measured for something else").with_context(path);
+  return profile;
+}
+
+Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& profile) {
+  HCACHE_RETURN_IF_ERROR(env.make_dirs(dir));
+  const json j = {{"version", kFormatVersion},
+                  {"key", profile.key},
+                  {"project", to_json(profile.layer.project)},
+                  {"load_kv", to_json(profile.layer.load_kv)},
+                  {"dense", to_json(profile.layer.dense)},
+                  {"attn_per_key", to_json(profile.layer.attn_per_key)},
+                  {"hidden_bytes", profile.layer.hidden_bytes},
+                  {"kv_bytes", profile.layer.kv_bytes},
+                  {"finish_s", profile.finish_s},
+                  {"read_bytes_per_s", profile.read_bytes_per_s},
+                  {"upload_bytes_per_s", profile.upload_bytes_per_s},
+                  {"gemm_flops_per_s", profile.gemm_flops_per_s}};
+  return write_whole_file(env, profile_path(dir, profile.key), j.dump(2) + "\n");
+}
+
+void observe_read_speed(CostProfile& profile, double bytes_per_s) {
+  if (!std::isfinite(bytes_per_s) || bytes_per_s <= 0) return;
+  profile.read_bytes_per_s =
+      profile.read_bytes_per_s > 0
+          ? (1 - kObservedWeight) * profile.read_bytes_per_s + kObservedWeight * bytes_per_s
+          : bytes_per_s;
+}
+
+policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& engine,
+                                   double link_bytes_per_s) {
+  policy::RestoreCosts costs;
+  costs.n_layer = engine.n_layer();
+  costs.layers = {profile.layer};
+  costs.link.bytes_per_s = profile.read_bytes_per_s > 0 ? profile.read_bytes_per_s : kLinkGuess;
+  if (link_bytes_per_s > 0) costs.link.bytes_per_s = link_bytes_per_s;
+  costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
+  costs.link.start_s = kReadStartS;
+  costs.slice_rows = std::min<int64_t>(kMaxRows, engine.options().max_batch_rows);
+  costs.batch_rows = engine.options().max_batch_rows;
+  costs.ring_bytes = static_cast<int64_t>(RestoreRun{}.ring_bytes);
+  costs.finish_s = profile.finish_s;
+  costs.re_tail_projects = true;
+  return costs;
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,94 @@
+#include "state/identity.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <bit>
+
+namespace hcache::state {
+namespace {
+
+struct TypeRow {
+  ggml_type type;
+  store::Encoding hidden;
+  store::ElementType element;
+};
+
+constexpr std::array kTypes = {
+    TypeRow{GGML_TYPE_F32, store::Encoding::kHiddenF32, store::ElementType::kF32},
+    TypeRow{GGML_TYPE_F16, store::Encoding::kHiddenF16, store::ElementType::kF16},
+    TypeRow{GGML_TYPE_BF16, store::Encoding::kHiddenBf16, store::ElementType::kBf16},
+    TypeRow{GGML_TYPE_Q8_0, store::Encoding::kHiddenQ8_0, store::ElementType::kQ8_0},
+    TypeRow{GGML_TYPE_Q8_1, store::Encoding::kHiddenQ8_1, store::ElementType::kQ8_1},
+    TypeRow{GGML_TYPE_Q8_K, store::Encoding::kHiddenQ8_K, store::ElementType::kQ8_K},
+};
+
+const TypeRow* find_row(ggml_type type) {
+  for (const TypeRow& row : kTypes) {
+    if (row.type == type) return &row;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
+                              ggml_type kv_type) {
+  Hasher hasher("hcache.state.1");
+  hasher.add(content_digest);
+  hasher.add_u64(static_cast<uint64_t>(hparams.n_rot));
+  hasher.add_u64(static_cast<uint64_t>(hparams.rope_n_ctx_orig));
+  for (const float value :
+       {hparams.rope_freq_base, hparams.rope_freq_scale, hparams.rope_ext_factor,
+        hparams.rope_attn_factor, hparams.rope_beta_fast, hparams.rope_beta_slow}) {
+    hasher.add_u64(std::bit_cast<uint32_t>(value));
+  }
+  // The store's number, which is frozen; ggml's is not ours to rely on.
+  hasher.add_u64(static_cast<uint64_t>(element_type(kv_type).value_or(store::ElementType::kNone)));
+  return hasher.finish<Fingerprint>();
+}
+
+std::optional<store::Encoding> hidden_encoding(ggml_type type) {
+  const TypeRow* row = find_row(type);
+  return row != nullptr ? std::optional(row->hidden) : std::nullopt;
+}
+
+std::optional<ggml_type> hidden_type(store::Encoding encoding) {
+  for (const TypeRow& row : kTypes) {
+    if (row.hidden == encoding) return row.type;
+  }
+  return std::nullopt;
+}
+
+std::optional<store::ElementType> element_type(ggml_type type) {
+  const TypeRow* row = find_row(type);
+  return row != nullptr ? std::optional(row->element) : std::nullopt;
+}
+
+Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine) {
+  const ggml_type native = engine.native_hidden_type();
+  ggml_type type = native;
+  if (name == "f32") {
+    type = GGML_TYPE_F32;
+  } else if (name == "f16") {
+    type = GGML_TYPE_F16;
+  } else if (name == "bf16") {
+    type = GGML_TYPE_BF16;
+  } else if (name == "q8") {
+    const bool native_8_bit =
+        native == GGML_TYPE_Q8_0 || native == GGML_TYPE_Q8_1 || native == GGML_TYPE_Q8_K;
+    type = native_8_bit ? native : GGML_TYPE_Q8_0;
+  } else if (name != "native") {
+    return invalid_argument(
+        fmt::format("state type '{}' is none of native, f32, f16, bf16, q8", name));
+  }
+  if (!engine.can_project(type)) {
+    return unimplemented(fmt::format(
+        "device {} can't project hidden states saved as {} with {} weights; choose "
+        "another --state-type",
+        engine.model().device().name(), ggml_type_name(type), engine.model().type_name()));
+  }
+  return type;
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,344 @@
+#include "state/runtime.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/log.h"
+#include "state/identity.h"
+
+namespace hcache::state {
+namespace {
+
+constexpr int kMaxRestoreAttempts = 16;  // each one drops a damaged page first
+// Restores shorter than this say little about a disk's speed.
+constexpr uint64_t kMinObservedBytes = 8U << 20;
+// 312 TFLOP/s over 32 GB/s: the A100 of hcache.txt table 2 on its PCIe link.
+constexpr double kPaperFlopsPerByte = 312e12 / 32e9;
+
+class RuntimeImpl : public Runtime {
+ public:
+  RuntimeImpl(Env& env, const RuntimeOptions& options) : env_(env), options_(options) {}
+  ~RuntimeImpl() override { close().ignore("errors were logged; a destructor has nobody to tell"); }
+
+  Status init();
+
+  Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) override;
+  Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) override;
+  Status finish(engine::SeqId seq) override {
+    HCACHE_RETURN_IF_ERROR(engine_->synchronize());
+    if (saver_) saver_->end(seq);
+    return engine_->release_sequence(seq);
+  }
+  Status flush() override {
+    HCACHE_RETURN_IF_ERROR(engine_->synchronize());
+    return saver_ ? saver_->flush() : Status();
+  }
+  Status close() override;
+
+  engine::Engine& engine() override { return *engine_; }
+  const model::Model& model() const override { return *model_; }
+  store::Store* store() override { return store_.get(); }
+  Saver* saver() override { return saver_.get(); }
+  const CostProfile& profile() const override { return profile_; }
+  Status refresh_profile() override;
+  const policy::SavePlan& save_plan() const override { return save_plan_; }
+  const Fingerprint& fingerprint() const override { return fingerprint_; }
+  const SaltId& salt() const override { return salt_; }
+  policy::RestoreCosts costs(double link_bytes_per_s) const override {
+    return restore_costs(profile_, *engine_, link_bytes_per_s);
+  }
+  double paper_link_bytes_per_s() const override {
+    return profile_.gemm_flops_per_s / kPaperFlopsPerByte;
+  }
+
+ private:
+  Status open_store();
+  Status open_profile();
+  Status measure_profile();
+  Status choose_save_plan();
+  // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
+  [[nodiscard]] bool completes(const store::ChunkInfo& chunk) const;
+  [[nodiscard]] std::string profile_dir() const {
+    return join_path(options_.state_dir, "profiles");
+  }
+  Result<Started> attempt(std::span<const int32_t> tokens, const StartOptions& options,
+                          bool use_pages, std::optional<PageFailure>* failure);
+
+  Env& env_;
+  RuntimeOptions options_;
+  std::unique_ptr<model::Device> device_;
+  std::unique_ptr<model::Model> model_;
+  std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<store::Store> store_;
+  std::unique_ptr<Saver> saver_;
+  std::string digest_;
+  std::string profile_key_;
+  Fingerprint fingerprint_;
+  SaltId salt_;
+  CostProfile profile_;
+  bool profile_dirty_ = false;
+  policy::SavePlan save_plan_;
+  std::vector<uint8_t> tap_;
+  ggml_type state_type_ = GGML_TYPE_F32;
+};
+
+Status RuntimeImpl::init() {
+  const auto report = [&](const char* what) {
+    return [this, what](float fraction) {
+      return !options_.progress || options_.progress(what, fraction);
+    };
+  };
+  HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.state_dir));
+  HCACHE_ASSIGN_OR_RETURN(device_, model::Device::open(options_.device, options_.n_threads));
+  model::LoadOptions load;
+  load.progress = report("loading the model");
+  HCACHE_ASSIGN_OR_RETURN(model_, model::Model::load(options_.model_path, *device_, load));
+  HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
+  HCACHE_ASSIGN_OR_RETURN(state_type_, parse_state_type(options_.state_type, *engine_));
+
+  const std::string digest_dir = join_path(options_.state_dir, "digests");
+  HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
+  HCACHE_ASSIGN_OR_RETURN(digest_,
+                          model_->content_digest(digest_dir, report("checking the weights")));
+  fingerprint_ = state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type);
+  salt_ = salt_id(options_.salt);
+
+  if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
+  HCACHE_RETURN_IF_ERROR(open_profile());
+  if (store_ && !options_.read_only_store) {
+    HCACHE_RETURN_IF_ERROR(choose_save_plan());
+    HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
+    HCACHE_RETURN_IF_ERROR(
+        engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_type = state_type_}));
+  }
+  return {};
+}
+
+Status RuntimeImpl::open_store() {
+  store::StoreOptions options;
+  options.dirs = options_.store_dirs;
+  if (options.dirs.empty()) options.dirs = {join_path(options_.state_dir, "store")};
+  options.quota_bytes = options_.store_quota_bytes;
+  options.read_only = options_.read_only_store;
+  HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));
+  return {};
+}
+
+Status RuntimeImpl::measure_profile() {
+  HCACHE_ASSIGN_OR_RETURN(
+      profile_, measure_cost_profile(env_, *engine_, profile_key_, state_type_, options_.progress));
+  if (store_ && !options_.read_only_store) {
+    double total = 0;
+    const std::vector<std::string> dirs =
+        options_.store_dirs.empty()
+            ? std::vector<std::string>{join_path(options_.state_dir, "store")}
+            : options_.store_dirs;
+    for (const std::string& dir : dirs) {
+      HCACHE_ASSIGN_OR_RETURN(const double speed, store::measure_read_speed(env_, dir));
+      total += speed;
+    }
+    profile_.read_bytes_per_s = total;
+  }
+  return save_cost_profile(env_, profile_dir(), profile_);
+}
+
+Status RuntimeImpl::open_profile() {
+  HCACHE_RETURN_IF_ERROR(env_.make_dirs(profile_dir()));
+  profile_key_ = profile_key(*engine_, digest_, state_type_);
+  Result<CostProfile> known = load_cost_profile(env_, profile_dir(), profile_key_);
+  if (known.ok() && (known->read_bytes_per_s > 0 || !store_)) {
+    profile_ = std::move(*known);
+    return {};
+  }
+  return measure_profile();
+}
+
+Status RuntimeImpl::refresh_profile() { return measure_profile(); }
+
+Status RuntimeImpl::choose_save_plan() {
+  // The plan in force lives beside the profile, so that hysteresis spans processes.
+  const std::string path =
+      join_path(profile_dir(), fmt::format("save-{}.json", to_hex(fingerprint_)));
+  std::optional<policy::SavePlan> previous;
+  if (const Result<std::string> text = read_whole_file(env_, path); text.ok()) {
+    const auto json = nlohmann::json::parse(*text, nullptr, false);
+    if (json.is_object() && json.contains("layers") && json["layers"].is_array()) {
+      previous.emplace();
+      for (const auto& layer : json["layers"]) {
+        const int mask = layer.is_number_integer() ? layer.get<int>() : policy::kNoEncoding;
+        previous->layers.push_back(static_cast<policy::Encoding>(mask & policy::kHasBoth));
+      }
+    }
+  }
+  policy::SaveRequest request;
+  request.mode = options_.save;
+  request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
+  HCACHE_ASSIGN_OR_RETURN(save_plan_,
+                          policy::plan_save(costs(0), request, previous ? &*previous : nullptr));
+  tap_.clear();
+  nlohmann::json layers = nlohmann::json::array();
+  for (const policy::Encoding encoding : save_plan_.layers) {
+    uint8_t mask = 0;
+    if ((encoding & policy::kHasHidden) != 0) mask |= engine::kTapHidden;
+    if ((encoding & policy::kHasKv) != 0) mask |= engine::kTapKv;
+    tap_.push_back(mask);
+    layers.push_back(static_cast<int>(encoding));
+  }
+  if (options_.save != policy::SaveMode::kPlan) return {};
+  return write_whole_file(env_, path, nlohmann::json{{"layers", layers}}.dump());
+}
+
+bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
+  const auto hidden = hidden_encoding(state_type_);
+  for (size_t i = 0; i < tap_.size(); ++i) {
+    const auto layer = static_cast<uint16_t>(i);
+    if ((tap_[i] & engine::kTapHidden) != 0 && chunk.find_page(layer, *hidden) == nullptr) {
+      return false;
+    }
+    if ((tap_[i] & engine::kTapKv) != 0 &&
+        chunk.find_page(layer, store::Encoding::kKv) == nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartOptions& options) {
+  if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
+  uint64_t damaged = 0;
+  for (int i = 0; i < kMaxRestoreAttempts; ++i) {
+    std::optional<PageFailure> failure;
+    // After many damaged pages, or one that can't be dropped, nothing saved is trusted any more.
+    const bool use_pages = i + 1 < kMaxRestoreAttempts;
+    HCACHE_ASSIGN_OR_RETURN(Started started, attempt(tokens, options, use_pages, &failure));
+    if (!failure) {
+      started.report.damaged_pages = damaged;
+      return started;
+    }
+    ++damaged;
+    log::warn("saved state is not used, it is computed again: {}", failure->status.to_string());
+    const bool droppable = failure->status.code() == Code::kDataLoss && !options_.read_only_store;
+    if (!droppable || !store_->quarantine(failure->chunk, failure->layer, failure->encoding).ok()) {
+      i = std::max(i, kMaxRestoreAttempts - 2);
+    }
+  }
+  return internal_error("a restore without saved pages reported a damaged page");
+}
+
+Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const StartOptions& options,
+                                     bool use_pages, std::optional<PageFailure>* failure) {
+  const auto n_tokens = static_cast<int64_t>(tokens.size());
+  const bool save = options.save && saver_ != nullptr;
+  store::Match match;
+  if (store_ && use_pages && options.mode != policy::Mode::kRecompute) {
+    Result<store::Match> found = store_->match(fingerprint_, salt_, tokens);
+    if (found.ok()) {
+      match = std::move(*found);
+    } else {
+      log::warn("the store can't be searched: {}", found.status().to_string());
+    }
+  }
+
+  // The last token is always computed: its logits are what the caller wants.
+  int64_t max_rows = std::min<int64_t>(static_cast<int64_t>(match.n_tokens), n_tokens - 1);
+  const auto chunk_at = [&](int64_t row) {
+    return match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
+  };
+  // A partial chunk that the saver could not complete is computed again from its first row.
+  const int64_t partial = max_rows % store::kChunkTokens;
+  if (save && partial != 0 && !completes(chunk_at(max_rows).info())) max_rows -= partial;
+
+  policy::RestoreRequest request;
+  request.available = availability(*engine_, match, max_rows);
+  request.new_tokens = n_tokens - request.available.tokens();
+  request.mode = options.mode;
+  request.token_rounding = options.token_rounding;
+  HCACHE_ASSIGN_OR_RETURN(const policy::Plan plan,
+                          policy::plan_restore(costs(options.link_bytes_per_s), request));
+
+  HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_->create_sequence());
+  if (save) {
+    const int64_t rows = plan.restored_tokens;
+    store::ChunkRef tail;
+    if (rows % store::kChunkTokens != 0) tail = chunk_at(rows);
+    saver_->begin(seq, fingerprint_, salt_, tokens.first(rows), std::move(tail));
+  }
+  RestoreRun run;
+  run.seq = seq;
+  run.tokens = tokens;
+  run.match = &match;
+  run.plan = &plan;
+  run.link_bytes_per_s = options.link_bytes_per_s;
+  run.progress = options.progress;
+  if (save) {
+    run.before_step = [&](int64_t first_pos, std::span<const int32_t> rows) {
+      saver_->set_tokens(seq, first_pos, rows);
+    };
+  }
+  Result<RestoreOutcome> outcome = run_restore(env_, *engine_, store_.get(), run);
+  if (!outcome.ok() || outcome->failure) {
+    if (save) saver_->end(seq);
+    engine_->release_sequence(seq).ignore("it exists: it was created above");
+    if (!outcome.ok()) return outcome.status();
+    *failure = outcome->failure;
+    return Started{};
+  }
+  const RestoreReport& report = outcome->report;
+  if (options.link_bytes_per_s <= 0 && report.bytes_read >= kMinObservedBytes) {
+    observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
+    profile_dirty_ = true;
+  }
+  return Started{.seq = seq, .logits = std::move(outcome->logits), .report = report};
+}
+
+Result<std::vector<float>> RuntimeImpl::append(engine::SeqId seq, std::span<const int32_t> tokens) {
+  if (tokens.empty()) return invalid_argument("nothing to append");
+  const size_t batch = static_cast<size_t>(options_.engine.max_batch_rows);
+  std::vector<float> logits;
+  for (size_t begin = 0; begin < tokens.size(); begin += batch) {
+    const auto rows = tokens.subspan(begin, std::min(batch, tokens.size() - begin));
+    const bool last = begin + rows.size() == tokens.size();
+    const engine::BatchItem item{
+        .seq = seq,
+        .tokens = rows,
+        .first_pos = -1,
+        .output = last ? engine::BatchItem::Output::kLast : engine::BatchItem::Output::kNone};
+    const int64_t length = engine_->length(seq);
+    HCACHE_ASSIGN_OR_RETURN(engine::Step step, engine_->prepare({&item, 1}));
+    if (saver_) saver_->set_tokens(seq, length, rows);
+    HCACHE_RETURN_IF_ERROR(engine_->run_layers(step, 0, engine_->n_layer()));
+    HCACHE_ASSIGN_OR_RETURN(const engine::Logits out, engine_->finish(step));
+    if (last) logits.assign(out.rows[0].begin(), out.rows[0].end());
+  }
+  return logits;
+}
+
+Status RuntimeImpl::close() {
+  if (!engine_) return {};
+  Status status = flush();
+  engine_->set_capture(nullptr, {}).ignore("switching the tap off can't fail");
+  saver_.reset();
+  if (profile_dirty_) {
+    profile_dirty_ = false;
+    const Status saved = save_cost_profile(env_, profile_dir(), profile_);
+    if (status.ok()) status = saved;
+  }
+  if (store_) {
+    const Status closed = store_->close();
+    if (status.ok()) status = closed;
+    store_.reset();
+  }
+  return status;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Runtime>> Runtime::open(Env& env, const RuntimeOptions& options) {
+  auto runtime = std::make_unique<RuntimeImpl>(env, options);
+  HCACHE_RETURN_IF_ERROR(runtime->init());
+  return std::unique_ptr<Runtime>(std::move(runtime));
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,606 @@
+#include "state/saver.h"
+
+#include <fmt/format.h>
+#include <ggml-backend.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <variant>
+
+#include "base/log.h"
+#include "state/identity.h"
+
+namespace hcache::state {
+namespace {
+
+using engine::CapturedLayer;
+using engine::CapturedRows;
+using engine::SeqId;
+
+constexpr int64_t kChunk = store::kChunkTokens;
+constexpr size_t kRingAlignment = 64;
+
+// Stage one's memory: blocks are taken at the head and given back in the same order at the tail.
+// Pinned where the device has such memory.
+class HostRing {
+ public:
+  static Result<std::unique_ptr<HostRing>> create(ggml_backend_buffer_type_t type, size_t size) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, size);
+    if (buffer == nullptr) {
+      return resource_exhausted(
+          fmt::format("no {} MiB of host memory for the saver's ring", size >> 20));
+    }
+    return std::unique_ptr<HostRing>(new HostRing(buffer, size));
+  }
+  ~HostRing() { ggml_backend_buffer_free(buffer_); }
+  HostRing(const HostRing&) = delete;
+  HostRing& operator=(const HostRing&) = delete;
+
+  std::byte* take(size_t n) {
+    n = (n + kRingAlignment - 1) / kRingAlignment * kRingAlignment;
+    size_t offset = head_;
+    if (blocks_.empty()) {
+      offset = 0;
+      if (n > size_) return nullptr;
+    } else if (head_ > tail()) {  // free: [head, size) and [0, tail)
+      if (n > size_ - head_) {
+        if (n >= tail()) return nullptr;
+        offset = 0;
+      }
+    } else if (n >= tail() - head_) {  // free: [head, tail)
+      return nullptr;
+    }
+    blocks_.push_back({offset, n});
+    head_ = offset + n;
+    used_ += n;
+    peak_ = std::max(peak_, used_);
+    return base_ + offset;
+  }
+  // Blocks may be finished in any order; memory is reused in the order it was taken.
+  void give_back(const std::byte* block) {
+    const size_t offset = static_cast<size_t>(block - base_);
+    for (Block& b : blocks_) {
+      if (b.offset == offset && !b.done) {
+        b.done = true;
+        break;
+      }
+    }
+    while (!blocks_.empty() && blocks_.front().done) {
+      used_ -= blocks_.front().size;
+      blocks_.pop_front();
+    }
+  }
+  [[nodiscard]] size_t peak() const { return peak_; }
+
+ private:
+  struct Block {
+    size_t offset = 0;
+    size_t size = 0;
+    bool done = false;
+  };
+  HostRing(ggml_backend_buffer_t buffer, size_t size)
+      : buffer_(buffer),
+        base_(static_cast<std::byte*>(ggml_backend_buffer_get_base(buffer))),
+        size_(size) {}
+  [[nodiscard]] size_t tail() const { return blocks_.front().offset; }
+
+  ggml_backend_buffer_t buffer_;
+  std::byte* base_;
+  size_t size_;
+  size_t head_ = 0;
+  size_t used_ = 0;
+  size_t peak_ = 0;
+  std::deque<Block> blocks_;
+};
+
+// One layer's rows of a chunk that is being filled, with room for a full one.
+struct PageBuffer {
+  std::vector<std::byte> hidden;
+  std::vector<std::byte> kv;  // K rows, and V rows from the middle on
+};
+
+struct OpenChunk {
+  int64_t first_pos = 0;
+  int64_t n_rows = 0;     // filled
+  int64_t n_emitted = 0;  // rows that a tail chunk given to the store holds already
+  std::vector<PageBuffer> layers;
+};
+
+struct SavedSequence {
+  SeqId seq = -1;
+  Fingerprint fingerprint;
+  SaltId salt;
+  std::vector<int32_t> tokens;
+  ChunkId parent;  // the last full chunk
+  OpenChunk open;
+  bool broken = false;  // rows were lost: nothing behind them can be saved
+};
+
+// A chunk on its way into the store; owns everything that its ChunkWrite points to.
+struct ReadyChunk {
+  SeqId seq = -1;
+  ChunkId id;
+  ChunkId parent;
+  Fingerprint fingerprint;
+  SaltId salt;
+  int64_t first_pos = 0;
+  std::vector<int32_t> tokens;
+  std::vector<PageBuffer> layers;  // exactly tokens.size() rows
+};
+
+// A captured step.
+struct Captured {
+  std::byte* block = nullptr;
+  std::vector<CapturedLayer> layers;
+  std::vector<CapturedRows> rows;
+  ggml_type hidden_type = GGML_TYPE_F32;
+  ggml_type kv_type = GGML_TYPE_F16;
+  size_t hidden_row = 0;
+  size_t kv_row = 0;
+};
+
+// What the engine's thread tells stage two, in order.
+struct Begin {
+  SavedSequence sequence;
+  store::ChunkRef tail;
+};
+struct Tokens {
+  SeqId seq = -1;
+  int64_t first_pos = 0;
+  std::vector<int32_t> tokens;
+};
+struct End {
+  SeqId seq = -1;
+};
+struct Flush {
+  uint64_t number = 0;
+};
+using Command = std::variant<Begin, Tokens, Captured, End, Flush>;
+
+class SaverImpl : public Saver {
+ public:
+  SaverImpl(Env& env, store::Store& store, std::unique_ptr<HostRing> ring,
+            const SaverOptions& options)
+      : env_(env), store_(store), options_(options), ring_(std::move(ring)) {
+    if (!options_.direct) worker_ = std::thread([this] { work(); });
+  }
+  SaverImpl(const SaverImpl&) = delete;
+  SaverImpl& operator=(const SaverImpl&) = delete;
+  ~SaverImpl() override {
+    flush().ignore("logged when it happened; a destructor has nobody to tell");
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    if (worker_.joinable()) worker_.join();
+  }
+
+  // --- Engine's thread ---------------------------------------------------------------------
+  void begin(SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
+             std::span<const int32_t> tokens, store::ChunkRef tail) override {
+    SavedSequence sequence;
+    sequence.seq = seq;
+    sequence.fingerprint = fingerprint;
+    sequence.salt = salt;
+    sequence.tokens.assign(tokens.begin(), tokens.end());
+    give(Begin{std::move(sequence), std::move(tail)});
+  }
+  void set_tokens(SeqId seq, int64_t first_pos, std::span<const int32_t> tokens) override {
+    give(Tokens{seq, first_pos, {tokens.begin(), tokens.end()}});
+  }
+  void end(SeqId seq) override { give(End{seq}); }
+  Status flush() override;
+
+  std::byte* reserve(size_t n_bytes) override {
+    const std::lock_guard lock(mutex_);
+    return ring_->take(n_bytes);
+  }
+  void publish(std::byte* block, const engine::StepCapture& capture) override {
+    give(Captured{.block = block,
+                  .layers = {capture.layers.begin(), capture.layers.end()},
+                  .rows = {capture.rows.begin(), capture.rows.end()},
+                  .hidden_type = capture.hidden_type,
+                  .kv_type = capture.kv_type,
+                  .hidden_row = capture.hidden_row_bytes,
+                  .kv_row = capture.kv_row_bytes});
+  }
+  void drop(std::byte* block) override {
+    const std::lock_guard lock(mutex_);
+    ring_->give_back(block);
+  }
+
+  // --- Any thread --------------------------------------------------------------------------
+  int64_t saved_rows(SeqId seq) const override {
+    const std::lock_guard lock(mutex_);
+    const auto it = saved_rows_.find(seq);
+    return it == saved_rows_.end() ? 0 : it->second;
+  }
+  SaverStats stats() const override {
+    const std::lock_guard lock(mutex_);
+    SaverStats stats = stats_;
+    stats.ring_peak_bytes = ring_->peak();
+    return stats;
+  }
+
+ private:
+  void give(Command command);
+  void work();
+
+  // Stage two: the worker's thread, or the engine's with options_.direct.
+  void run(Command& command);
+  void open_sequence(Begin& begin);
+  void replace_tokens(SavedSequence& sequence, const Tokens& tokens);
+  Status read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows);
+  void cut(const Captured& captured);
+  void take_rows(SavedSequence& sequence, const Captured& captured, const CapturedRows& rows);
+  void emit(SavedSequence& sequence);
+  void emit_tail(SavedSequence& sequence) {
+    if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
+  }
+  void write_ready();
+  void lose(SavedSequence& sequence, int64_t n_rows);
+
+  Env& env_;
+  store::Store& store_;
+  const SaverOptions options_;
+
+  mutable std::mutex mutex_;  // guards what stands up to the next gap
+  std::unique_ptr<HostRing> ring_;
+  std::deque<Command> commands_;
+  std::map<SeqId, int64_t> saved_rows_;
+  SaverStats stats_;
+  Status flush_error_;  // the first since the last flush
+  uint64_t flushes_wanted_ = 0;
+  uint64_t flushes_done_ = 0;
+  bool stop_ = false;
+  std::condition_variable wake_;
+  std::condition_variable flushed_;
+
+  // Stage two's own.
+  std::map<SeqId, SavedSequence> sequences_;
+  std::vector<ReadyChunk> ready_;
+  size_t ready_bytes_ = 0;
+  int64_t ready_since_ns_ = 0;
+  ggml_type hidden_type_ = GGML_TYPE_F32;
+  ggml_type kv_type_ = GGML_TYPE_F16;
+
+  std::thread worker_;
+};
+
+void SaverImpl::give(Command command) {
+  if (options_.direct) {
+    run(command);
+    if (!ready_.empty()) write_ready();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  wake_.notify_one();
+}
+
+Status SaverImpl::flush() {
+  uint64_t number = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    number = ++flushes_wanted_;
+  }
+  give(Flush{number});
+  std::unique_lock lock(mutex_);
+  flushed_.wait(lock, [&] { return flushes_done_ >= number; });
+  return std::exchange(flush_error_, Status());
+}
+
+void SaverImpl::work() {
+  const auto interval = std::chrono::milliseconds(options_.flush_interval_ms);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const auto due = [&] { return stop_ || !commands_.empty(); };
+    if (ready_.empty()) {
+      wake_.wait(lock, due);
+    } else {
+      wake_.wait_for(lock, interval, due);
+    }
+    if (commands_.empty() && stop_) return;
+    const bool has_command = !commands_.empty();
+    Command command = Flush{};
+    if (has_command) {
+      command = std::move(commands_.front());
+      commands_.pop_front();
+    }
+    lock.unlock();
+    if (has_command) run(command);
+    const bool old = env_.monotonic_ns() - ready_since_ns_ >= options_.flush_interval_ms * 1000000;
+    if (!ready_.empty() && (ready_bytes_ >= options_.batch_bytes || old)) write_ready();
+    lock.lock();
+  }
+}
+
+void SaverImpl::run(Command& command) {
+  if (auto* begin = std::get_if<Begin>(&command)) {
+    open_sequence(*begin);
+  } else if (auto* tokens = std::get_if<Tokens>(&command)) {
+    const auto it = sequences_.find(tokens->seq);
+    if (it == sequences_.end()) return;
+    it->second.tokens.insert(it->second.tokens.end(), tokens->tokens.begin(), tokens->tokens.end());
+  } else if (auto* captured = std::get_if<Captured>(&command)) {
+    cut(*captured);
+    const std::lock_guard lock(mutex_);
+    ring_->give_back(captured->block);
+  } else if (auto* end = std::get_if<End>(&command)) {
+    const auto it = sequences_.find(end->seq);
+    if (it == sequences_.end()) return;
+    emit_tail(it->second);
+    sequences_.erase(it);
+  } else if (auto* flush = std::get_if<Flush>(&command)) {
+    for (auto& [seq, sequence] : sequences_) emit_tail(sequence);
+    write_ready();
+    {
+      const std::lock_guard lock(mutex_);
+      flushes_done_ = flush->number;
+    }
+    flushed_.notify_all();
+  }
+}
+
+void SaverImpl::open_sequence(Begin& begin) {
+  SavedSequence& sequence = begin.sequence;
+  const std::span<const int32_t> tokens = sequence.tokens;
+  const int64_t n_full = static_cast<int64_t>(tokens.size()) / kChunk;
+  const int64_t n_tail = static_cast<int64_t>(tokens.size()) % kChunk;
+  for (int64_t i = 0; i < n_full; ++i) {
+    sequence.parent = chunk_id(sequence.fingerprint, sequence.salt, sequence.parent,
+                               tokens.subspan(i * kChunk, kChunk));
+  }
+  sequence.open.first_pos = n_full * kChunk;
+  if (n_tail > 0) {
+    const Status status = begin.tail
+                              ? read_tail(sequence, begin.tail, n_tail)
+                              : failed_precondition("the rows of a partial chunk are not saved");
+    if (!status.ok()) {
+      log::warn("sequence {} is not saved further: {}", sequence.seq, status.to_string());
+      sequence.broken = true;
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    saved_rows_[sequence.seq] = sequence.open.first_pos + sequence.open.n_rows;
+  }
+  const SeqId seq = sequence.seq;
+  sequences_[seq] = std::move(sequence);
+}
+
+void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
+  OpenChunk& open = sequence.open;
+  const int64_t first = tokens.first_pos;
+  if (first > static_cast<int64_t>(sequence.tokens.size()) || first < open.first_pos) {
+    lose(sequence, static_cast<int64_t>(tokens.tokens.size()));
+    return;
+  }
+  open.n_rows = std::min(open.n_rows, first - open.first_pos);
+  open.n_emitted = std::min(open.n_emitted, open.n_rows);
+  sequence.tokens.resize(first);
+  sequence.tokens.insert(sequence.tokens.end(), tokens.tokens.begin(), tokens.tokens.end());
+}
+
+// Reads the rows that exist already back into the chunk that new rows will complete.
+Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows) {
+  const store::ChunkInfo& info = tail.info();
+  const auto n_in_chunk = static_cast<int64_t>(info.tokens.size());
+  HCACHE_ASSIGN_OR_RETURN(const auto reader, store_.new_reader({}));
+  std::vector<store::PageRequest> requests;
+  for (const store::PageInfo& page : info.pages) {
+    requests.push_back({tail, page.layer, page.encoding});
+  }
+  HCACHE_RETURN_IF_ERROR(reader->submit(requests));
+  for (const store::PageInfo& page : info.pages) {
+    HCACHE_ASSIGN_OR_RETURN(const store::PageView view, reader->next());
+    if (!view.status.ok()) {
+      if (view.status.code() == Code::kDataLoss) {
+        store_.quarantine(info.id, page.layer, page.encoding)
+            .ignore("the damage itself is reported below");
+      }
+      return view.status;
+    }
+    std::vector<PageBuffer>& layers = sequence.open.layers;
+    if (layers.size() <= page.layer) layers.resize(page.layer + 1U);
+    const std::span<const std::byte> from = view.bytes;
+    if (store::is_hidden(page.encoding)) {
+      const size_t row = from.size() / n_in_chunk;
+      layers[page.layer].hidden.resize(row * kChunk);
+      std::memcpy(layers[page.layer].hidden.data(), from.data(), row * n_rows);
+    } else {
+      const size_t row = from.size() / 2 / n_in_chunk;
+      std::vector<std::byte>& kv = layers[page.layer].kv;
+      kv.resize(2 * row * kChunk);
+      std::memcpy(kv.data(), from.data(), row * n_rows);
+      std::memcpy(kv.data() + row * kChunk, from.data() + from.size() / 2, row * n_rows);
+    }
+    reader->release(view.index);
+  }
+  sequence.open.n_rows = n_rows;
+  sequence.open.n_emitted = n_rows;
+  return {};
+}
+
+// Cuts a captured step into its sequences' chunks.
+void SaverImpl::cut(const Captured& captured) {
+  hidden_type_ = captured.hidden_type;
+  kv_type_ = captured.kv_type;
+  for (const CapturedRows& rows : captured.rows) {
+    const auto it = sequences_.find(rows.seq);
+    if (it == sequences_.end()) continue;  // never begun: not to be saved
+    if (it->second.broken) {
+      lose(it->second, rows.n_rows);
+    } else {
+      take_rows(it->second, captured, rows);
+    }
+  }
+}
+
+void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
+                          const CapturedRows& rows) {
+  const int64_t next = sequence.open.first_pos + sequence.open.n_rows;
+  const int64_t end = rows.first_pos + rows.n_rows;
+  if (rows.first_pos > next || end > static_cast<int64_t>(sequence.tokens.size())) {
+    lose(sequence, end - next);  // a step in between found the ring full
+    return;
+  }
+  // Rows that were computed again (a recomputed prefix) are saved already.
+  int64_t row = std::min<int64_t>(next - rows.first_pos, rows.n_rows);
+  while (row < rows.n_rows) {
+    OpenChunk& open = sequence.open;
+    open.layers.resize(std::max(open.layers.size(), captured.layers.size()));
+    const int64_t n = std::min<int64_t>(kChunk - open.n_rows, rows.n_rows - row);
+    const auto copy = [&](std::byte* to, int64_t offset, size_t row_bytes) {
+      std::memcpy(to + open.n_rows * row_bytes,
+                  captured.block + offset + (rows.first_row + row) * row_bytes, n * row_bytes);
+    };
+    for (size_t i = 0; i < captured.layers.size(); ++i) {
+      const CapturedLayer& layer = captured.layers[i];
+      PageBuffer& page = open.layers[i];
+      // A tail from the store may hold other encodings than are captured now: what only some of
+      // the chunk's rows have is no page.
+      const bool begun = open.n_rows > 0;
+      if (layer.hidden_offset < 0) page.hidden.clear();
+      if (layer.k_offset < 0) page.kv.clear();
+      if (begun && ((layer.hidden_offset >= 0 && page.hidden.empty()) ||
+                    (layer.k_offset >= 0 && page.kv.empty()))) {
+        lose(sequence, rows.n_rows - row);
+        return;
+      }
+      if (layer.hidden_offset >= 0) {
+        page.hidden.resize(captured.hidden_row * kChunk);
+        copy(page.hidden.data(), layer.hidden_offset, captured.hidden_row);
+      }
+      if (layer.k_offset >= 0) {
+        page.kv.resize(2 * captured.kv_row * kChunk);
+        copy(page.kv.data(), layer.k_offset, captured.kv_row);
+        copy(page.kv.data() + captured.kv_row * kChunk, layer.v_offset, captured.kv_row);
+      }
+    }
+    open.n_rows += n;
+    row += n;
+    if (open.n_rows == kChunk) emit(sequence);
+  }
+  const std::lock_guard lock(mutex_);
+  stats_.rows_captured += rows.n_rows;
+  saved_rows_[sequence.seq] = sequence.open.first_pos + sequence.open.n_rows;
+}
+
+// Makes the open chunk ready for the store: a full one leaves, a tail stays open for more rows.
+void SaverImpl::emit(SavedSequence& sequence) {
+  OpenChunk& open = sequence.open;
+  const bool full = open.n_rows == kChunk;
+  const auto tokens = std::span(sequence.tokens).subspan(open.first_pos, open.n_rows);
+  ReadyChunk chunk{
+      .seq = sequence.seq,
+      .id = chunk_id(sequence.fingerprint, sequence.salt, sequence.parent, tokens),
+      .parent = sequence.parent,
+      .fingerprint = sequence.fingerprint,
+      .salt = sequence.salt,
+      .first_pos = open.first_pos,
+      .tokens = {tokens.begin(), tokens.end()},
+      .layers = {},
+  };
+  open.n_emitted = open.n_rows;
+  if (full) {
+    chunk.layers = std::move(open.layers);
+    sequence.parent = chunk.id;
+    open = {.first_pos = open.first_pos + kChunk, .n_rows = 0, .n_emitted = 0, .layers = {}};
+  } else {
+    for (const PageBuffer& page : open.layers) {
+      PageBuffer& tail = chunk.layers.emplace_back();
+      const auto first_rows = [&](const std::byte* begin, size_t full_bytes,
+                                  std::vector<std::byte>& to) {
+        to.insert(to.end(), begin, begin + full_bytes / kChunk * open.n_rows);
+      };
+      first_rows(page.hidden.data(), page.hidden.size(), tail.hidden);
+      first_rows(page.kv.data(), page.kv.size() / 2, tail.kv);
+      first_rows(page.kv.data() + page.kv.size() / 2, page.kv.size() / 2, tail.kv);
+    }
+  }
+  if (ready_.empty()) ready_since_ns_ = env_.monotonic_ns();
+  for (const PageBuffer& page : chunk.layers) ready_bytes_ += page.hidden.size() + page.kv.size();
+  ready_.push_back(std::move(chunk));
+}
+
+void SaverImpl::write_ready() {
+  if (ready_.empty()) return;
+  const store::Encoding hidden = *hidden_encoding(hidden_type_);
+  const store::ElementType kv_type = *element_type(kv_type_);
+  std::vector<store::ChunkWrite> batch;
+  for (const ReadyChunk& chunk : ready_) {
+    store::ChunkWrite& write = batch.emplace_back();
+    write.id = chunk.id;
+    write.parent = chunk.parent;
+    write.fingerprint = chunk.fingerprint;
+    write.salt = chunk.salt;
+    write.first_position = chunk.first_pos;
+    write.tokens = chunk.tokens;
+    write.k_type = kv_type;
+    write.v_type = kv_type;
+    for (size_t i = 0; i < chunk.layers.size(); ++i) {
+      const auto layer = static_cast<uint16_t>(i);
+      const PageBuffer& page = chunk.layers[i];
+      if (!page.hidden.empty()) write.pages.push_back({layer, hidden, page.hidden});
+      if (!page.kv.empty()) write.pages.push_back({layer, store::Encoding::kKv, page.kv});
+    }
+  }
+
+  const int64_t start_ns = env_.monotonic_ns();
+  const Result<store::PutReport> report = store_.put(batch);
+  const double seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
+  if (!report.ok()) {
+    for (const ReadyChunk& chunk : ready_) {
+      const auto it = sequences_.find(chunk.seq);
+      if (it != sequences_.end()) {
+        lose(it->second, static_cast<int64_t>(chunk.tokens.size()));
+      }
+    }
+  }
+  ready_.clear();
+  ready_bytes_ = 0;
+
+  const std::lock_guard lock(mutex_);
+  stats_.write_s += seconds;
+  if (report.ok()) {
+    stats_.chunks_written += report->chunks_new + report->chunks_extended;
+    stats_.bytes_written += report->page_bytes;
+    stats_.rows_skipped += uint64_t{report->chunks_without_parent} * kChunk;
+    return;
+  }
+  // Said once, until another error or a success in between changes the picture.
+  if (stats_.last_error.code() != report.status().code()) {
+    log::error("conversations are not being saved: {}", report.status().to_string());
+  }
+  stats_.last_error = report.status();
+  if (flush_error_.ok()) flush_error_ = report.status();
+}
+
+void SaverImpl::lose(SavedSequence& sequence, int64_t n_rows) {
+  sequence.broken = true;
+  const std::lock_guard lock(mutex_);
+  stats_.rows_skipped += static_cast<uint64_t>(n_rows);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Saver>> Saver::create(Env& env, store::Store& store,
+                                             const engine::Engine& engine,
+                                             const SaverOptions& options) {
+  HCACHE_ASSIGN_OR_RETURN(
+      auto ring, HostRing::create(engine.model().device().host_buffer_type(), options.ring_bytes));
+  return std::unique_ptr<Saver>(std::make_unique<SaverImpl>(env, store, std::move(ring), options));
+}
+
+}  // namespace hcache::state
