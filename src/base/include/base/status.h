@@ -113,8 +113,8 @@ void Result<T>::check() const {
 }  // namespace hcache
 
 // Returns the Status from the enclosing function when it is not ok.
-#define HCACHE_RETURN_IF_ERROR(expr)                             \
-  do {                                                           \
+#define HCACHE_RETURN_IF_ERROR(expr)                                                           \
+  do {                                                                                         \
     if (::hcache::Status hcache_status_ = (expr); !hcache_status_.ok()) return hcache_status_; \
   } while (false)
 
@@ -122,8 +122,8 @@ void Result<T>::check() const {
 #define HCACHE_CONCAT(a, b) HCACHE_CONCAT_INNER(a, b)
 
 // HCACHE_ASSIGN_OR_RETURN(auto x, f()): declares x from the Result's value or returns its Status.
-#define HCACHE_ASSIGN_OR_RETURN(lhs, expr)                                            \
-  auto HCACHE_CONCAT(hcache_result_, __LINE__) = (expr);                              \
-  if (!HCACHE_CONCAT(hcache_result_, __LINE__).ok())                                  \
-    return HCACHE_CONCAT(hcache_result_, __LINE__).status();                          \
+#define HCACHE_ASSIGN_OR_RETURN(lhs, expr)                   \
+  auto HCACHE_CONCAT(hcache_result_, __LINE__) = (expr);     \
+  if (!HCACHE_CONCAT(hcache_result_, __LINE__).ok())         \
+    return HCACHE_CONCAT(hcache_result_, __LINE__).status(); \
   lhs = std::move(HCACHE_CONCAT(hcache_result_, __LINE__)).value()

@@ -1,0 +1,367 @@
+#include "format.h"
+
+#include <fmt/format.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstring>
+
+namespace hcache::store {
+namespace {
+
+constexpr std::string_view kSegmentMagic = "HCACHESG";
+constexpr std::size_t kCheckBytes = 8;
+constexpr std::size_t kChunkFixedBytes = 16 * 3 + 8 + 1 + 1 + 2 + 4;
+constexpr std::size_t kPageEntryBytes = 24;
+constexpr std::size_t kSessionFixedBytes = 16 * 2 + 8 * 4;
+
+class Writer {
+ public:
+  template <typename T>
+  Writer& number(T value) {
+    for (std::size_t i = 0; i < sizeof(T); ++i) {
+      out_.push_back(static_cast<char>((static_cast<std::uint64_t>(value) >> (8 * i)) & 0xff));
+    }
+    return *this;
+  }
+  template <typename Tag>
+  Writer& id(const Id128<Tag>& id) {
+    out_.append(reinterpret_cast<const char*>(id.bytes.data()), id.bytes.size());
+    return *this;
+  }
+  Writer& text(std::string_view text) {
+    out_.append(text);
+    return *this;
+  }
+  std::string& out() { return out_; }
+
+ private:
+  std::string out_;
+};
+
+// Reads what Writer wrote. The caller checks lengths first.
+class Parser {
+ public:
+  explicit Parser(std::string_view in) : in_(in) {}
+  template <typename T>
+  T number() {
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < sizeof(T); ++i) {
+      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(in_[at_ + i])) << (8 * i);
+    }
+    at_ += sizeof(T);
+    return static_cast<T>(value);
+  }
+  template <typename Id>
+  Id id() {
+    Id id;
+    std::memcpy(id.bytes.data(), in_.data() + at_, id.bytes.size());
+    at_ += id.bytes.size();
+    return id;
+  }
+  std::string_view text(std::size_t n) {
+    const std::string_view out = in_.substr(at_, n);
+    at_ += n;
+    return out;
+  }
+
+ private:
+  std::string_view in_;
+  std::size_t at_ = 0;
+};
+
+std::uint64_t checksum_of_two(std::string_view first, std::string_view second) {
+  XXH3_state_t state;
+  XXH3_64bits_reset(&state);
+  XXH3_64bits_update(&state, first.data(), first.size());
+  XXH3_64bits_update(&state, second.data(), second.size());
+  return XXH3_64bits_digest(&state);
+}
+
+template <typename Tag>
+std::string_view as_text(const Id128<Tag>& id) {
+  return {reinterpret_cast<const char*>(id.bytes.data()), id.bytes.size()};
+}
+
+std::string_view as_text(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// Splits the trailing checksum off; false if it does not fit.
+bool take_check(std::string_view key, std::string_view* body) {
+  if (body->size() < kCheckBytes) return false;
+  Parser tail(body->substr(body->size() - kCheckBytes));
+  body->remove_suffix(kCheckBytes);
+  return tail.number<std::uint64_t>() == checksum_of_two(key, *body);
+}
+
+template <typename T>
+bool parse_number(std::string_view text, int base, T* out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out, base);
+  return error == std::errc() && end == text.data() + text.size() && !text.empty();
+}
+
+// Takes "<name> <value>\n" off the front; false when it is not there.
+bool take_line(std::string_view* text, std::string_view name, std::string_view* value) {
+  const std::size_t end = text->find('\n');
+  if (end == std::string_view::npos || !text->starts_with(name)) return false;
+  const std::string_view line = text->substr(0, end);
+  if (line.size() <= name.size() || line[name.size()] != ' ') return false;
+  *value = line.substr(name.size() + 1);
+  text->remove_prefix(end + 1);
+  return true;
+}
+
+}  // namespace
+
+std::uint64_t checksum(std::span<const std::byte> bytes) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+std::uint64_t page_bytes(const ChunkRecord& record) {
+  std::uint64_t sum = 0;
+  for (const PageInfo& page : record.info.pages) sum += page.bytes;
+  return sum;
+}
+
+ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt, const ChunkId& parent) {
+  if (!parent.is_zero()) return parent;
+  return Hasher("hcache root 1").add(fingerprint).add(salt).finish<ChunkId>();
+}
+
+void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32_t segment,
+                           std::span<std::byte> out) {
+  Writer w;
+  w.text(kSegmentMagic).number(kFormatVersion).number(disk).number(segment);
+  w.number(std::uint32_t{0}).id(store);
+  w.out().resize(kSegmentHeaderBytes - kCheckBytes, '\0');
+  const std::string head = w.out();
+  w.number(checksum_of_two(head, {}));
+  std::memcpy(out.data(), w.out().data(), w.out().size());
+}
+
+Status check_segment_header(std::span<const std::byte> header, const StoreId& store,
+                            std::uint32_t disk, std::uint32_t segment) {
+  std::string_view text = as_text(header);
+  if (text.size() != kSegmentHeaderBytes || !text.starts_with(kSegmentMagic)) {
+    return data_loss("its header is not a segment's");
+  }
+  Parser in(text.substr(kSegmentMagic.size()));
+  const auto format = in.number<std::uint32_t>();
+  if (!take_check({}, &text)) return data_loss("its header is damaged");
+  if (format != kFormatVersion) {
+    return unimplemented(
+        fmt::format("it has format {}; this program knows {}", format, kFormatVersion));
+  }
+  const auto got_disk = in.number<std::uint32_t>();
+  const auto got_segment = in.number<std::uint32_t>();
+  in.number<std::uint32_t>();
+  if (in.id<StoreId>() != store || got_disk != disk || got_segment != segment) {
+    return failed_precondition("it belongs to another store or place");
+  }
+  return {};
+}
+
+std::string encode_disk_file(const DiskFile& file) {
+  std::string text = fmt::format("hcache store\nformat {}\nstore {}\ndisk {}\n", kFormatVersion,
+                                 to_hex(file.store), file.disk);
+  return text + fmt::format("check {:016x}\n", checksum_of_two(text, {}));
+}
+
+Result<DiskFile> decode_disk_file(std::string_view text) {
+  const std::string_view whole = text;
+  std::string_view value;
+  if (!take_line(&text, "hcache", &value) || value != "store") {
+    return data_loss("it does not describe a store");
+  }
+  std::uint32_t format = 0;
+  if (!take_line(&text, "format", &value) || !parse_number(value, 10, &format)) {
+    return data_loss("it names no format");
+  }
+  DiskFile file;
+  std::uint64_t check = 0;
+  const bool parsed = take_line(&text, "store", &value) && parse_id(value, &file.store).ok() &&
+                      take_line(&text, "disk", &value) && parse_number(value, 10, &file.disk);
+  const std::string_view checked = whole.substr(0, whole.size() - text.size());
+  const bool intact = parsed && take_line(&text, "check", &value) && value.size() == 16 &&
+                      parse_number(value, 16, &check) && text.empty() &&
+                      check == checksum_of_two(checked, {});
+  if (format != kFormatVersion) {
+    return unimplemented(
+        fmt::format("it has format {}; this program knows {}", format, kFormatVersion));
+  }
+  if (!intact) return data_loss("it is damaged");
+  return file;
+}
+
+std::string encode_chunk(const ChunkRecord& record) {
+  const ChunkInfo& info = record.info;
+  Writer w;
+  w.id(info.fingerprint).id(info.salt).id(info.parent).number(info.first_position);
+  w.number(static_cast<std::uint8_t>(info.k_type)).number(static_cast<std::uint8_t>(info.v_type));
+  w.number(static_cast<std::uint16_t>(info.tokens.size()));
+  w.number(static_cast<std::uint32_t>(info.pages.size()));
+  for (const std::int32_t token : info.tokens) w.number(static_cast<std::uint32_t>(token));
+  for (std::size_t i = 0; i < info.pages.size(); ++i) {
+    const PageInfo& page = info.pages[i];
+    const PagePlace& place = record.places[i];
+    w.number(page.layer).number(static_cast<std::uint8_t>(page.encoding)).number(place.disk);
+    w.number(place.segment).number(static_cast<std::uint32_t>(place.offset / kPageAlignment));
+    w.number(page.bytes).number(place.checksum);
+  }
+  const std::uint64_t check = checksum_of_two(as_text(info.id), w.out());
+  w.number(check);
+  return std::move(w.out());
+}
+
+Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body) {
+  auto bad = [&](const char* why) {
+    return data_loss(fmt::format("catalog row of chunk {}: {}", to_hex(id), why));
+  };
+  if (!take_check(as_text(id), &body)) return bad("checksum mismatch");
+  if (body.size() < kChunkFixedBytes) return bad("too short");
+  Parser in(body);
+  ChunkRecord record;
+  ChunkInfo& info = record.info;
+  info.id = id;
+  info.fingerprint = in.id<Fingerprint>();
+  info.salt = in.id<SaltId>();
+  info.parent = in.id<ChunkId>();
+  info.first_position = in.number<std::uint64_t>();
+  const auto k_type = in.number<std::uint8_t>();
+  const auto v_type = in.number<std::uint8_t>();
+  const auto n_tokens = in.number<std::uint16_t>();
+  const auto n_pages = in.number<std::uint32_t>();
+  if (n_tokens == 0 || n_tokens > kChunkTokens || !valid_element_type(k_type) ||
+      !valid_element_type(v_type) ||
+      body.size() !=
+          kChunkFixedBytes + 4ULL * n_tokens + kPageEntryBytes * std::uint64_t{n_pages}) {
+    return bad("inconsistent sizes");
+  }
+  info.k_type = static_cast<ElementType>(k_type);
+  info.v_type = static_cast<ElementType>(v_type);
+  info.tokens.reserve(n_tokens);
+  for (std::uint32_t i = 0; i < n_tokens; ++i) {
+    info.tokens.push_back(static_cast<std::int32_t>(in.number<std::uint32_t>()));
+  }
+  info.pages.reserve(n_pages);
+  record.places.reserve(n_pages);
+  for (std::uint32_t i = 0; i < n_pages; ++i) {
+    PageInfo page;
+    PagePlace place;
+    page.layer = in.number<std::uint16_t>();
+    const auto encoding = in.number<std::uint8_t>();
+    place.disk = in.number<std::uint8_t>();
+    place.segment = in.number<std::uint32_t>();
+    place.offset = std::uint64_t{in.number<std::uint32_t>()} * kPageAlignment;
+    page.bytes = in.number<std::uint32_t>();
+    place.checksum = in.number<std::uint64_t>();
+    if (!valid_encoding(encoding) || page.bytes == 0 || page.bytes > kMaxPageBytes ||
+        place.offset < kSegmentHeaderBytes) {
+      return bad("impossible page");
+    }
+    page.encoding = static_cast<Encoding>(encoding);
+    info.pages.push_back(page);
+    record.places.push_back(place);
+  }
+  if (chunk_id(info.fingerprint, info.salt, info.parent, info.tokens) != id) {
+    return bad("the id is not the hash of the content");
+  }
+  return record;
+}
+
+std::string encode_session(const Session& session) {
+  Writer w;
+  w.id(session.fingerprint).id(session.salt);
+  w.number(session.created_ns).number(session.updated_ns);
+  w.number(std::uint64_t{session.tokens.size()})
+      .number(std::uint64_t{session.metadata_json.size()});
+  for (const std::int32_t token : session.tokens) w.number(static_cast<std::uint32_t>(token));
+  w.text(session.metadata_json);
+  const std::uint64_t check = checksum_of_two(session.name, w.out());
+  w.number(check);
+  return std::move(w.out());
+}
+
+Result<Session> decode_session(std::string_view name, std::string_view body) {
+  auto bad = [&](const char* why) {
+    return data_loss(fmt::format("catalog row of session '{}': {}", name, why));
+  };
+  if (!take_check(name, &body)) return bad("checksum mismatch");
+  if (body.size() < kSessionFixedBytes) return bad("too short");
+  Parser in(body);
+  Session session;
+  session.name = name;
+  session.fingerprint = in.id<Fingerprint>();
+  session.salt = in.id<SaltId>();
+  session.created_ns = in.number<std::int64_t>();
+  session.updated_ns = in.number<std::int64_t>();
+  const auto n_tokens = in.number<std::uint64_t>();
+  const auto n_json = in.number<std::uint64_t>();
+  const std::uint64_t rest = body.size() - kSessionFixedBytes;
+  if (n_tokens > rest / 4 || n_json != rest - 4 * n_tokens) return bad("inconsistent sizes");
+  session.tokens.reserve(n_tokens);
+  for (std::uint64_t i = 0; i < n_tokens; ++i) {
+    session.tokens.push_back(static_cast<std::int32_t>(in.number<std::uint32_t>()));
+  }
+  session.metadata_json = in.text(n_json);
+  return session;
+}
+
+std::string segment_name(std::uint32_t segment) {
+  return fmt::format("segment-{:08}.hcs", segment);
+}
+
+bool parse_segment_name(std::string_view name, std::uint32_t* segment) {
+  constexpr std::string_view kPrefix = "segment-";
+  constexpr std::string_view kSuffix = ".hcs";
+  if (name.size() != kPrefix.size() + 8 + kSuffix.size() || !name.starts_with(kPrefix) ||
+      !name.ends_with(kSuffix)) {
+    return false;
+  }
+  return parse_number(name.substr(kPrefix.size(), 8), 10, segment) && *segment > 0;
+}
+
+bool valid_encoding(std::uint8_t value) { return (value >= 1 && value <= 6) || value == 16; }
+bool valid_element_type(std::uint8_t value) { return value <= 6; }
+
+std::string_view encoding_name(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::kHiddenF32: return "hidden-f32";
+    case Encoding::kHiddenF16: return "hidden-f16";
+    case Encoding::kHiddenBf16: return "hidden-bf16";
+    case Encoding::kHiddenQ8_0: return "hidden-q8_0";
+    case Encoding::kHiddenQ8_1: return "hidden-q8_1";
+    case Encoding::kHiddenQ8_K: return "hidden-q8_k";
+    case Encoding::kKv: return "kv";
+  }
+  return "unknown";
+}
+
+std::string_view element_type_name(ElementType type) {
+  switch (type) {
+    case ElementType::kNone: return "none";
+    case ElementType::kF32: return "f32";
+    case ElementType::kF16: return "f16";
+    case ElementType::kBf16: return "bf16";
+    case ElementType::kQ8_0: return "q8_0";
+    case ElementType::kQ8_1: return "q8_1";
+    case ElementType::kQ8_K: return "q8_k";
+  }
+  return "unknown";
+}
+
+const PageInfo* ChunkInfo::find_page(std::uint16_t layer, Encoding encoding) const {
+  const auto at = std::lower_bound(pages.begin(), pages.end(), std::pair(layer, encoding),
+                                   [](const PageInfo& page, const auto& key) {
+                                     return std::pair(page.layer, page.encoding) < key;
+                                   });
+  if (at == pages.end() || at->layer != layer || at->encoding != encoding) return nullptr;
+  return &*at;
+}
+
+}  // namespace hcache::store

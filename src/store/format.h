@@ -1,0 +1,83 @@
+// Bytes on disk: segment headers, disk files, catalog bodies. docs/format.md is the reference.
+//
+// Threading: pure functions on values.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/ids.h"
+#include "base/status.h"
+#include "store/store.h"
+
+namespace hcache::store {
+
+inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kApplicationId = 0x48434143;
+inline constexpr std::uint64_t kBlock = 4096;  // unit of disk space and of direct I/O
+inline constexpr std::uint64_t kSegmentHeaderBytes = kBlock;
+inline constexpr std::uint32_t kMaxPageBytes = 64U << 20;
+inline constexpr std::uint32_t kMaxDisks = 255;
+
+using StoreId = Id128<struct StoreIdTag>;
+using RootKey = Id128<struct RootKeyTag>;
+
+[[nodiscard]] constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+// Where a page lies and what its bytes hash to.
+struct PagePlace {
+  std::uint8_t disk = 0;
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;  // bytes from the start of the file; a multiple of kPageAlignment
+  std::uint64_t checksum = 0;
+  friend bool operator==(const PagePlace&, const PagePlace&) = default;
+};
+
+// A chunk as the catalog has it. places[i] belongs to info.pages[i].
+struct ChunkRecord {
+  ChunkInfo info;
+  std::vector<PagePlace> places;
+};
+
+[[nodiscard]] std::uint64_t checksum(std::span<const std::byte> bytes);
+[[nodiscard]] std::uint64_t page_bytes(const ChunkRecord& record);
+
+// The `parent` column: what siblings share.
+[[nodiscard]] ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt,
+                                  const ChunkId& parent);
+
+// kSegmentHeaderBytes bytes.
+void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32_t segment,
+                           std::span<std::byte> out);
+// data_loss if the header is damaged, failed_precondition if it is another one's, unimplemented for
+// another format.
+[[nodiscard]] Status check_segment_header(std::span<const std::byte> header, const StoreId& store,
+                                          std::uint32_t disk, std::uint32_t segment);
+
+struct DiskFile {
+  StoreId store;
+  std::uint32_t disk = 0;
+};
+[[nodiscard]] std::string encode_disk_file(const DiskFile& file);
+[[nodiscard]] Result<DiskFile> decode_disk_file(std::string_view text);
+
+// data_loss if the body is not what encode made, including a failed checksum or an id that is not
+// the hash of the content.
+[[nodiscard]] std::string encode_chunk(const ChunkRecord& record);
+[[nodiscard]] Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body);
+[[nodiscard]] std::string encode_session(const Session& session);
+[[nodiscard]] Result<Session> decode_session(std::string_view name, std::string_view body);
+
+[[nodiscard]] std::string segment_name(std::uint32_t segment);
+// False if the name is not a segment's.
+[[nodiscard]] bool parse_segment_name(std::string_view name, std::uint32_t* segment);
+
+[[nodiscard]] bool valid_encoding(std::uint8_t value);
+[[nodiscard]] bool valid_element_type(std::uint8_t value);
+
+}  // namespace hcache::store

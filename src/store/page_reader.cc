@@ -1,0 +1,380 @@
+#include "page_reader.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace hcache::store {
+namespace {
+
+// Unused bytes between two pages that are read along rather than skipped.
+constexpr std::uint64_t kMaxGap = 2 * kBlock;
+// The longest nap of a throttled next(), so that cancel() is heard.
+constexpr std::int64_t kMaxNapNs = 10'000'000;
+constexpr std::int64_t kForever = std::numeric_limits<std::int64_t>::max();
+
+// What a page costs in the ring at worst, read alone.
+std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kBlock; }
+
+const PageInfo& page_of(const PageJob& job) { return job.chunk->record.info.pages[job.page]; }
+const PagePlace& place_of(const PageJob& job) { return job.chunk->record.places[job.page]; }
+
+}  // namespace
+
+// Why the ring can't lock up: it is given out in order of planning and comes back in that order, so
+// the oldest request must be deliverable with what fits beside it. Its last page is at most
+// window_bytes_ of pages after its first; those in between are in requests that overrun that window
+// by less than one request per disk. Oldest (1/4) + window (1/8) + overrun (less than 1/4) + what
+// is lost at the wrap (1/4) is less than the ring.
+PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, std::uint32_t disks,
+                               const ReaderOptions& options, std::unique_ptr<IoQueue> queue)
+    : env_(env),
+      source_(source),
+      options_(options),
+      request_bytes_(std::min<std::size_t>(options.request_bytes,
+                                           options.ring_bytes / (4 * (disks + std::size_t{1})))),
+      window_bytes_(options.ring_bytes / 8),
+      own_ring_(options.ring_memory == nullptr ? options.ring_bytes : 0),
+      ring_(options.ring_memory == nullptr ? own_ring_.data() : options.ring_memory),
+      queue_(std::move(queue)) {
+  thread_ = std::thread([this] { run(); });
+}
+
+PageReaderImpl::~PageReaderImpl() {
+  {
+    MutexLock lock(mutex_);
+    stop_ = true;
+    cancelled_ = true;
+    work_.notify_all();
+    ready_.notify_all();
+  }
+  thread_.join();
+}
+
+Status PageReaderImpl::submit(std::span<const PageRequest> pages) {
+  std::vector<PageJob> jobs;
+  jobs.reserve(pages.size());
+  for (const PageRequest& page : pages) {
+    HCACHE_ASSIGN_OR_RETURN(PageJob job, source_.job(page));
+    jobs.push_back(std::move(job));
+  }
+  return submit_jobs(std::move(jobs));
+}
+
+Status PageReaderImpl::submit_jobs(std::vector<PageJob> jobs) {
+  for (const PageJob& job : jobs) {
+    if (!job.status.ok()) continue;
+    const std::uint32_t bytes = page_of(job).bytes;
+    if (ring_cost(bytes) > options_.ring_bytes / 4) {
+      return invalid_argument(fmt::format("a page of {} bytes needs a ring of at least {} bytes",
+                                          bytes, 4 * ring_cost(bytes)));
+    }
+  }
+  MutexLock lock(mutex_);
+  if (cancelled_) return cancelled("the reader was cancelled");
+  for (PageJob& job : jobs) {
+    Item& added = items_.emplace_back();
+    added.job = std::move(job);
+    if (!added.job.status.ok()) {
+      added.planned = true;
+      added.ready = true;
+    }
+  }
+  work_.notify_one();
+  ready_.notify_all();
+  return {};
+}
+
+// The oldest requests are at the front and their memory begins there; a request never wraps.
+bool PageReaderImpl::take_ring(std::size_t length, std::size_t* at) {
+  if (requests_.empty()) ring_tail_ = 0;
+  const std::size_t head = requests_.empty() ? 0 : requests_.front()->ring_at;
+  const bool full_turn =
+      !requests_.empty() && ring_tail_ <= head;  // in use: [head, end), [0, tail)
+  if (full_turn) {
+    if (head - ring_tail_ < length) return false;
+    *at = ring_tail_;
+  } else if (options_.ring_bytes - ring_tail_ >= length) {
+    *at = ring_tail_;
+  } else if (!requests_.empty() && head >= length) {
+    *at = 0;
+  } else {
+    return false;
+  }
+  ring_tail_ = *at + length;
+  return true;
+}
+
+bool PageReaderImpl::start_request() {
+  while (next_plan_ < first_item_ + items_.size() && item(next_plan_).planned) ++next_plan_;
+  deliver_over_link();
+  if (next_plan_ == first_item_ + items_.size() || in_flight_ == queue_->depth()) return false;
+
+  Item& first = item(next_plan_);
+  const PagePlace& start = place_of(first.job);
+  auto request = std::make_unique<Request>();
+  auto opened = source_.segment(start);
+  if (!opened.ok()) {
+    mark_failed(&first, opened.status());
+    return true;
+  }
+  request->file = std::move(*opened);
+  request->offset = start.offset / kBlock * kBlock;
+  std::uint64_t end = start.offset + page_of(first.job).bytes;
+  request->items.push_back(&first);
+  std::size_t window = ring_cost(page_of(first.job).bytes);
+  for (std::size_t i = next_plan_ + 1; i < first_item_ + items_.size(); ++i) {
+    Item& other = item(i);
+    if (other.planned) continue;
+    const PagePlace& place = place_of(other.job);
+    const std::uint32_t bytes = page_of(other.job).bytes;
+    window += ring_cost(bytes);
+    if (window > window_bytes_) break;
+    if (place.disk != start.disk) continue;
+    if (place.segment != start.segment || place.offset < end || place.offset - end > kMaxGap ||
+        round_up(place.offset + bytes, kBlock) - request->offset > request_bytes_) {
+      break;
+    }
+    end = place.offset + bytes;
+    request->items.push_back(&other);
+  }
+  request->needed = end - request->offset;
+  request->length = round_up(request->needed, kBlock);
+  if (!take_ring(request->length, &request->ring_at)) return false;
+
+  request->submitted_ns = env_.monotonic_ns();
+  request->unreleased = request->items.size();
+  for (Item* member : request->items) {
+    member->planned = true;
+    member->request = request.get();
+    const std::size_t within = place_of(member->job).offset - request->offset;
+    member->bytes = {ring_ + request->ring_at + within, page_of(member->job).bytes};
+  }
+  if (busy_since_ns_ < 0) busy_since_ns_ = request->submitted_ns;
+  ++in_flight_;
+  ++stats_.requests;
+  requests_.push_back(std::move(request));
+  submit_to_queue(requests_.back().get());
+  deliver_over_link();
+  return true;
+}
+
+void PageReaderImpl::submit_to_queue(Request* request) {
+  IoRequest io;
+  io.file = request->file.get();
+  io.offset = request->offset + request->asked_from;
+  io.buffer = {ring_ + request->ring_at + request->asked_from,
+               request->length - request->asked_from};
+  io.tag = reinterpret_cast<std::uintptr_t>(request);
+  if (queue_->submit(io).ok()) return;
+  // The queue is broken: the pages of this request are read one by one.
+  mutex_.unlock();
+  finish(request);
+  mutex_.lock();
+}
+
+// Gives due times, in the order of the list, to what has its room in the ring.
+void PageReaderImpl::deliver_over_link() {
+  if (options_.link_bytes_per_s <= 0) return;
+  next_link_ = std::max(next_link_, first_item_);
+  const std::size_t before = next_link_;
+  while (next_link_ < first_item_ + items_.size() && item(next_link_).planned) {
+    Item& now = item(next_link_++);
+    if (now.request == nullptr) {  // failed without reading
+      now.due_ns = link_free_ns_;
+      continue;
+    }
+    const auto work = static_cast<std::int64_t>(static_cast<double>(now.bytes.size()) * 1e9 /
+                                                options_.link_bytes_per_s);
+    link_free_ns_ = std::max(link_free_ns_, now.request->submitted_ns) + work;
+    link_work_ns_ += work;
+    now.due_ns = link_free_ns_;
+  }
+  if (next_link_ != before) ready_.notify_all();
+}
+
+void PageReaderImpl::mark_failed(Item* failed, Status status) {
+  failed->job.status = std::move(status);
+  failed->planned = true;
+  failed->ready = true;
+  ready_.notify_all();
+}
+
+void PageReaderImpl::run() {
+  std::vector<IoCompletion> completions;
+  mutex_.lock();
+  while (true) {
+    while (!cancelled_ && start_request()) {
+    }
+    if (queue_->in_flight() == 0) {
+      if (stop_) break;
+      work_.wait(mutex_);
+      continue;
+    }
+    mutex_.unlock();
+    completions.clear();
+    const Status status = queue_->reap(true, &completions);
+    if (!status.ok()) die("the I/O queue failed: " + status.to_string());
+    for (const IoCompletion& completion : completions) on_completion(completion);
+    mutex_.lock();
+  }
+  mutex_.unlock();
+}
+
+void PageReaderImpl::on_completion(const IoCompletion& completion) {
+  auto* request = reinterpret_cast<Request*>(static_cast<std::uintptr_t>(completion.tag));
+  if (completion.status.ok()) {
+    request->done = std::min(request->asked_from + completion.bytes, request->length);
+    const std::size_t resume = request->done / kBlock * kBlock;
+    MutexLock lock(mutex_);
+    stats_.disk_bytes += completion.bytes;
+    if (request->done < request->needed && resume > request->asked_from) {
+      request->asked_from = resume;  // short: ask for the rest
+      submit_to_queue(request);
+      return;
+    }
+  }
+  finish(request);
+}
+
+// The I/O thread owns the request's pages until they are marked ready.
+void PageReaderImpl::finish(Request* request) {
+  std::uint64_t read_again = 0;
+  for (Item* member : request->items) {
+    const PagePlace& place = place_of(member->job);
+    const std::uint64_t within = place.offset - request->offset;
+    const std::uint64_t end = within + member->bytes.size();
+    if (request->done < end) {
+      // An error or the end of the file somewhere in the request: this page by itself.
+      const std::uint64_t from = within / kBlock * kBlock;
+      const std::uint64_t length = round_up(end, kBlock) - from;
+      const auto got =
+          request->file->read_at(request->offset + from, {ring_ + request->ring_at + from, length});
+      if (!got.ok()) {
+        member->job.status = got.status();
+      } else if (from + *got < end) {
+        member->job.status = data_loss(fmt::format("{} ends before the page at offset {}",
+                                                   request->file->path(), place.offset));
+      }
+      read_again += got.ok() ? *got : 0;
+    }
+    check_page(member);
+  }
+  MutexLock lock(mutex_);
+  request->complete = true;
+  stats_.disk_bytes += read_again;
+  for (Item* member : request->items) member->ready = true;
+  if (--in_flight_ == 0) {
+    busy_ns_ += env_.monotonic_ns() - busy_since_ns_;
+    busy_since_ns_ = -1;
+  }
+  ready_.notify_all();
+}
+
+void PageReaderImpl::check_page(Item* checked) const {
+  const PageJob& job = checked->job;
+  const ChunkRecord& record = job.chunk->record;
+  const PageInfo& page = page_of(job);
+  const PagePlace& place = place_of(job);
+  if (job.status.ok() && checksum(checked->bytes) == place.checksum) return;
+  const std::string what = fmt::format("chunk {} layer {} {}", to_hex(record.info.id), page.layer,
+                                       encoding_name(page.encoding));
+  if (job.status.ok()) {
+    checked->job.status = data_loss(fmt::format("{}: checksum mismatch in {} at offset {}", what,
+                                                source_.segment_path(place), place.offset));
+  } else {
+    checked->job.status = job.status.with_context(what);
+  }
+  if (source_.page_moved(record, job.page)) {
+    checked->job.status = unavailable(what + ": another process has evicted or moved the page");
+  }
+}
+
+Result<std::int64_t> PageReaderImpl::wait_for_next() {
+  if (cancelled_) return cancelled("the reader was cancelled");
+  if (next_out_ == first_item_ + items_.size()) {
+    return out_of_range("every submitted page has been delivered");
+  }
+  const Item& wanted = item(next_out_);
+  if (!wanted.ready) return kForever;
+  if (options_.link_bytes_per_s <= 0) return 0;
+  if (next_out_ >= next_link_) return kForever;  // failed early; its turn on the link comes
+  return std::max<std::int64_t>(0, wanted.due_ns - env_.monotonic_ns());
+}
+
+PageView PageReaderImpl::take_next() {
+  PageView view;
+  view.index = next_out_++;
+  Item& taken = item(view.index);
+  view.status = taken.job.status;
+  if (view.status.ok()) {
+    view.bytes = taken.bytes;
+    ++stats_.pages;
+    stats_.page_bytes += view.bytes.size();
+  } else {
+    ++stats_.failed_pages;
+  }
+  return view;
+}
+
+Result<PageView> PageReaderImpl::next() {
+  MutexLock lock(mutex_);
+  while (true) {
+    HCACHE_ASSIGN_OR_RETURN(const std::int64_t wait, wait_for_next());
+    if (wait == 0) return take_next();
+    if (wait == kForever) {
+      ready_.wait(mutex_);
+    } else {
+      lock.unlock();
+      env_.sleep_ns(std::min(wait, kMaxNapNs));
+      lock.lock();
+    }
+  }
+}
+
+Result<std::optional<PageView>> PageReaderImpl::try_next() {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const std::int64_t wait, wait_for_next());
+  if (wait != 0) return std::optional<PageView>();
+  return std::optional<PageView>(take_next());
+}
+
+void PageReaderImpl::release(std::size_t index) {
+  MutexLock lock(mutex_);
+  if (index < first_item_ || index >= next_out_) die("release() of a page that is not out");
+  Item& given = item(index);
+  if (given.released) die("release() of a page twice");
+  given.released = true;
+  if (given.request != nullptr) --given.request->unreleased;
+  given.job.chunk.reset();
+  bool room = false;
+  while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
+    requests_.pop_front();
+    room = true;
+  }
+  while (!items_.empty() && items_.front().released) {
+    items_.pop_front();
+    ++first_item_;
+  }
+  if (room) work_.notify_one();
+}
+
+void PageReaderImpl::cancel() {
+  MutexLock lock(mutex_);
+  cancelled_ = true;
+  work_.notify_all();
+  ready_.notify_all();
+}
+
+ReaderStats PageReaderImpl::stats() const {
+  MutexLock lock(mutex_);
+  ReaderStats out = stats_;
+  const std::int64_t now = env_.monotonic_ns();
+  const std::int64_t reading = busy_ns_ + (busy_since_ns_ >= 0 ? now - busy_since_ns_ : 0);
+  const std::int64_t link = link_work_ns_ - std::max<std::int64_t>(0, link_free_ns_ - now);
+  out.busy_s = static_cast<double>(std::max(reading, link)) / 1e9;
+  return out;
+}
+
+}  // namespace hcache::store

@@ -1,0 +1,135 @@
+// The read-ahead of store.h's PageReader: planning, the ring, the I/O thread, the simulated link.
+//
+// Threading: as PageReader. The I/O thread alone touches the queue.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "base/env.h"
+#include "base/sync.h"
+#include "format.h"
+#include "store/store.h"
+
+namespace hcache::store {
+
+// What a ChunkRef's pin points to. The owner adds the unpinning.
+struct PinnedChunk {
+  ChunkRecord record;
+  const void* store = nullptr;  // identity of the store that gave it out
+};
+
+// A page as a reader's list has it.
+struct PageJob {
+  std::shared_ptr<const PinnedChunk> chunk;
+  std::size_t page = 0;  // index in the record
+  Status status;         // not ok: delivered as it is, without reading
+};
+
+// What the reader needs of the store. Threading: any thread.
+class PageSource {
+ public:
+  PageSource() = default;
+  PageSource(const PageSource&) = delete;
+  PageSource& operator=(const PageSource&) = delete;
+  virtual ~PageSource() = default;
+
+  // invalid_argument if the chunk is of another store.
+  [[nodiscard]] virtual Result<PageJob> job(const PageRequest& page) const = 0;
+  [[nodiscard]] virtual Result<std::shared_ptr<File>> segment(const PagePlace& place) = 0;
+  [[nodiscard]] virtual std::string segment_path(const PagePlace& place) const = 0;
+  // Whether the catalog does not name this place for this page any more.
+  [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
+};
+
+class PageReaderImpl final : public PageReader {
+ public:
+  // `options` have been checked; `disks` bounds how many requests interleave.
+  PageReaderImpl(Env& env, PageSource& source, std::uint32_t disks, const ReaderOptions& options,
+                 std::unique_ptr<IoQueue> queue);
+  ~PageReaderImpl() override;
+
+  [[nodiscard]] Status submit(std::span<const PageRequest> pages) override;
+  [[nodiscard]] Result<PageView> next() override HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] Result<std::optional<PageView>> try_next() override HCACHE_EXCLUDES(mutex_);
+  void release(std::size_t index) override HCACHE_EXCLUDES(mutex_);
+  void cancel() override HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] ReaderStats stats() const override HCACHE_EXCLUDES(mutex_);
+
+ private:
+  [[nodiscard]] Status submit_jobs(std::vector<PageJob> jobs) HCACHE_EXCLUDES(mutex_);
+
+  struct Request;
+  struct Item {
+    PageJob job;
+    Request* request = nullptr;  // once planned
+    std::span<const std::byte> bytes;
+    std::int64_t due_ns = 0;  // not delivered earlier (simulated link)
+    bool planned = false;
+    bool ready = false;
+    bool released = false;
+  };
+  // One read, and the piece of the ring that it fills.
+  struct Request {
+    std::shared_ptr<File> file;
+    std::uint64_t offset = 0;    // in the file, aligned
+    std::size_t length = 0;      // aligned
+    std::size_t needed = 0;      // up to the end of the last page
+    std::size_t asked_from = 0;  // where the transfer in flight begins
+    std::size_t done = 0;        // bytes that are there
+    std::size_t ring_at = 0;
+    std::vector<Item*> items;
+    std::size_t unreleased = 0;
+    bool complete = false;
+    std::int64_t submitted_ns = 0;
+  };
+
+  void run() HCACHE_EXCLUDES(mutex_);
+  // Plans and submits the next request. False when there is nothing to do or no room.
+  bool start_request() HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
+  void submit_to_queue(Request* request) HCACHE_REQUIRES(mutex_);
+  void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
+  void finish(Request* request) HCACHE_EXCLUDES(mutex_);
+  void check_page(Item* item) const;
+  void deliver_over_link() HCACHE_REQUIRES(mutex_);
+  void mark_failed(Item* item, Status status) HCACHE_REQUIRES(mutex_);
+  // 0: the next page can be had. INT64_MAX: wait for a wake. Else nanoseconds to wait.
+  [[nodiscard]] Result<std::int64_t> wait_for_next() HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] PageView take_next() HCACHE_REQUIRES(mutex_);
+  Item& item(std::size_t index) HCACHE_REQUIRES(mutex_) { return items_[index - first_item_]; }
+
+  Env& env_;
+  PageSource& source_;
+  const ReaderOptions options_;
+  const std::size_t request_bytes_;
+  const std::size_t window_bytes_;
+  AlignedBuffer own_ring_;
+  std::byte* const ring_;
+  std::unique_ptr<IoQueue> queue_;
+
+  mutable Mutex mutex_;
+  CondVar work_;   // for the I/O thread
+  CondVar ready_;  // for next()
+  std::deque<Item> items_ HCACHE_GUARDED_BY(mutex_);
+  std::size_t first_item_ HCACHE_GUARDED_BY(mutex_) = 0;  // index of items_.front()
+  std::size_t next_plan_ HCACHE_GUARDED_BY(mutex_) = 0;   // everything before is planned
+  std::size_t next_link_ HCACHE_GUARDED_BY(mutex_) = 0;   // everything before has its due time
+  std::size_t next_out_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::deque<std::unique_ptr<Request>> requests_ HCACHE_GUARDED_BY(mutex_);  // in ring order
+  std::size_t ring_tail_ HCACHE_GUARDED_BY(mutex_) = 0;                      // where to take next
+  std::int64_t link_free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::int64_t link_work_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
+  std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;
+  ReaderStats stats_ HCACHE_GUARDED_BY(mutex_);
+  bool cancelled_ HCACHE_GUARDED_BY(mutex_) = false;
+  bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace hcache::store
