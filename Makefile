@@ -10,6 +10,7 @@ MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
 PYTHON ?= python3
 CTEST_FLAGS ?=
+export JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 SOURCES = $(shell find src apps tests bench -name '*.cc' -o -name '*.h' 2>/dev/null | sort)
