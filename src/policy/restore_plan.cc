@@ -35,37 +35,55 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Sums in another order differ in the last bits; below this fraction two plans are equally fast.
 constexpr double kTie = 1e-9;
 
+// Which encoding the cells of one layer use that are saved both ways: bit i is the i-th such run,
+// set for KV. Runs from kMaxFreeRuns on share the last bit.
+using Picks = uint32_t;
+constexpr int kMaxFreeRuns = 6;
+constexpr Picks kAllHidden = 0;
+constexpr Picks kAllKv = (Picks{1} << kMaxFreeRuns) - 1;
+
 // What a mode lets the search choose.
 struct Rules {
-  std::vector<Method> preferences;  // per layer, for cells that are saved both ways
-  bool choose_recompute = false;    // else the shortest RE prefix that the matrix allows
-  bool choose_runs = false;         // else as many runs as can be restored
+  Picks least = kAllHidden;  // picks from least to most are tried
+  Picks most = kAllHidden;
+  bool choose_recompute = false;  // else the shortest RE prefix that the matrix allows
+  bool choose_runs = false;       // else as many runs as can be restored
 };
 
 Rules rules_of(Mode mode) {
   switch (mode) {
-    case Mode::kPlan: return {{Method::kHidden, Method::kKv}, true, true};
-    case Mode::kNaiveHybrid: return {{Method::kKv}, true, true};
-    case Mode::kKv: return {{Method::kKv}, false, false};
+    case Mode::kPlan: return {kAllHidden, kAllKv, true, true};
+    case Mode::kNaiveHybrid: return {kAllKv, kAllKv, true, true};
+    case Mode::kKv: return {kAllKv, kAllKv, false, false};
     case Mode::kHidden:
-    case Mode::kTokenPartition: return {{Method::kHidden}, false, false};
+    case Mode::kTokenPartition:
     case Mode::kRecompute: break;
   }
   return {};
 }
 
-Method cell_method(Encoding saved, Method preference) {
-  bool has_preferred = (saved & (preference == Method::kHidden ? kHasHidden : kHasKv)) != 0;
-  if (has_preferred) return preference;
-  return preference == Method::kHidden ? Method::kKv : Method::kHidden;
-}
+// Walks over the cells of one layer, giving each its method.
+class CellMethods {
+ public:
+  explicit CellMethods(Picks picks) : picks_(picks) {}
+  Method next(Encoding saved) {
+    if (saved == kHasHidden) return Method::kHidden;
+    if (saved == kHasKv) return Method::kKv;
+    bool kv = ((picks_ >> std::min(free_++, kMaxFreeRuns - 1)) & 1) != 0;
+    return kv ? Method::kKv : Method::kHidden;
+  }
 
-// A plan before it is written out: the first `runs` runs, RE below `recompute`, then preferences.
+ private:
+  Picks picks_;
+  int free_ = 0;
+};
+
+// A plan before it is written out: the first `runs` runs, RE below `recompute`, then picks.
 struct Choice {
   double makespan = kInfinity;
   size_t runs = 0;
   int32_t recompute = 0;
-  std::vector<Method> preference;  // n_layer entries; below `recompute` unused
+  std::vector<Picks> picks;  // n_layer entries; below `recompute` unused
 };
 
 class Search {
@@ -110,15 +128,15 @@ class Search {
  private:
   // One way to restore a layer, and what it does to the pipeline (its prefill included).
   struct Option {
-    Method preference;
+    Picks picks;
     Step step;
   };
 
   // A point of the front: the state after some layer, and how it came about.
   struct Node {
     PipelineState state;
-    int32_t parent;     // index in the previous level; -1: layers below are all RE
-    Method preference;  // of the layer that led here
+    int32_t parent;  // index in the previous level; -1: layers below are all RE
+    Picks picks;     // of the layer that led here
   };
 
   [[nodiscard]] int64_t total_rows() const { return rows_.back(); }
@@ -183,20 +201,34 @@ class Search {
       const LayerCosts& layer = costs_.layer(l);
       Step prefill = Step::compute_only(
           prefill_layer_s(layer, prefill_rows(rows_[r]), rows_[r], costs_.batch_rows));
-      std::vector<Segment> seen;
-      for (Method preference : rules.preferences) {
-        for (size_t k = 0; k < r; ++k) {
-          segments[k] = {cell_method(runs[k].layers[static_cast<size_t>(l)], preference),
-                         runs[k].tokens};
-        }
-        bool repeats =
-            !entry.empty() &&
-            std::equal(seen.begin(), seen.end(), segments.begin(), segments.end(),
-                       [](const Segment& a, const Segment& b) { return a.method == b.method; });
-        if (repeats) continue;
-        seen = segments;
-        entry.push_back({preference, steps(cut_slices(costs_, layer, segments)).then(prefill)});
+      int free = 0;
+      for (size_t k = 0; k < r; ++k) {
+        if (runs[k].layers[static_cast<size_t>(l)] == kHasBoth) ++free;
       }
+      // A step does not know the ring, so there dominance says nothing: only the extremes are kept.
+      const bool bounded = costs_.ring_bytes > 0;
+      const Picks used = (Picks{1} << std::min(free, kMaxFreeRuns)) - 1;
+      for (Picks picks = rules.least & used; picks <= (rules.most & used); ++picks) {
+        CellMethods cells(picks);
+        for (size_t k = 0; k < r; ++k) {
+          segments[k] = {cells.next(runs[k].layers[static_cast<size_t>(l)]), runs[k].tokens};
+        }
+        Step step = steps(cut_slices(costs_, layer, segments));
+        if (bounded) {
+          if (picks != (rules.least & used) && picks != (rules.most & used)) continue;
+        } else {
+          auto no_worse = [](const Step& a, const Step& b) {
+            return a.io <= b.io && a.work <= b.work && a.through <= b.through;
+          };
+          if (std::any_of(entry.begin(), entry.end(),
+                          [&](const Option& o) { return no_worse(o.step, step); })) {
+            continue;
+          }
+          std::erase_if(entry, [&](const Option& o) { return no_worse(step, o.step); });
+        }
+        entry.push_back({picks, step});
+      }
+      for (Option& o : entry) o.step = o.step.then(prefill);
     }
   }
 
@@ -260,11 +292,11 @@ class Search {
         const std::vector<Node>& before = levels[static_cast<size_t>(l) - 1];
         for (const Option& o : options(l - 1)) {
           for (size_t i = 0; i < before.size(); ++i) {
-            grown.push_back({o.step.apply(before[i].state), static_cast<int32_t>(i), o.preference});
+            grown.push_back({o.step.apply(before[i].state), static_cast<int32_t>(i), o.picks});
           }
         }
       }
-      if (l <= hi) grown.push_back({chain[static_cast<size_t>(l)], -1, Method::kRecompute});
+      if (l <= hi) grown.push_back({chain[static_cast<size_t>(l)], -1, kAllHidden});
       keep_front(&grown, rest[static_cast<size_t>(l)], budget);
       levels[static_cast<size_t>(l)] = grown;
     }
@@ -276,14 +308,14 @@ class Search {
     if (found.makespan >= best->makespan) return;
     found.runs = r;
     found.recompute = n_layer_;
-    found.preference.assign(static_cast<size_t>(n_layer_), Method::kRecompute);
+    found.picks.assign(static_cast<size_t>(n_layer_), kAllHidden);
     for (size_t l = levels.size() - 1, i = last.size() - 1;; --l) {
       const Node& node = levels[l][i];
       if (node.parent < 0) {
         found.recompute = static_cast<int32_t>(l);
         break;
       }
-      found.preference[l - 1] = node.preference;
+      found.picks[l - 1] = node.picks;
       i = static_cast<size_t>(node.parent);
     }
     tidy(chain, &found);
@@ -311,20 +343,18 @@ class Search {
 
   // Among plans that are as fast, a contiguous one reads better and stripes better.
   void tidy(const std::vector<PipelineState>& chain, Choice* choice) const {
-    for (Method first : {Method::kHidden, Method::kKv}) {
+    // Only layers with the same options can trade places.
+    const auto first = static_cast<size_t>(choice->recompute);
+    for (size_t l = first; l < option_of_layer_.size(); ++l) {
+      if (option_of_layer_[l] != option_of_layer_[first]) return;
+    }
+    for (bool hidden_first : {true, false}) {
       Choice tidy = *choice;
-      auto begin = tidy.preference.begin() + tidy.recompute;
-      // Only layers with the same options can trade places.
-      bool alike = true;
+      std::sort(tidy.picks.begin() + choice->recompute, tidy.picks.end(),
+                [&](Picks a, Picks b) { return hidden_first ? a < b : b < a; });
+      PipelineState s = chain[first];
       for (int32_t l = tidy.recompute; l < n_layer_; ++l) {
-        alike = alike && option_of_layer_[static_cast<size_t>(l)] ==
-                             option_of_layer_[static_cast<size_t>(tidy.recompute)];
-      }
-      if (!alike) return;
-      std::stable_partition(begin, tidy.preference.end(), [&](Method m) { return m == first; });
-      PipelineState s = chain[static_cast<size_t>(tidy.recompute)];
-      for (int32_t l = tidy.recompute; l < n_layer_; ++l) {
-        s = option(l, tidy.preference[static_cast<size_t>(l)]).step.apply(s);
+        s = option(l, tidy.picks[static_cast<size_t>(l)]).step.apply(s);
       }
       tidy.makespan = s.compute + finish_s();
       if (tidy.makespan <= choice->makespan * (1 + kTie)) {
@@ -334,12 +364,13 @@ class Search {
     }
   }
 
-  [[nodiscard]] const Option& option(int32_t l, Method preference) const {
+  // The layer's option with these picks; where they were dominated, the nearest by first fit.
+  [[nodiscard]] const Option& option(int32_t l, Picks picks) const {
     const std::vector<Option>& all = options(l);
     for (const Option& o : all) {
-      if (o.preference == preference) return o;
+      if (o.picks == picks) return o;
     }
-    return all.front();
+    return picks == kAllHidden ? all.front() : all.back();
   }
 
   // With a bounded ring a read waits for compute, and the state is no longer a pair. Contiguous
@@ -351,26 +382,30 @@ class Search {
       double bound;
       int32_t recompute;
       int32_t first_layers;
-      Method first;
+      bool hidden_first;
     };
-    std::vector<Candidate> candidates;
+    // Options stand in the order of their picks: the first has the most hidden, the last the most
+    // KV.
+    auto pick = [&](int32_t l, bool hidden) -> const Option& {
+      return hidden ? options(l).front() : options(l).back();
+    };
     bool choice = false;
     for (int32_t l = lo; l < n_layer_; ++l) choice = choice || options(l).size() > 1;
-    for (Method first : {Method::kHidden, Method::kKv}) {
-      Method second = first == Method::kHidden ? Method::kKv : Method::kHidden;
-      // tail[l]: layers [l, L) by `second`.
+    std::vector<Candidate> candidates;
+    for (bool hidden_first : {true, false}) {
+      // tail[l]: layers [l, L) by the second method.
       std::vector<Step> tail(static_cast<size_t>(n_layer_) + 1);
       for (int32_t l = n_layer_ - 1; l >= lo; --l) {
         tail[static_cast<size_t>(l)] =
-            option(l, second).step.then(tail[static_cast<size_t>(l) + 1]);
+            pick(l, !hidden_first).step.then(tail[static_cast<size_t>(l) + 1]);
       }
       for (int32_t a = lo; a <= hi; ++a) {
         PipelineState s = chain[static_cast<size_t>(a)];
         for (int32_t l = a; l <= n_layer_; ++l) {
           candidates.push_back(
-              {tail[static_cast<size_t>(l)].apply(s).compute + finish_s(), a, l - a, first});
+              {tail[static_cast<size_t>(l)].apply(s).compute + finish_s(), a, l - a, hidden_first});
           if (!choice || l == n_layer_) break;
-          s = option(l, first).step.apply(s);
+          s = pick(l, hidden_first).step.apply(s);
         }
       }
       if (!choice) break;
@@ -382,9 +417,11 @@ class Search {
       Choice found;
       found.runs = r;
       found.recompute = c.recompute;
-      Method second = c.first == Method::kHidden ? Method::kKv : Method::kHidden;
-      found.preference.assign(static_cast<size_t>(n_layer_), second);
-      std::fill_n(found.preference.begin() + c.recompute, c.first_layers, c.first);
+      found.picks.assign(static_cast<size_t>(n_layer_), kAllHidden);
+      for (int32_t l = c.recompute; l < n_layer_; ++l) {
+        const bool hidden = (l < c.recompute + c.first_layers) == c.hidden_first;
+        found.picks[static_cast<size_t>(l)] = pick(l, hidden).picks;
+      }
       found.makespan = write_out(found).predicted.makespan_s;
       if (found.makespan < best->makespan) *best = std::move(found);
     }
@@ -419,7 +456,7 @@ class Search {
     Choice c;
     c.runs = runs;
     c.recompute = min_recompute_[runs];
-    c.preference.assign(static_cast<size_t>(n_layer_), Method::kHidden);
+    c.picks.assign(static_cast<size_t>(n_layer_), kAllHidden);
     Plan plan = lay_out(c);
     std::vector<PlanRun> cut;
     for (size_t k = 0; k < plan.runs.size(); ++k) {
@@ -436,7 +473,7 @@ class Search {
         const AvailableRun& saved = request_.available.runs[k];
         for (int32_t l = c.recompute; l < n_layer_; ++l) {
           cut.back().layers[static_cast<size_t>(l)] =
-              cell_method(saved.layers[static_cast<size_t>(l)], Method::kKv);
+              CellMethods(kAllKv).next(saved.layers[static_cast<size_t>(l)]);
         }
       }
     }
@@ -460,10 +497,13 @@ class Search {
       const AvailableRun& saved = request_.available.runs[k];
       PlanRun run{rows_[k], saved.tokens, {}};
       run.layers.assign(static_cast<size_t>(n_layer_), Method::kRecompute);
-      for (auto l = static_cast<size_t>(choice.recompute); l < run.layers.size(); ++l) {
-        run.layers[l] = cell_method(saved.layers[l], choice.preference[l]);
-      }
       plan.runs.push_back(std::move(run));
+    }
+    for (auto l = static_cast<size_t>(choice.recompute); l < choice.picks.size(); ++l) {
+      CellMethods cells(choice.picks[l]);
+      for (size_t k = 0; k < choice.runs; ++k) {
+        plan.runs[k].layers[l] = cells.next(request_.available.runs[k].layers[l]);
+      }
     }
     return plan;
   }

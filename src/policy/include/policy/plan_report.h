@@ -29,8 +29,4 @@ struct PlanRow {
 // The paper's schedule and the exact search's, side by side, and the baselines under them.
 [[nodiscard]] std::string format_hardware(const HardwareSetup& setup, const HardwarePlan& plan);
 
-// "812 us", "3.21 ms", "1.5 s"; "132 KiB", "1.2 MiB".
-[[nodiscard]] std::string format_seconds(double seconds);
-[[nodiscard]] std::string format_bytes(double bytes);
-
 }  // namespace hcache::policy

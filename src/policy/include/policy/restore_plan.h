@@ -174,9 +174,10 @@ struct Plan {
 
 // The plan with the earliest first token. For kPlan it is the minimum of simulate() over: the
 // number of leading runs to restore (the rest is prefilled, 0 = all), the RE prefix, and H or KV
-// for every other layer (runs of one layer that are saved both ways share the choice). With
-// ring_bytes set the search ignores the ring, then compares contiguous splits with it. Errors:
-// kInvalidArgument (costs, matrix shape, negative counts).
+// for every other cell of the matrix (in one layer, the sixth and later runs that are saved both
+// ways share the choice). With ring_bytes set the search compares the contiguous splits instead.
+//
+// Errors: kInvalidArgument (costs, matrix shape, negative counts).
 [[nodiscard]] Result<Plan> plan_restore(const RestoreCosts& costs, const RestoreRequest& request);
 
 // When each layer's work happens, from the start of the restore. Times are 0 where nothing happens.

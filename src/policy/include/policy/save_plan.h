@@ -22,8 +22,8 @@ struct SaveRequest {
   int64_t history = 4096;   // typical tokens to restore; > 0
   int64_t new_tokens = 64;  // typical tokens prefilled behind them; >= 0
 
-  // Hysteresis: the previous plan stays until another one brings the first token earlier, or needs
-  // fewer bytes without being slower, by more than this fraction.
+  // Hysteresis: the previous plan stays until another one brings the first token earlier by more
+  // than this fraction, or needs that much fewer bytes and is slower by no more than `tolerance`.
   double min_gain = 0.10;
   // Among plans within this fraction of the fastest, the one with the fewest bytes is taken.
   double tolerance = 0.02;

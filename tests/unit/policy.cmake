@@ -1,0 +1,5 @@
+foreach(part cost pipeline restore_plan save_plan hardware_plan report)
+  hcache_test(policy_${part}_test unit/policy_${part}_test.cc LIBS hcache_policy)
+endforeach()
+# The pipeline's algebra is private to the module and tested against plain simulation.
+target_include_directories(policy_pipeline_test PRIVATE ${CMAKE_SOURCE_DIR}/src/policy)
