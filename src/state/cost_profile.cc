@@ -105,8 +105,8 @@ class Measurement {
       }
       for (const int64_t rows : {1, 16, 64, 256, 512}) {
         if (rows > max_rows_ || too_slow(rows)) break;
-        HCACHE_RETURN_IF_ERROR(time_layers(rows, 0, &shallow_[rows]));
-        HCACHE_RETURN_IF_ERROR(time_layers(rows, depth_, &deep_[rows]));
+        HCACHE_RETURN_IF_ERROR(time_layers(rows, 0, &shallow_));
+        HCACHE_RETURN_IF_ERROR(time_layers(rows, depth_, &deep_));
       }
       last_pass_s = elapsed_s() - begun_s;
     }
@@ -215,7 +215,7 @@ class Measurement {
   }
 
   // Layer by layer, as a restore runs the rows that follow the history.
-  Status time_layers(int64_t rows, int64_t position, Samples* out) {
+  Status time_layers(int64_t rows, int64_t position, Curve* out) {
     const int layers = sample_layers(estimate_s(shallow_, rows));
     HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(rows, position));
     double total_s = 0;
@@ -223,7 +223,7 @@ class Measurement {
       HCACHE_ASSIGN_OR_RETURN(const double s, time_range(step, layer, layer + 1));
       total_s += s;
     }
-    out->add(total_s / layers);
+    (*out)[rows].add(total_s / layers);
     return report();
   }
 
