@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "arena.h"
 #include "attention_op.h"
@@ -88,16 +89,20 @@ struct Step::Impl {
   std::vector<Segment> segments;
   std::vector<AttentionSegment> attention;
   std::vector<int32_t> output_rows;
-  std::vector<float> x;  // embedded rows
+  std::vector<float> x;  // the rows before next_layer, as of when they last left the device
   std::vector<int32_t> positions;
   std::vector<int64_t> cells;
   uint64_t arena_epoch = 0;  // of `attention` and `cells`
   int n_rows = 0;
   int next_layer = 0;
   bool finished = false;
-  // Capture layout of this step; empty when the tap is off.
+  std::vector<float> logits;
+  // Capture layout of this step; empty when the tap is off or the block was given up.
   std::vector<CapturedLayer> capture;
-  size_t capture_bytes = 0;
+  std::vector<size_t> capture_ends;  // where each layer's part of the block ends
+  std::byte* capture_host = nullptr;
+  int captured_layers = 0;               // that are on their way to capture_host
+  CopyQueue::Ticket capture_ticket = 0;  // of the last such copy
   ~Impl();
 };
 
@@ -124,7 +129,8 @@ struct Engine::Impl {
   ggml_tensor* cells = nullptr;        // I64 [max_rows]
   ggml_tensor* iota = nullptr;         // I64 [max_rows]: 0, 1, 2, ...
   ggml_tensor* output_rows = nullptr;  // I32 [max_rows]
-  const Step::Impl* loaded = nullptr;  // whose inputs the tensors above hold
+  const Step::Impl* loaded = nullptr;  // whose positions, cells and output_rows the device holds
+  Step::Impl* x_owner = nullptr;       // the step between two layer ranges whose rows x holds
 
   ggml_gallocr_t allocator = nullptr;
   std::vector<std::byte> graph_memory;
@@ -143,7 +149,9 @@ struct Engine::Impl {
     StepCapture capture;
   };
   std::deque<PendingCapture> pending;
-  CopyQueue::Ticket capture_ticket = 0;  // the last copy out of capture_block
+  CopyQueue::Ticket capture_ticket = 0;     // the last copy out of capture_block
+  std::vector<Step::Impl*> captured_steps;  // prepared with a capture layout, not yet ended
+  Step::Impl* block_owner = nullptr;        // whose layers capture_block holds
 
   // Restoration.
   TensorPool staging_pool;
@@ -225,15 +233,26 @@ struct Engine::Impl {
                         static_cast<size_t>(cell) * arena->nb[1]);
   }
 
+  // Blocks until no upload into the arena is under way.
+  void wait_for_uploads() {
+    queue->wait(*std::max_element(layer_ticket.begin(), layer_ticket.end()));
+  }
+
   // --- Steps -------------------------------------------------------------------------------
+  [[nodiscard]] Status check_room(const Step::Impl& step) const;
   void load_inputs(Step::Impl& step);
+  void spill_x();
+  void end_step(Step::Impl& step);
   Status build_and_run(Step::Impl& step, int begin, int end, bool kv_only_last);
   ggml_tensor* product_input(ggml_context* ctx, const ggml_tensor* weight, ggml_tensor* hidden);
   ggml_tensor* capture_tensor(ggml_context* ctx, ggml_type type, int64_t width, int64_t n,
                               int64_t offset);
   void store_kv(const Graph& g, int layer, ggml_tensor* k, ggml_tensor* v, ggml_tensor* rows);
-  void layout_capture(Step::Impl& step) const;
+  void layout_capture(Step::Impl& step);
+  void own_capture_block(Step::Impl& step);
+  void download_capture(Step::Impl& step);
   void publish_capture(Step::Impl& step);
+  void abandon_capture(Step::Impl& step);
   void poll_captures(bool all);
 
   [[nodiscard]] ggml_type native_hidden_type() const;
@@ -246,13 +265,25 @@ struct Engine::Impl {
     return &it->second;
   }
   [[nodiscard]] Status check_rows(SeqId seq, int layer, int64_t first_pos, int64_t n_rows);
+  [[nodiscard]] Status check_slice(int first_row, int n_rows) const {
+    if (first_row >= 0 && n_rows >= 1 && n_rows <= options.max_batch_rows - first_row) return {};
+    return out_of_range(fmt::format("{} rows from {} on in a slice of at most {} rows", n_rows,
+                                    first_row, options.max_batch_rows));
+  }
+  [[nodiscard]] Status cannot_project(ggml_type type) const {
+    return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
+                                     device.name(), ggml_type_name(type)));
+  }
   Status project(ggml_tensor* rows, SeqId seq, int layer, int64_t first_pos, int n_rows);
 };
 
 Step::Impl::~Impl() {
   if (engine == nullptr || finished) return;
   // Abandoned: give back the room that was reserved for appended rows.
+  ggml_backend_synchronize(engine->backend);  // logits may be on their way to this object
+  engine->abandon_capture(*this);
   if (engine->loaded == this) engine->loaded = nullptr;
+  if (engine->x_owner == this) engine->x_owner = nullptr;
   for (const Segment& s : segments) {
     auto it = engine->sequences.find(s.seq);
     if (it != engine->sequences.end()) {
@@ -401,7 +432,7 @@ Status Engine::Impl::copy_rows(const ExtentAllocator::Move& move) {
 Status Engine::Impl::apply(const std::vector<ExtentAllocator::Move>& moves) {
   if (moves.empty()) return {};
   // Restored rows may still be on their way to where they were.
-  queue->wait(*std::max_element(layer_ticket.begin(), layer_ticket.end()));
+  wait_for_uploads();
   ++arena_epoch;
   for (const ExtentAllocator::Move& move : moves) HCACHE_RETURN_IF_ERROR(copy_rows(move));
   queue->after_compute();
@@ -431,9 +462,14 @@ Result<SeqId> Engine::fork_sequence(SeqId src, int64_t n_tokens) {
     release_sequence(seq).ignore("it exists: it was created above");
     return status;
   }
-  impl_->queue->wait(*std::max_element(impl_->layer_ticket.begin(), impl_->layer_ticket.end()));
-  HCACHE_RETURN_IF_ERROR(impl_->copy_rows(
-      {impl_->extents.extent(src).first, impl_->extents.extent(seq).first, n_tokens}));
+  impl_->wait_for_uploads();
+  if (Status status = impl_->copy_rows(
+          {impl_->extents.extent(src).first, impl_->extents.extent(seq).first, n_tokens});
+      !status.ok()) {
+    release_sequence(seq).ignore("it exists: it was created above");
+    return status;
+  }
+  impl_->queue->after_compute();
   return seq;
 }
 
@@ -443,6 +479,8 @@ Status Engine::trim_sequence(SeqId seq, int64_t n_tokens) {
     return out_of_range(fmt::format("can't keep {} tokens of sequence {}, which has {}", n_tokens,
                                     seq, sequence->length));
   }
+  // Copies still under way into rows that go must not land in their next owner's.
+  impl_->wait_for_uploads();
   sequence->length = n_tokens;
   return impl_->resize(seq, n_tokens);
 }
@@ -460,13 +498,14 @@ Status Engine::erase_range(SeqId seq, int64_t from, int64_t to) {
     return unimplemented("positions can't be shifted in a model with learned positions");
   }
   const int64_t first = impl.extents.extent(seq).first;
-  impl.queue->wait(*std::max_element(impl.layer_ticket.begin(), impl.layer_ticket.end()));
+  impl.wait_for_uploads();
   HCACHE_RETURN_IF_ERROR(impl.copy_rows({first + to, first + from, tail}));
 
   const int64_t block = impl.options.max_batch_rows;
   const std::vector<int32_t> deltas(block, static_cast<int32_t>(from - to));
   impl.loaded = nullptr;
-  ggml_backend_tensor_set(impl.positions, deltas.data(), 0, deltas.size() * sizeof(int32_t));
+  ggml_backend_tensor_set_async(impl.backend, impl.positions, deltas.data(), 0,
+                                deltas.size() * sizeof(int32_t));
   const model::HParams& hp = impl.model.hparams();
   for (int layer = 0; layer < impl.n_layer(); ++layer) {
     for (int64_t done = 0; done < tail; done += block) {
@@ -491,7 +530,7 @@ Status Engine::erase_range(SeqId seq, int64_t from, int64_t to) {
 Status Engine::release_sequence(SeqId seq) {
   HCACHE_RETURN_IF_ERROR(impl_->find(seq).status());
   // Copies still under way into the extent must not land in its next owner's rows.
-  impl_->queue->wait(*std::max_element(impl_->layer_ticket.begin(), impl_->layer_ticket.end()));
+  impl_->wait_for_uploads();
   impl_->sequences.erase(seq);
   impl_->extents.remove(seq);
   return {};
@@ -579,16 +618,47 @@ Result<Step> Engine::prepare(std::span<const BatchItem> items) {
     }
   }
   HCACHE_RETURN_IF_ERROR(impl.model.add_learned_positions(step->positions, step->x.data()));
-  // Rows that are only computed again (a restored prefix) are saved already.
-  if (n_new_cells > 0) impl.layout_capture(*step);
 
   // From here on nothing can fail for lack of room.
   step->engine = &impl;
+  // Rows that are only computed again (a restored prefix) are saved already.
+  if (n_new_cells > 0) impl.layout_capture(*step);
   for (const Step::Impl::Segment& s : step->segments) {
     const int64_t end = s.first_pos + s.n_rows;
     if (end > impl.extents.extent(s.seq).length) HCACHE_RETURN_IF_ERROR(impl.resize(s.seq, end));
   }
   return Step(std::move(step));
+}
+
+// Sequences may have been released or cut since the step was prepared.
+Status Engine::Impl::check_room(const Step::Impl& step) const {
+  for (const Step::Impl::Segment& s : step.segments) {
+    if (!extents.contains(s.seq) || extents.extent(s.seq).length < s.first_pos + s.n_rows) {
+      return failed_precondition(
+          fmt::format("sequence {} was released or cut while a step ran on it", s.seq));
+    }
+  }
+  return {};
+}
+
+// Another step needs x: the rows of the one that is between two layer ranges wait on the host.
+void Engine::Impl::spill_x() {
+  if (x_owner == nullptr) return;
+  ggml_backend_tensor_get_async(backend, x, x_owner->x.data(), 0,
+                                x_owner->x.size() * sizeof(float));
+  ggml_backend_synchronize(backend);
+  x_owner = nullptr;
+}
+
+// The step's rows count as their sequences' from here on.
+void Engine::Impl::end_step(Step::Impl& step) {
+  step.finished = true;
+  if (loaded == &step) loaded = nullptr;
+  if (x_owner == &step) x_owner = nullptr;
+  for (const Step::Impl::Segment& s : step.segments) {
+    int64_t& length = sequences.at(s.seq).length;
+    length = std::max(length, s.first_pos + s.n_rows);
+  }
 }
 
 // Uploads a step's inputs unless the device holds them already. Extents may have moved since the
@@ -651,11 +721,9 @@ Status Engine::Impl::build_and_run(Step::Impl& step, int begin, int end, bool kv
     return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
                                            end, step.next_layer - 1));
   }
+  HCACHE_RETURN_IF_ERROR(check_room(step));
   if (begin == end) return {};
-  if (begin == 0) {
-    // The capture buffer is free again once the previous step's rows have left it.
-    if (!step.capture.empty()) queue->before_compute(capture_ticket);
-  }
+  own_capture_block(step);
   load_inputs(step);
   HCACHE_RETURN_IF_ERROR(attention->set_batch(step.attention));
   CopyQueue::Ticket restored = 0;
@@ -676,9 +744,12 @@ Status Engine::Impl::build_and_run(Step::Impl& step, int begin, int end, bool kv
   ggml_tensor* kv_rows = ggml_view_1d(ctx, cells, n, 0);
   ggml_tensor* step_rows = ggml_view_1d(ctx, iota, n, 0);
   ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n, x->nb[1], 0);
-  if (begin == 0) {
+  if (x_owner != &step) {
+    spill_x();
     ggml_backend_tensor_set_async(backend, x, step.x.data(), 0, step.x.size() * sizeof(float));
   }
+  x_owner = nullptr;
+  step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
 
   ggml_tensor* out = nullptr;
   for (int layer = begin; layer < end; ++layer) {
@@ -730,9 +801,11 @@ Status Engine::Impl::build_and_run(Step::Impl& step, int begin, int end, bool kv
   }
   HCACHE_RETURN_IF_ERROR(compute(g));
   step.next_layer = end;
+  if (end < n_layer()) x_owner = &step;
   if (out != nullptr) {
-    logits.resize(static_cast<size_t>(ggml_nelements(out)));
-    ggml_backend_tensor_get_async(backend, out, logits.data(), 0, ggml_nbytes(out));
+    step.logits.swap(logits);  // for its memory
+    step.logits.resize(static_cast<size_t>(ggml_nelements(out)));
+    ggml_backend_tensor_get_async(backend, out, step.logits.data(), 0, ggml_nbytes(out));
   }
   return {};
 }
@@ -744,13 +817,8 @@ Status Engine::run_layers(Step& step, int begin, int end) {
 Status Engine::finish_with_kv(Step& step, int layer) {
   HCACHE_RETURN_IF_ERROR(
       impl_->build_and_run(*step.impl_, step.impl_->next_layer, layer + 1, true));
-  Step::Impl& s = *step.impl_;
-  s.finished = true;
-  if (impl_->loaded == &s) impl_->loaded = nullptr;
-  for (const Step::Impl::Segment& segment : s.segments) {
-    int64_t& length = impl_->sequences.at(segment.seq).length;
-    length = std::max(length, segment.first_pos + segment.n_rows);
-  }
+  impl_->abandon_capture(*step.impl_);
+  impl_->end_step(*step.impl_);
   return {};
 }
 
@@ -761,15 +829,12 @@ Result<Logits> Engine::finish(Step& step) {
     return failed_precondition(
         fmt::format("a step can't finish after {} of {} layers", s.next_layer, impl.n_layer()));
   }
+  HCACHE_RETURN_IF_ERROR(impl.check_room(s));
   impl.publish_capture(s);
   ggml_backend_synchronize(impl.backend);
   impl.poll_captures(false);
-  s.finished = true;
-  if (impl.loaded == &s) impl.loaded = nullptr;
-  for (const Step::Impl::Segment& segment : s.segments) {
-    int64_t& length = impl.sequences.at(segment.seq).length;
-    length = std::max(length, segment.first_pos + segment.n_rows);
-  }
+  impl.end_step(s);
+  impl.logits.swap(s.logits);
   Logits logits;
   const size_t n_vocab = static_cast<size_t>(impl.model.hparams().n_vocab);
   for (size_t i = 0; i < s.output_rows.size(); ++i) {
@@ -809,6 +874,7 @@ size_t Engine::hidden_row_bytes(ggml_type type) const {
 
 Status Engine::set_capture(CaptureSink* sink, const CaptureOptions& options) {
   Impl& impl = *impl_;
+  while (!impl.captured_steps.empty()) impl.abandon_capture(*impl.captured_steps.back());
   impl.poll_captures(true);
   impl.sink = nullptr;
   impl.tap.clear();
@@ -856,7 +922,7 @@ Status Engine::set_capture(CaptureSink* sink, const CaptureOptions& options) {
 }
 
 // Lays the step's block out by the rows it really has, so that one copy takes all of it.
-void Engine::Impl::layout_capture(Step::Impl& step) const {
+void Engine::Impl::layout_capture(Step::Impl& step) {
   if (sink == nullptr) return;
   size_t offset = 0;
   const auto take = [&](size_t row_bytes) {
@@ -874,17 +940,53 @@ void Engine::Impl::layout_capture(Step::Impl& step) const {
       layer.v_offset = take(kv_row_bytes());
     }
     step.capture.push_back(layer);
+    step.capture_ends.push_back(offset);
   }
-  step.capture_bytes = offset;
+  captured_steps.push_back(&step);
+}
+
+// Makes capture_block the step's, once the rows of its last owner have left it.
+void Engine::Impl::own_capture_block(Step::Impl& step) {
+  if (step.capture.empty() || block_owner == &step) return;
+  if (block_owner != nullptr) download_capture(*block_owner);
+  block_owner = &step;
+  queue->before_compute(capture_ticket);
+}
+
+// Copies what the device holds of the step's block to the sink's memory: all of it in one copy,
+// unless another step ran between the layers of this one.
+void Engine::Impl::download_capture(Step::Impl& step) {
+  const size_t begin = step.captured_layers == 0 ? 0 : step.capture_ends[step.captured_layers - 1];
+  const size_t end = step.next_layer <= 0 ? 0 : step.capture_ends[step.next_layer - 1];
+  if (begin >= end) return;
+  if (step.capture_host == nullptr) step.capture_host = sink->reserve(step.capture_ends.back());
+  if (step.capture_host == nullptr) return abandon_capture(step);
+  queue->after_compute();
+  step.capture_ticket =
+      queue->download(capture_block, begin, step.capture_host + begin, end - begin);
+  step.captured_layers = step.next_layer;
+  capture_ticket = step.capture_ticket;
+}
+
+// The step goes on without being captured.
+void Engine::Impl::abandon_capture(Step::Impl& step) {
+  if (step.capture.empty()) return;
+  if (step.capture_host != nullptr) {
+    queue->wait(step.capture_ticket);
+    sink->drop(std::exchange(step.capture_host, nullptr));
+  }
+  step.capture.clear();
+  std::erase(captured_steps, &step);
+  if (block_owner == &step) block_owner = nullptr;
 }
 
 void Engine::Impl::publish_capture(Step::Impl& step) {
-  if (step.capture.empty() || sink == nullptr) return;
-  std::byte* block = sink->reserve(step.capture_bytes);
-  if (block == nullptr) return;
+  if (block_owner == &step) download_capture(step);
+  if (step.capture.empty()) return;
   PendingCapture p;
-  p.block = block;
-  p.layers = std::move(step.capture);
+  p.ticket = step.capture_ticket;
+  p.block = std::exchange(step.capture_host, nullptr);
+  p.layers = step.capture;
   for (const Step::Impl::Segment& s : step.segments) {
     p.rows.push_back(
         {.seq = s.seq, .first_pos = s.first_pos, .first_row = s.first_row, .n_rows = s.n_rows});
@@ -896,11 +998,9 @@ void Engine::Impl::publish_capture(Step::Impl& step) {
                .kv_type = options.kv_type,
                .hidden_row_bytes = ggml_row_size(tap_hidden_type, model.hparams().n_embd),
                .kv_row_bytes = kv_row_bytes(),
-               .n_bytes = step.capture_bytes};
-  queue->after_compute();
-  p.ticket = queue->download(capture_block, 0, block, step.capture_bytes);
-  capture_ticket = p.ticket;
+               .n_bytes = step.capture_ends.back()};
   pending.push_back(std::move(p));
+  abandon_capture(step);  // nothing of it is left here
 }
 
 // Hands complete blocks to the sink, oldest first; `all` waits for the rest.
@@ -946,10 +1046,8 @@ Result<Engine::Ticket> Engine::load_kv(SeqId seq, int layer, int64_t first_pos, 
 Result<Engine::Ticket> Engine::stage_hidden(int row_in_slice, int n_rows, ggml_type type,
                                             const std::byte* rows) {
   Impl& impl = *impl_;
-  if (row_in_slice < 0 || n_rows < 1 || row_in_slice + n_rows > impl.options.max_batch_rows) {
-    return out_of_range(fmt::format("rows [{}, {}) of a slice of at most {} rows", row_in_slice,
-                                    row_in_slice + n_rows, impl.options.max_batch_rows));
-  }
+  HCACHE_RETURN_IF_ERROR(impl.check_slice(row_in_slice, n_rows));
+  if (!can_project(type)) return impl.cannot_project(type);
   if (impl.staging[0] == nullptr) {
     impl.staging_pool.open(kStagingSlots);
     const size_t capacity = hidden_row_bytes(GGML_TYPE_F32) * impl.options.max_batch_rows;
@@ -998,11 +1096,9 @@ Status Engine::Impl::project(ggml_tensor* rows, SeqId seq, int layer, int64_t fi
 Status Engine::project_staged(SeqId seq, int layer, int64_t first_pos, int n_rows, ggml_type type) {
   Impl& impl = *impl_;
   HCACHE_RETURN_IF_ERROR(impl.check_rows(seq, layer, first_pos, n_rows));
+  HCACHE_RETURN_IF_ERROR(impl.check_slice(0, n_rows));
   if (!impl.staging_open) return failed_precondition("no hidden rows are staged");
-  if (!can_project(type)) {
-    return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
-                                     impl.device.name(), ggml_type_name(type)));
-  }
+  if (!can_project(type)) return impl.cannot_project(type);
   ggml_tensor* slot = impl.staging[impl.staging_slot];
   ggml_context* ctx =
       ggml_init({.mem_size = ggml_tensor_overhead() * 2, .mem_buffer = nullptr, .no_alloc = true});
@@ -1057,8 +1153,9 @@ bool Engine::can_project(ggml_type type) {
     values[i] =
         std::sin(0.37F * static_cast<float>(i)) + 0.25F * std::cos(1.7F * static_cast<float>(i));
   }
-  impl.loaded = nullptr;
-  ggml_backend_tensor_set(impl.x, values.data(), 0, values.size() * sizeof(float));
+  impl.spill_x();
+  ggml_backend_tensor_set_async(impl.backend, impl.x, values.data(), 0,
+                                values.size() * sizeof(float));
   const LayerWeights& w = impl.model.weights().layers[0];
   ggml_tensor* exact = ggml_view_2d(g.ctx, impl.x, n_embd, n_rows, impl.x->nb[1], 0);
   ggml_tensor* target = ggml_new_tensor_2d(g.ctx, type, n_embd, n_rows);

@@ -1,0 +1,706 @@
+// Steps and sequences on the CPU: what a sequence answers is a function of its tokens alone,
+// however they were cut into steps, layers and batches, and whatever happens around it in the
+// arena.
+#include <array>
+#include <functional>
+#include <ostream>
+
+#include "engine_testing.h"
+
+namespace hcache::engine {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+EngineOptions small_arena(int64_t tokens, int rows = 128) {
+  return {.arena_tokens = tokens, .max_batch_rows = rows};
+}
+
+// --- Invariance ------------------------------------------------------------------------------
+
+// Models whose products don't depend on the number of rows: weights that consume Q8_0 or Q8_1.
+struct ModelCase {
+  std::string arch;  // "smollm2" or the architecture of a tiny model
+  int n_head_kv = 2;
+  ggml_type type = GGML_TYPE_Q8_0;
+
+  [[nodiscard]] const model::Model& get() const {
+    return arch == "smollm2" ? smollm2() : tiny_model(arch, n_head_kv, type);
+  }
+  [[nodiscard]] int n_tokens() const { return arch == "smollm2" ? 40 : 150; }
+  [[nodiscard]] std::string name() const {
+    return arch == "smollm2" ? arch : arch + std::to_string(n_head_kv) + ggml_type_name(type);
+  }
+  friend void PrintTo(const ModelCase& c, std::ostream* os) { *os << c.name(); }
+};
+
+std::string case_name(const ::testing::TestParamInfo<ModelCase>& info) { return info.param.name(); }
+
+class InvarianceTest : public ::testing::TestWithParam<ModelCase> {};
+
+TEST_P(InvarianceTest, DecodeAndAnyChunkingEqualOnePrefill) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(1024, 256));
+  ASSERT_TRUE(engine->uses_own_attention());
+  const int n = GetParam().n_tokens();
+  const Tokens tokens = random_tokens(model, n, 1);
+
+  const SeqId whole = new_sequence(*engine);
+  const std::vector<Row> expected = append(*engine, whole, tokens, n);
+  ASSERT_EQ(expected.size(), tokens.size());
+  const std::vector<Bytes> expected_kv = read_kv(*engine, whole);
+  for (const int chunk : {1, 7, 64}) {
+    const SeqId seq = new_sequence(*engine);
+    EXPECT_TRUE(same_rows(append(*engine, seq, tokens, chunk), expected)) << "chunks of " << chunk;
+    EXPECT_TRUE(same_kv(read_kv(*engine, seq), expected_kv)) << "chunks of " << chunk;
+    HCACHE_EXPECT_OK(engine->release_sequence(seq));
+  }
+}
+
+TEST_P(InvarianceTest, ASequenceAnswersTheSameAloneAndBesideSevenOthers) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(2048, 256));
+  constexpr int kDecoded = 6;
+  const Tokens prompt = random_tokens(model, GetParam().n_tokens() / 2, 2);
+  const Tokens more = random_tokens(model, kDecoded, 3);
+
+  const SeqId alone = new_sequence(*engine);
+  std::vector<Row> expected = append(*engine, alone, prompt, 256, Output::kLast);
+  for (Row& row : append(*engine, alone, more, 1)) expected.push_back(std::move(row));
+  const std::vector<Bytes> expected_kv = read_kv(*engine, alone);
+
+  // The others are at other depths, and in every step some prefill while others decode.
+  std::vector<SeqId> others;
+  std::vector<Tokens> streams;
+  for (unsigned i = 0; i < 7; ++i) {
+    others.push_back(new_sequence(*engine));
+    streams.push_back(random_tokens(model, 256, 10 + i));
+    append(*engine, others[i], std::span(streams[i]).first(1 + 3 * i), 256, Output::kNone);
+  }
+  const SeqId seq = new_sequence(*engine);
+  std::vector<Row> rows;
+  for (int step = 0; step <= kDecoded; ++step) {
+    std::vector<BatchItem> items;
+    for (int i = 0; i < 7; ++i) {
+      if (i == 3) {  // ours stands in the middle of the batch
+        const std::span<const int32_t> tokens =
+            step == 0 ? std::span<const int32_t>(prompt) : std::span(more).subspan(step - 1, 1);
+        items.push_back({.seq = seq, .tokens = tokens});
+      }
+      const int n = (i + step) % 3 == 0 ? 5 + i : 1;
+      const int64_t at = engine->length(others[i]);
+      items.push_back({.seq = others[i],
+                       .tokens = std::span(streams[i]).subspan(at, n),
+                       .output = i % 2 == 0 ? Output::kNone : Output::kAll});
+    }
+    Result<Logits> logits = engine->decode(items);
+    ASSERT_TRUE(logits.ok()) << logits.status().to_string();
+    // Before ours in the batch: item 1 with all of its rows.
+    const size_t index = items[1].tokens.size();
+    rows.push_back(copy(*logits).at(index));
+  }
+  EXPECT_TRUE(same_rows(rows, expected));
+  EXPECT_TRUE(same_kv(read_kv(*engine, seq), expected_kv));
+}
+
+TEST_P(InvarianceTest, LayersMayBeCutAnywhere) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(512));
+  const Tokens tokens = random_tokens(model, 24, 4);
+  const SeqId whole = new_sequence(*engine);
+  const std::vector<Row> expected = append(*engine, whole, tokens, 128);
+  const std::vector<Bytes> expected_kv = read_kv(*engine, whole);
+
+  const int n_layer = engine->n_layer();
+  for (const std::vector<int>& cuts :
+       {std::vector<int>{1, n_layer}, std::vector<int>{n_layer - 1, n_layer},
+        std::vector<int>{1, 2, 2, n_layer - 1, n_layer}}) {
+    const SeqId seq = new_sequence(*engine);
+    const BatchItem item{.seq = seq, .tokens = tokens, .output = Output::kAll};
+    Step step = engine->prepare({&item, 1}).value();
+    EXPECT_EQ(step.n_rows(), 24);
+    int begin = 0;
+    for (const int end : cuts) {
+      HCACHE_EXPECT_OK(engine->run_layers(step, begin, end));
+      begin = end;
+    }
+    EXPECT_EQ(engine->length(seq), 0);
+    const Result<Logits> logits = engine->finish(step);
+    ASSERT_TRUE(logits.ok()) << logits.status().to_string();
+    EXPECT_TRUE(same_rows(copy(*logits), expected));
+    EXPECT_TRUE(same_kv(read_kv(*engine, seq), expected_kv));
+    HCACHE_EXPECT_OK(engine->release_sequence(seq));
+  }
+}
+
+// A step that waits between two layers, while others run, goes on where it stood.
+TEST_P(InvarianceTest, StepsMayInterleave) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(200, 64));
+  const Tokens tokens_a = random_tokens(model, 20, 5);
+  const Tokens tokens_b = random_tokens(model, 30, 6);
+  const SeqId whole_a = new_sequence(*engine);
+  const SeqId whole_b = new_sequence(*engine);
+  const std::vector<Row> expected_a = append(*engine, whole_a, tokens_a, 64);
+  const std::vector<Row> expected_b = append(*engine, whole_b, tokens_b, 64);
+  const std::vector<Bytes> expected_kv_a = read_kv(*engine, whole_a);
+  const std::vector<Bytes> expected_kv_b = read_kv(*engine, whole_b);
+  HCACHE_EXPECT_OK(engine->release_sequence(whole_a));
+
+  const SeqId a = new_sequence(*engine);
+  const SeqId b = new_sequence(*engine);
+  const int n_layer = engine->n_layer();
+  const BatchItem item_a{.seq = a, .tokens = tokens_a, .output = Output::kAll};
+  const BatchItem item_b{.seq = b, .tokens = tokens_b, .output = Output::kAll};
+  Step step_a = engine->prepare({&item_a, 1}).value();
+  Step step_b = engine->prepare({&item_b, 1}).value();
+  HCACHE_EXPECT_OK(engine->run_layers(step_a, 0, 1));
+  HCACHE_EXPECT_OK(engine->run_layers(step_b, 0, 2));
+  // A third sequence grows until the extents of both have moved.
+  const SeqId mover = new_sequence(*engine);
+  const Tokens filler = random_tokens(model, 110, 7);
+  append(*engine, mover, filler, 11, Output::kNone);
+  EXPECT_TRUE(engine->can_project(GGML_TYPE_F16));  // runs a graph of its own
+  HCACHE_EXPECT_OK(engine->run_layers(step_a, 1, n_layer));
+  HCACHE_EXPECT_OK(engine->run_layers(step_b, 2, n_layer));
+  std::vector<Row> rows_a = copy(engine->finish(step_a).value());
+  std::vector<Row> rows_b = copy(engine->finish(step_b).value());
+  EXPECT_TRUE(same_rows(rows_a, expected_a));
+  EXPECT_TRUE(same_rows(rows_b, expected_b));
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), expected_kv_a));
+  EXPECT_TRUE(same_kv(read_kv(*engine, b), expected_kv_b));
+}
+
+// The restorer's recomputed prefix: K and V of the first layers, computed from tokens over reserved
+// rows, while the step of the new tokens waits.
+TEST_P(InvarianceTest, RecomputesALayerPrefixOverReservedRows) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(512));
+  const Tokens history = random_tokens(model, 30, 8);
+  const Tokens fresh = random_tokens(model, 5, 9);
+  const SeqId whole = new_sequence(*engine);
+  append(*engine, whole, history, 128, Output::kNone);
+  const std::vector<Row> expected = append(*engine, whole, fresh, 128);
+  const std::vector<Bytes> expected_kv = read_kv(*engine, whole);
+
+  const int n_layer = engine->n_layer();
+  for (int prefix = 1; prefix <= std::min(3, n_layer); ++prefix) {
+    const SeqId seq = new_sequence(*engine);
+    HCACHE_EXPECT_OK(engine->reserve_rows(seq, 30));
+    EXPECT_EQ(engine->length(seq), 30);
+    const BatchItem next{.seq = seq, .tokens = fresh, .output = Output::kAll};
+    Step waiting = engine->prepare({&next, 1}).value();
+    for (int64_t first = 0; first < 30; first += 10) {
+      const BatchItem item{.seq = seq,
+                           .tokens = std::span(history).subspan(first, 10),
+                           .first_pos = first,
+                           .output = Output::kNone};
+      Step step = engine->prepare({&item, 1}).value();
+      HCACHE_EXPECT_OK(engine->run_layers(step, 0, prefix - 1));
+      HCACHE_EXPECT_OK(engine->finish_with_kv(step, prefix - 1));
+      EXPECT_EQ(engine->finish(step).status().code(), Code::kFailedPrecondition);
+      HCACHE_EXPECT_OK(engine->run_layers(waiting, 0, 0));
+    }
+    EXPECT_EQ(engine->length(seq), 30);
+    const size_t half = 30 * engine->kv_row_bytes();
+    for (int layer = 0; layer < n_layer; ++layer) {
+      if (layer >= prefix) {  // the others come from saved state
+        const Bytes kv = read_kv(*engine, whole, layer, 0, 30);
+        ASSERT_TRUE(engine->load_kv(seq, layer, 0, 30, kv.data(), kv.data() + half).ok());
+      }
+      HCACHE_EXPECT_OK(engine->run_layers(waiting, layer, layer + 1));
+    }
+    EXPECT_TRUE(same_rows(copy(engine->finish(waiting).value()), expected));
+    EXPECT_TRUE(same_kv(read_kv(*engine, seq), expected_kv));
+    HCACHE_EXPECT_OK(engine->release_sequence(seq));
+  }
+}
+
+// A conversation that others push around in the arena, grow around and leave.
+TEST_P(InvarianceTest, MovingExtentsChangesNoAnswer) {
+  const model::Model& model = GetParam().get();
+  const int n = GetParam().n_tokens();
+  const Tokens tokens = random_tokens(model, n, 11);
+  const Tokens filler = random_tokens(model, 400, 12);
+  std::vector<Row> expected;
+  {
+    const std::unique_ptr<Engine> roomy = make_engine(model, small_arena(1024));
+    const SeqId seq = new_sequence(*roomy);
+    expected = append(*roomy, seq, tokens, 5);
+  }
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(2 * n));
+  const SeqId seq = new_sequence(*engine);
+  std::vector<SeqId> others;
+  for (int i = 0; i < 3; ++i) others.push_back(new_sequence(*engine));
+  std::vector<Row> rows;
+  for (int done = 0; done < n; done += 5) {
+    const int k = std::min(5, n - done);
+    for (Row& row : append(*engine, seq, std::span(tokens).subspan(done, k), 5)) {
+      rows.push_back(std::move(row));
+    }
+    // The others take all that is left by turns, and shrink again.
+    const SeqId other = others[static_cast<size_t>(done / 5) % others.size()];
+    HCACHE_EXPECT_OK(engine->trim_sequence(other, engine->length(other) / 2));
+    const int64_t room = std::min<int64_t>(engine->arena_free_cells() - (n - done - k), 9);
+    if (room > 0) append(*engine, other, std::span(filler).first(room), 64, Output::kNone);
+  }
+  EXPECT_TRUE(same_rows(rows, expected));
+
+  // It grows to the last cell once it is alone.
+  for (const SeqId other : others) HCACHE_EXPECT_OK(engine->release_sequence(other));
+  const int64_t rest = engine->arena_free_cells();
+  EXPECT_EQ(rest, n);
+  append(*engine, seq, std::span(filler).first(rest), 64, Output::kNone);
+  EXPECT_EQ(engine->arena_free_cells(), 0);
+  EXPECT_EQ(engine->length(seq), 2 * n);
+  const BatchItem item{.seq = seq, .tokens = std::span(filler).first(1)};
+  EXPECT_EQ(engine->decode({&item, 1}).code(), Code::kResourceExhausted);
+}
+
+INSTANTIATE_TEST_SUITE_P(SmolLM2, InvarianceTest, ::testing::Values(ModelCase{.arch = "smollm2"}),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(
+    Tiny, InvarianceTest,
+    ::testing::Values(ModelCase{"llama", 2, GGML_TYPE_Q4_0}, ModelCase{"llama", 4, GGML_TYPE_Q8_0},
+                      ModelCase{"qwen2", 2, GGML_TYPE_Q5_0}, ModelCase{"qwen3", 2, GGML_TYPE_Q4_1},
+                      ModelCase{"falcon", 1, GGML_TYPE_Q8_0},
+                      ModelCase{"falcon", 4, GGML_TYPE_Q4_0}, ModelCase{"opt", 4, GGML_TYPE_Q5_1}),
+    case_name);
+
+// --- Sequences -------------------------------------------------------------------------------
+
+const model::Model& llama_tiny() { return tiny_model("llama", 2, GGML_TYPE_Q8_0); }
+
+TEST(Sequences, AForkSharesItsPastAndGoesItsOwnWay) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(300));
+  const Tokens prompt = random_tokens(llama_tiny(), 40, 1);
+  const Tokens left = random_tokens(llama_tiny(), 10, 2);
+  const Tokens right = random_tokens(llama_tiny(), 10, 3);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, prompt, 64, Output::kNone);
+  const SeqId b = engine->fork_sequence(a, 40).value();
+  const SeqId c = engine->fork_sequence(a, 25).value();
+  EXPECT_EQ(engine->length(b), 40);
+  EXPECT_EQ(engine->length(c), 25);
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), read_kv(*engine, b)));
+
+  const std::vector<Row> rows_b = append(*engine, b, right, 3);
+  const std::vector<Row> rows_a = append(*engine, a, left, 64);
+  append(*engine, c, std::span(prompt).subspan(25), 64, Output::kNone);
+  const std::vector<Row> rows_c = append(*engine, c, right, 64);
+  EXPECT_TRUE(same_rows(rows_b, rows_c));
+  const SeqId fresh = new_sequence(*engine);
+  append(*engine, fresh, prompt, 64, Output::kNone);
+  EXPECT_TRUE(same_rows(append(*engine, fresh, left, 64), rows_a));
+  HCACHE_EXPECT_OK(engine->release_sequence(a));
+  EXPECT_EQ(engine->fork_sequence(a, 1).status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(engine->fork_sequence(b, 51).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->fork_sequence(b, -1).status().code(), Code::kOutOfRange);
+}
+
+TEST(Sequences, AForkThatDoesNotFitLeavesNothingBehind) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(60));
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, random_tokens(llama_tiny(), 40, 1), 64, Output::kNone);
+  EXPECT_EQ(engine->fork_sequence(a, 40).status().code(), Code::kResourceExhausted);
+  EXPECT_EQ(engine->arena_free_cells(), 20);
+  EXPECT_TRUE(engine->fork_sequence(a, 20).ok());
+}
+
+TEST(Sequences, TrimmedRowsCanBeWrittenAnew) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(300));
+  const Tokens prompt = random_tokens(llama_tiny(), 50, 1);
+  const Tokens other = random_tokens(llama_tiny(), 20, 2);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, prompt, 64, Output::kNone);
+  HCACHE_EXPECT_OK(engine->trim_sequence(a, 30));
+  EXPECT_EQ(engine->length(a), 30);
+  EXPECT_EQ(engine->arena_free_cells(), 270);
+  const std::vector<Row> rows = append(*engine, a, other, 64);
+
+  const SeqId b = new_sequence(*engine);
+  append(*engine, b, std::span(prompt).first(30), 64, Output::kNone);
+  EXPECT_TRUE(same_rows(append(*engine, b, other, 64), rows));
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), read_kv(*engine, b)));
+  EXPECT_EQ(engine->trim_sequence(a, 51).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->trim_sequence(a, -1).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->trim_sequence(99, 0).code(), Code::kInvalidArgument);
+}
+
+TEST(Sequences, ReleasedOnesAreGone) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(300));
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, random_tokens(llama_tiny(), 50, 1), 64, Output::kNone);
+  HCACHE_EXPECT_OK(engine->release_sequence(a));
+  EXPECT_EQ(engine->arena_free_cells(), 300);
+  EXPECT_EQ(engine->length(a), -1);
+  EXPECT_EQ(engine->release_sequence(a).code(), Code::kInvalidArgument);
+  EXPECT_NE(new_sequence(*engine), a) << "ids are not used again";
+}
+
+// --- Shifted positions -----------------------------------------------------------------------
+
+// In layer 0 K depends on the token and the position alone: after the shift it must be what a fresh
+// computation gives. (In deeper layers it remembers what was erased, by intent.)
+void check_erase(const model::Model& model, const EngineOptions& options, double tolerance) {
+  const std::unique_ptr<Engine> engine = make_engine(model, options);
+  const Tokens tokens = random_tokens(model, 60, 1);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, tokens, 64, Output::kNone);
+  const std::vector<Bytes> before = read_kv(*engine, a);
+  ASSERT_TRUE(engine->erase_range(a, 10, 27).ok());
+  EXPECT_EQ(engine->length(a), 43);
+  EXPECT_EQ(engine->arena_free_cells(), options.arena_tokens - 43);
+  const std::vector<Bytes> after = read_kv(*engine, a);
+
+  Tokens kept = tokens;
+  kept.erase(kept.begin() + 10, kept.begin() + 27);
+  const SeqId b = new_sequence(*engine);
+  append(*engine, b, kept, 64, Output::kNone);
+  const Bytes fresh = read_kv(*engine, b, 0, 0, 43);
+  const size_t row = engine->kv_row_bytes();
+  const std::span<const std::byte> old0 = after[0];
+  const std::span<const std::byte> new0 = fresh;
+  EXPECT_LT(max_difference(widen(options.kv_type, old0.first(43 * row)),
+                           widen(options.kv_type, new0.first(43 * row))),
+            tolerance);
+  EXPECT_TRUE(std::equal(old0.begin() + 43 * row, old0.end(), new0.begin() + 43 * row)) << "V";
+  for (int layer = 0; layer < engine->n_layer(); ++layer) {
+    const std::span<const std::byte> was = before[layer];
+    const std::span<const std::byte> is = after[layer];
+    // What stands before the gap is untouched, and V moves as it is.
+    EXPECT_TRUE(std::equal(is.begin(), is.begin() + 10 * row, was.begin()));
+    EXPECT_TRUE(std::equal(is.begin() + 53 * row, is.end(), was.begin() + 87 * row));
+  }
+  // The conversation goes on.
+  EXPECT_EQ(append(*engine, a, tokens, 64).size(), 60U);
+}
+
+TEST(EraseRange, RotatesK) {
+  for (const char* arch : {"llama", "qwen2", "qwen3", "falcon"}) {
+    SCOPED_TRACE(arch);
+    check_erase(tiny_model(arch, arch == std::string("falcon") ? 1 : 2, GGML_TYPE_Q8_0),
+                small_arena(256), 4e-3);
+  }
+}
+
+TEST(EraseRange, RotatesKOfEveryType) {
+  for (const auto& [type, tolerance] : {std::pair{GGML_TYPE_F32, 1e-4},
+                                        {GGML_TYPE_F16, 4e-3},
+                                        {GGML_TYPE_BF16, 4e-2},
+                                        {GGML_TYPE_Q8_0, 6e-2}}) {
+    SCOPED_TRACE(ggml_type_name(type));
+    EngineOptions options = small_arena(256);
+    options.kv_type = type;
+    check_erase(llama_tiny(), options, tolerance);
+  }
+}
+
+TEST(EraseRange, RotatesSmolLM2) { check_erase(smollm2(), small_arena(256), 3e-2); }
+
+TEST(EraseRange, LongTailsGoInBlocks) {
+  // More rows behind the gap than a step has, and a gap shorter than a block: the copy overlaps.
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(512, 32));
+  const Tokens tokens = random_tokens(llama_tiny(), 200, 1);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, tokens, 32, Output::kNone);
+  ASSERT_TRUE(engine->erase_range(a, 5, 6).ok());
+  Tokens kept = tokens;
+  kept.erase(kept.begin() + 5);
+  const SeqId b = new_sequence(*engine);
+  append(*engine, b, kept, 32, Output::kNone);
+  const Bytes ours = read_kv(*engine, a, 0, 0, 199);
+  const Bytes fresh = read_kv(*engine, b, 0, 0, 199);
+  EXPECT_LT(max_difference(widen(GGML_TYPE_F16, ours), widen(GGML_TYPE_F16, fresh)), 4e-3);
+}
+
+TEST(EraseRange, OfTheTailIsATrim) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(256));
+  const Tokens tokens = random_tokens(llama_tiny(), 60, 1);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, tokens, 64, Output::kNone);
+  const SeqId b = engine->fork_sequence(a, 60).value();
+  HCACHE_EXPECT_OK(engine->erase_range(a, 40, 60));
+  HCACHE_EXPECT_OK(engine->trim_sequence(b, 40));
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), read_kv(*engine, b)));
+  HCACHE_EXPECT_OK(engine->erase_range(a, 7, 7));
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), read_kv(*engine, b)));
+  EXPECT_EQ(engine->erase_range(a, 30, 41).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->erase_range(a, 30, 20).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->erase_range(a, -1, 20).code(), Code::kOutOfRange);
+  HCACHE_EXPECT_OK(engine->erase_range(a, 0, 40));
+  EXPECT_EQ(engine->length(a), 0);
+}
+
+TEST(EraseRange, IsRefusedWithLearnedPositions) {
+  const model::Model& model = tiny_model("opt", 4, GGML_TYPE_Q8_0);
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(256));
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, random_tokens(model, 30, 1), 64, Output::kNone);
+  const std::vector<Bytes> before = read_kv(*engine, a);
+  EXPECT_EQ(engine->erase_range(a, 3, 5).code(), Code::kUnimplemented);
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), before));
+  HCACHE_EXPECT_OK(engine->erase_range(a, 20, 30));
+  EXPECT_EQ(engine->length(a), 20);
+}
+
+// --- Limits ----------------------------------------------------------------------------------
+
+TEST(Limits, AFullArenaRefusesAndChangesNothing) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(100));
+  const Tokens tokens = random_tokens(llama_tiny(), 100, 1);
+  const SeqId a = new_sequence(*engine);
+  const SeqId b = new_sequence(*engine);
+  append(*engine, a, std::span(tokens).first(50), 64, Output::kNone);
+  append(*engine, b, std::span(tokens).first(45), 64, Output::kNone);
+  const std::vector<Bytes> before = read_kv(*engine, a);
+  const std::array<BatchItem, 2> items = {
+      BatchItem{.seq = a, .tokens = std::span(tokens).first(3)},
+      BatchItem{.seq = b, .tokens = std::span(tokens).first(3)}};
+  EXPECT_EQ(engine->prepare(items).status().code(), Code::kResourceExhausted);
+  EXPECT_EQ(engine->reserve_rows(a, 56).code(), Code::kResourceExhausted);
+  EXPECT_EQ(engine->length(a), 50);
+  EXPECT_EQ(engine->length(b), 45);
+  EXPECT_EQ(engine->arena_free_cells(), 5);
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), before));
+  EXPECT_TRUE(engine->prepare({items.data(), 1}).ok());
+  EXPECT_EQ(engine->arena_free_cells(), 5) << "an abandoned step gives its room back";
+}
+
+TEST(Limits, BadBatchesAreNamed) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(4096, 64));
+  const Tokens tokens = random_tokens(llama_tiny(), 100, 1);
+  const std::span<const int32_t> some = std::span(tokens).first(10);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, some, 64, Output::kNone);
+  const auto code = [&](const std::vector<BatchItem>& items) {
+    return engine->prepare(items).status().code();
+  };
+  EXPECT_EQ(code({}), Code::kInvalidArgument);
+  EXPECT_EQ(code({{.seq = a, .tokens = {}}}), Code::kInvalidArgument);
+  EXPECT_EQ(code({{.seq = 77, .tokens = some}}), Code::kInvalidArgument);
+  EXPECT_EQ(code({{.seq = a, .tokens = tokens}}), Code::kInvalidArgument) << "65 rows";
+  EXPECT_EQ(code({{.seq = a, .tokens = some}, {.seq = a, .tokens = some}}), Code::kInvalidArgument);
+  EXPECT_EQ(code({{.seq = a, .tokens = some, .first_pos = 11}}), Code::kInvalidArgument);
+  for (const int32_t bad : {-1, static_cast<int32_t>(llama_tiny().hparams().n_vocab)}) {
+    const Tokens with_bad = {1, 2, bad};
+    EXPECT_EQ(code({{.seq = a, .tokens = with_bad}}), Code::kInvalidArgument) << bad;
+  }
+  const int64_t limit = llama_tiny().hparams().n_ctx_train;
+  HCACHE_EXPECT_OK(engine->reserve_rows(a, limit - 9));
+  EXPECT_EQ(code({{.seq = a, .tokens = some}}), Code::kOutOfRange);
+  EXPECT_EQ(code({{.seq = a, .tokens = some.first(9)}}), Code::kOk);
+  EXPECT_EQ(engine->reserve_rows(a, limit + 1).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->length(a), limit - 9);
+}
+
+TEST(Limits, LayersRunOnceAndInOrder) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(100));
+  const Tokens tokens = random_tokens(llama_tiny(), 10, 1);
+  const SeqId a = new_sequence(*engine);
+  const BatchItem item{.seq = a, .tokens = tokens};
+  Step step = engine->prepare({&item, 1}).value();
+  const int n = engine->n_layer();
+  EXPECT_EQ(engine->finish(step).status().code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->run_layers(step, 1, 2).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->run_layers(step, 0, n + 1).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->run_layers(step, 0, -1).code(), Code::kFailedPrecondition);
+  HCACHE_EXPECT_OK(engine->run_layers(step, 0, 2));
+  EXPECT_EQ(engine->run_layers(step, 0, 2).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->finish_with_kv(step, 0).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->finish_with_kv(step, n).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->finish(step).status().code(), Code::kFailedPrecondition);
+  HCACHE_EXPECT_OK(engine->run_layers(step, 2, n));
+  EXPECT_TRUE(engine->finish(step).ok());
+  EXPECT_EQ(engine->finish(step).status().code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->run_layers(step, 0, n).code(), Code::kFailedPrecondition);
+}
+
+TEST(Limits, AStepWhoseSequenceIsGoneFails) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(100));
+  const Tokens tokens = random_tokens(llama_tiny(), 10, 1);
+  const SeqId a = new_sequence(*engine);
+  const BatchItem item{.seq = a, .tokens = tokens};
+  Step step = engine->prepare({&item, 1}).value();
+  HCACHE_EXPECT_OK(engine->run_layers(step, 0, 1));
+  HCACHE_EXPECT_OK(engine->release_sequence(a));
+  EXPECT_EQ(engine->run_layers(step, 1, engine->n_layer()).code(), Code::kFailedPrecondition);
+  const SeqId b = new_sequence(*engine);
+  const BatchItem item_b{.seq = b, .tokens = tokens};
+  Step step_b = engine->prepare({&item_b, 1}).value();
+  HCACHE_EXPECT_OK(engine->run_layers(step_b, 0, engine->n_layer()));
+  HCACHE_EXPECT_OK(engine->trim_sequence(b, 0));
+  EXPECT_EQ(engine->finish(step_b).status().code(), Code::kFailedPrecondition);
+}
+
+TEST(Limits, AnAbandonedStepLeavesNoTrace) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(100));
+  const Tokens tokens = random_tokens(llama_tiny(), 30, 1);
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, std::span(tokens).first(10), 64, Output::kNone);
+  const std::vector<Bytes> before = read_kv(*engine, a);
+  for (int layers = 0; layers <= engine->n_layer(); ++layers) {
+    const BatchItem item{.seq = a, .tokens = std::span(tokens).subspan(10)};
+    Step step = engine->prepare({&item, 1}).value();
+    EXPECT_EQ(engine->arena_free_cells(), 70);
+    HCACHE_EXPECT_OK(engine->run_layers(step, 0, layers));
+  }
+  EXPECT_EQ(engine->arena_free_cells(), 90);
+  EXPECT_EQ(engine->length(a), 10);
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), before));
+}
+
+TEST(Limits, RestorationChecksItsRows) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(400, 32));
+  const SeqId a = new_sequence(*engine);
+  HCACHE_EXPECT_OK(engine->reserve_rows(a, 100));
+  const Bytes bytes(100 * engine->hidden_row_bytes(GGML_TYPE_F32));
+  const std::byte* data = bytes.data();
+  const int n_layer = engine->n_layer();
+  EXPECT_EQ(engine->load_kv(a, n_layer, 0, 1, data, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->load_kv(a, -1, 0, 1, data, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->load_kv(a, 0, 99, 2, data, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->load_kv(a, 0, -1, 2, data, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->load_kv(a, 0, 0, 0, data, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->load_kv(7, 0, 0, 1, data, data).status().code(), Code::kInvalidArgument);
+
+  const ggml_type type = engine->native_hidden_type();
+  EXPECT_EQ(engine->project_staged(a, 0, 0, 8, type).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(engine->stage_hidden(0, 33, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(30, 3, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(-1, 3, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(0, 0, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(0, 8, GGML_TYPE_Q4_K, data).status().code(), Code::kUnimplemented);
+  ASSERT_TRUE(engine->stage_hidden(0, 32, type, data).ok());
+  EXPECT_EQ(engine->project_staged(a, 0, 0, 33, type).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->project_staged(a, 0, 90, 32, type).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->project_staged(a, n_layer, 0, 32, type).code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->project_staged(a, 0, 0, 32, GGML_TYPE_Q4_K).code(), Code::kUnimplemented);
+  HCACHE_EXPECT_OK(engine->project_staged(a, 0, 0, 32, type));
+  EXPECT_EQ(engine->project_staged(a, 0, 0, 32, type).code(), Code::kFailedPrecondition);
+}
+
+TEST(Limits, OptionsAreChecked) {
+  const auto code = [](const model::Model& model, const EngineOptions& options) {
+    return Engine::create(model, options).status().code();
+  };
+  EXPECT_EQ(code(llama_tiny(), {.arena_tokens = 0}), Code::kInvalidArgument);
+  EXPECT_EQ(code(llama_tiny(), {.arena_tokens = 100, .max_batch_rows = 0}), Code::kInvalidArgument);
+  EXPECT_EQ(code(llama_tiny(), {.arena_tokens = 100, .kv_type = GGML_TYPE_Q4_0}),
+            Code::kUnimplemented);
+  EXPECT_EQ(
+      code(llama_tiny(),
+           {.arena_tokens = 100, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kOurs}),
+      Code::kUnimplemented);
+  EXPECT_EQ(code(llama_tiny(), {.arena_tokens = int64_t{1} << 50}), Code::kResourceExhausted);
+}
+
+// --- KV types and ggml's attention -----------------------------------------------------------
+
+class KvTypeTest : public ::testing::TestWithParam<ggml_type> {};
+
+// Against the F32 cache: what the type itself loses, and no more.
+TEST_P(KvTypeTest, AnswersLikeAnF32Cache) {
+  const model::Model& model = llama_tiny();
+  const Tokens tokens = random_tokens(model, 90, 1);
+  const auto run = [&](ggml_type type, int chunk) {
+    EngineOptions options = small_arena(256);
+    options.kv_type = type;
+    options.attention = AttentionKind::kGgml;
+    const std::unique_ptr<Engine> engine = make_engine(model, options);
+    EXPECT_FALSE(engine->uses_own_attention());
+    const SeqId seq = new_sequence(*engine);
+    return append(*engine, seq, tokens, chunk);
+  };
+  const std::vector<Row> exact = run(GGML_TYPE_F32, 90);
+  const double limit = GetParam() == GGML_TYPE_F32 ? 1e-4 : 2e-3;
+  EXPECT_LT(mean_kl(exact, run(GetParam(), 90)), limit);
+  EXPECT_LT(mean_kl(exact, run(GetParam(), 7)), limit);
+  EXPECT_LT(mean_kl(exact, run(GetParam(), 1)), limit);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, KvTypeTest,
+                         ::testing::Values(GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16,
+                                           GGML_TYPE_Q8_0),
+                         [](const auto& info) { return std::string(ggml_type_name(info.param)); });
+
+// With ggml's kernel too, company must not change an answer: the padded tiled kernel for prefill
+// rows, the single-row one for decoded rows.
+TEST(GgmlAttention, CompanyChangesNoAnswer) {
+  const model::Model& model = llama_tiny();
+  EngineOptions options = small_arena(1024);
+  options.attention = AttentionKind::kGgml;
+  const std::unique_ptr<Engine> engine = make_engine(model, options);
+  const Tokens prompt = random_tokens(model, 30, 2);
+  const Tokens more = random_tokens(model, 4, 3);
+  const SeqId alone = new_sequence(*engine);
+  std::vector<Row> expected = append(*engine, alone, prompt, 64, Output::kLast);
+  for (Row& row : append(*engine, alone, more, 1)) expected.push_back(std::move(row));
+
+  std::vector<SeqId> others;
+  for (int i = 0; i < 3; ++i) others.push_back(new_sequence(*engine));
+  const SeqId seq = new_sequence(*engine);
+  std::vector<Row> rows;
+  for (int step = 0; step <= 4; ++step) {
+    std::vector<BatchItem> items;
+    for (int i = 0; i < 3; ++i) {
+      if (i == 1) {
+        items.push_back({.seq = seq,
+                         .tokens = step == 0 ? std::span<const int32_t>(prompt)
+                                             : std::span(more).subspan(step - 1, 1)});
+      }
+      items.push_back({.seq = others[i],
+                       .tokens = std::span(prompt).first((i + step) % 2 == 0 ? 1 : 9 + i),
+                       .output = Output::kNone});
+    }
+    rows.push_back(copy(engine->decode(items).value()).at(0));
+  }
+  EXPECT_TRUE(same_rows(rows, expected));
+}
+
+TEST(GgmlAttention, LayersMayBeCutAndStepsInterleave) {
+  const model::Model& model = llama_tiny();
+  EngineOptions options = small_arena(512);
+  options.attention = AttentionKind::kGgml;
+  const std::unique_ptr<Engine> engine = make_engine(model, options);
+  const Tokens tokens_a = random_tokens(model, 70, 2);
+  const Tokens tokens_b = random_tokens(model, 3, 3);
+  const SeqId whole_a = new_sequence(*engine);
+  const SeqId whole_b = new_sequence(*engine);
+  const std::vector<Row> expected_a = append(*engine, whole_a, tokens_a, 128);
+  const std::vector<Row> expected_b = append(*engine, whole_b, tokens_b, 128);
+  const SeqId a = new_sequence(*engine);
+  const SeqId b = new_sequence(*engine);
+  const BatchItem item_a{.seq = a, .tokens = tokens_a, .output = Output::kAll};
+  const BatchItem item_b{.seq = b, .tokens = tokens_b, .output = Output::kAll};
+  Step step_a = engine->prepare({&item_a, 1}).value();
+  Step step_b = engine->prepare({&item_b, 1}).value();
+  for (int layer = 0; layer < engine->n_layer(); ++layer) {
+    HCACHE_EXPECT_OK(engine->run_layers(step_a, layer, layer + 1));
+    HCACHE_EXPECT_OK(engine->run_layers(step_b, layer, layer + 1));
+  }
+  EXPECT_TRUE(same_rows(copy(engine->finish(step_b).value()), expected_b));
+  EXPECT_TRUE(same_rows(copy(engine->finish(step_a).value()), expected_a));
+}
+
+// Threads are the point here: how many there are changes no bit of our attention.
+TEST(Threads, ChangeNoAnswer) {
+  const std::string path = tiny_model_path("llama", 2, GGML_TYPE_Q8_0);
+  std::vector<std::vector<Row>> answers;
+  for (const int n_threads : {1, 2, 3}) {
+    const std::unique_ptr<LoadedModel> loaded = load_model(path, "cpu", n_threads);
+    const std::unique_ptr<Engine> engine = make_engine(*loaded->model, small_arena(256));
+    const Tokens tokens = random_tokens(*loaded->model, 60, 1);
+    const SeqId seq = new_sequence(*engine);
+    std::vector<Row> rows = append(*engine, seq, std::span(tokens).first(50), 64);
+    for (Row& row : append(*engine, seq, std::span(tokens).subspan(50), 1)) {
+      rows.push_back(std::move(row));
+    }
+    answers.push_back(std::move(rows));
+  }
+  EXPECT_TRUE(same_rows(answers[1], answers[0]));
+  EXPECT_TRUE(same_rows(answers[2], answers[0]));
+}
+
+}  // namespace
+}  // namespace hcache::engine
