@@ -16,6 +16,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
+
 namespace hcache::model {
 namespace {
 
@@ -30,10 +32,25 @@ std::string lower(std::string_view text) {
   return out;
 }
 
+// ggml's own messages, which come in pieces of lines and are details to our users.
+void forward_log(ggml_log_level level, const char* text, void* /*user*/) {
+  if (level == GGML_LOG_LEVEL_CONT) return;
+  std::string_view line(text);
+  while (line.ends_with('\n')) line.remove_suffix(1);
+  if (level == GGML_LOG_LEVEL_ERROR) {
+    log::error("ggml: {}", line);
+  } else if (level == GGML_LOG_LEVEL_WARN) {
+    log::warn("ggml: {}", line);
+  } else {
+    log::debug("ggml: {}", line);
+  }
+}
+
 // A ggml built with loadable backends starts with none.
 void load_backends() {
   static std::once_flag once;
   std::call_once(once, [] {
+    ggml_log_set(forward_log, nullptr);
     if (ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == nullptr) ggml_backend_load_all();
   });
 }

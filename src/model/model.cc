@@ -99,9 +99,8 @@ class TensorReader {
 
   Status norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
     HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, required));
-    if (spec_.norm != Norm::kLayer) return {};
-    const bool has_weight = file_.tensor(name + ".weight") != nullptr;
-    return vector(target.b, name + ".bias", n, has_weight);
+    const bool has_bias = spec_.norm == Norm::kLayer && file_.tensor(name + ".weight") != nullptr;
+    return has_bias ? vector(target.b, name + ".bias", n, true) : Status();
   }
 
   Status linear(Linear& target, const std::string& name, int64_t n_in, int64_t n_out, Use use) {

@@ -1,0 +1,71 @@
+// Tiny models on disk for the model tests.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "model/tools.h"
+
+namespace hcache::model::test {
+
+// A directory that goes away with the test.
+class TempDir {
+ public:
+  TempDir() {
+    std::string name = (std::filesystem::temp_directory_path() / "hcache-model-XXXXXX").string();
+    path_ = mkdtemp(name.data());
+  }
+  ~TempDir() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+  }
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  [[nodiscard]] std::string file(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+inline std::vector<uint8_t> read_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+}
+
+inline void write_file(const std::string& path, const std::vector<uint8_t>& bytes) {
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out.write(reinterpret_cast<const char*>(bytes.data()),
+            static_cast<std::streamsize>(bytes.size()));
+}
+
+inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type) {
+  SynthOptions options;
+  options.shape = tiny_shape(*find_decoder_spec(arch), n_head_kv);
+  options.type = type;
+  options.n_threads = 1;
+  return options;
+}
+
+// Writes a tiny model and returns its path.
+inline std::string make_tiny(const TempDir& dir, const SynthOptions& options) {
+  const std::string path =
+      dir.file(options.shape.name + "-" + ggml_type_name(options.type) + ".gguf");
+  const Status status = synthesise_model(options, path);
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  return path;
+}
+
+inline std::unique_ptr<Device> open_cpu(int n_threads = 1) {
+  auto device = Device::open("cpu", n_threads);
+  EXPECT_TRUE(device.ok()) << device.status().to_string();
+  return std::move(device).value();
+}
+
+}  // namespace hcache::model::test
