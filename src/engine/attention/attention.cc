@@ -18,6 +18,10 @@ namespace {
 constexpr size_t kCacheLine = 64;
 constexpr int32_t kMaxDim = 1024;
 constexpr int32_t kWhole = -1;
+static_assert(kTile == kAttentionTile && kAttentionPartition % kTile == 0);
+
+// Room for one float per row, and for a vector's overhang.
+constexpr size_t kRowArray = kMaxBlockRows + kDimAlign;
 
 // Items per thread to aim for, so that the last ones to finish finish together.
 constexpr double kItemsPerThread = 8;
@@ -85,7 +89,7 @@ struct alignas(kCacheLine) PaddedCounter {
 
 // Offsets, in floats, of one thread's scratch.
 struct Workspace {
-  size_t k_half, k_wide, v_wide, scores, rescale, q, limits, running, partial, size;
+  size_t k_half, k_wide, v_wide, scores, rows, q, limits, running, partial, size;
 };
 
 int dim_padded(int dim) { return round_up(dim, kDimAlign); }
@@ -115,7 +119,7 @@ Workspace lay_out(const AttentionShape& shape) {
   w.k_wide = take(dim_k * kAttentionTile);
   w.v_wide = take(dim_v * kAttentionTile);
   w.scores = take(static_cast<size_t>(kMaxBlockRows) * kAttentionTile);
-  w.rescale = take(kMaxBlockRows);
+  w.rows = take(5 * kRowArray);
   w.q = take(kMaxBlockRows * dim_k);
   w.limits = take(kMaxBlockRows * sizeof(int64_t) / sizeof(float));
   w.running = take(state);
@@ -294,9 +298,16 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   block.dim_k = shape.head_dim_k;
   block.dim_v = shape.head_dim_v;
   block.dim_v_padded = dim_padded(shape.head_dim_v);
+  float* rows = base + layout.rows;
   const AttentionTiles tiles{reinterpret_cast<uint16_t*>(base + layout.k_half),
-                             base + layout.k_wide, base + layout.v_wide, base + layout.scores,
-                             base + layout.rescale};
+                             base + layout.k_wide,
+                             base + layout.v_wide,
+                             base + layout.scores,
+                             rows,
+                             rows + kRowArray,
+                             rows + 2 * kRowArray,
+                             rows + 3 * kRowArray,
+                             rows + 4 * kRowArray};
 
   const int64_t n_keys = limits[item.n_rows - 1];
   const auto attend = [&](int64_t partition, const AttentionState& state) {

@@ -25,15 +25,24 @@ struct Simd {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
-  static float hmax(F x) {
-    __m128 b = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+  template <F (*op)(F, F)>
+  static void reduce(const F (&x)[1], float* out) {
+    F y = op(x[0], _mm256_permute2f128_ps(x[0], x[0], 0x01));
+    y = op(y, _mm256_permute_ps(y, 0x4e));
+    *out = _mm256_cvtss_f32(op(y, _mm256_permute_ps(y, 0xb1)));
   }
-  static float hsum(F x) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+  template <F (*op)(F, F)>
+  static void reduce(const F (&x)[4], float* out) {
+    const F a = op(_mm256_permute2f128_ps(x[0], x[1], 0x20),
+                   _mm256_permute2f128_ps(x[0], x[1], 0x31));  // lanes: row 0, row 1
+    const F b = op(_mm256_permute2f128_ps(x[2], x[3], 0x20),
+                   _mm256_permute2f128_ps(x[2], x[3], 0x31));  // row 2, row 3
+    const F c = op(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+    const F d = op(c, _mm256_permute_ps(c, 0xb1));  // row 0, 0, 2, 2; row 1, 1, 3, 3
+    const __m128 even = _mm256_castps256_ps128(d);
+    const __m128 odd = _mm256_extractf128_ps(d, 1);
+    const __m128 pairs = _mm_unpacklo_ps(even, odd);
+    _mm_storeu_ps(out, _mm_movelh_ps(pairs, _mm_unpackhi_ps(even, odd)));
   }
   static F keep_first(F x, int n) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -54,7 +63,10 @@ struct Simd {
     for (int i = 0; i < n; ++i) padded[i] = p[i];
     return load_half(padded);
   }
-  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out);
+  template <typename T>
+  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, T* out) {
+    pack_keys_x86(k, stride, n_keys, dim, out);
+  }
 };
 
 }  // namespace
@@ -63,13 +75,6 @@ struct Simd {
 #include "attention_kernel_impl.h"
 
 namespace hcache::engine {
-namespace {
-
-void Simd::pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out) {
-  pack_keys_x86(k, stride, n_keys, dim, kTile, out);
-}
-
-}  // namespace
 
 const AttentionKernel kAttentionAvx2 = {attend, merge};
 

@@ -25,18 +25,25 @@ struct Simd {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
-  static __m256 upper(F x) { return _mm512_extractf32x8_ps(x, 1); }
-  static float hmax(F x) {
-    const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), upper(x));
-    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+  template <F (*op)(F, F)>
+  static F reduce_quarters(F x) {  // each 128-bit lane on its own, to all of its elements
+    x = op(x, _mm512_permute_ps(x, 0x4e));
+    return op(x, _mm512_permute_ps(x, 0xb1));
   }
-  static float hsum(F x) {
-    const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), upper(x));
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+  template <F (*op)(F, F)>
+  static void reduce(const F (&x)[1], float* out) {
+    const F eight = op(x[0], _mm512_shuffle_f32x4(x[0], x[0], 0x4e));
+    const F four = op(eight, _mm512_shuffle_f32x4(eight, eight, 0xb1));
+    *out = _mm512_cvtss_f32(reduce_quarters<op>(four));
+  }
+  template <F (*op)(F, F)>
+  static void reduce(const F (&x)[4], float* out) {
+    const F a = op(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const F b = op(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    const F c =
+        reduce_quarters<op>(op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)));
+    const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm512_mask_storeu_ps(out, 0xf, _mm512_permutexvar_ps(first, c));
   }
   static __mmask16 first_lanes(int n) {
     return static_cast<__mmask16>(n <= 0 ? 0U : n >= 16 ? 0xffffU : (1U << n) - 1U);
@@ -55,7 +62,10 @@ struct Simd {
   static F load_half_n(const uint16_t* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
   }
-  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out);
+  template <typename T>
+  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, T* out) {
+    pack_keys_x86(k, stride, n_keys, dim, out);
+  }
 };
 
 }  // namespace
@@ -64,13 +74,6 @@ struct Simd {
 #include "attention_kernel_impl.h"
 
 namespace hcache::engine {
-namespace {
-
-void Simd::pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out) {
-  pack_keys_x86(k, stride, n_keys, dim, kTile, out);
-}
-
-}  // namespace
 
 const AttentionKernel kAttentionAvx512 = {attend, merge};
 

@@ -11,7 +11,10 @@
 namespace hcache::engine {
 
 // The most packed rows in a block; what a block keeps at hand then fits a 1 MiB cache.
-inline constexpr int kMaxBlockRows = 96;
+inline constexpr int kMaxBlockRows = 192;
+
+// Keys in a tile.
+inline constexpr int kTile = 64;
 
 // Accumulator rows are padded with unused columns to this many floats.
 inline constexpr int kDimAlign = 16;
@@ -44,7 +47,12 @@ struct AttentionTiles {
   float* k_wide;     // [dim_k][tile]
   float* v_wide;     // [tile][dim_v_padded]
   float* scores;     // [kMaxBlockRows][tile]
-  float* rescale;    // [kMaxBlockRows]
+  // [kMaxBlockRows + kDimAlign]:
+  float* row_max;  // before the tile, then with it
+  float* row_sum;
+  float* tile_max;
+  float* tile_sum;
+  float* rescale;
 };
 
 struct AttentionKernel {

@@ -6,11 +6,15 @@
 //   kHalfOperand        whether widening F16 while multiplying is cheap
 //   F                   the vector; zero, set1, load, store, add, sub, mul, fma(a, b, c) = a·b + c
 //   max(a, b)           b where a is NaN
-//   hmax, hsum          over lanes; hsum adds halves: i + (i + kWidth/2), and so on
+//   reduce<op>(x, out)  for one vector or four: combines each one's lanes, halves first: lane i
+//   with
+//                       i + kWidth/2, and so on
 //   keep_first(x, n)    lanes from n on replaced by -infinity
 //   pow2_mul(y, t, x)   y · 2^n where t = 1.5·2^23 + n, and 0 where x < -125
 //   load_half(p), load_half_n(p, n)   widens kWidth, or n < kWidth, F16 values (rest is 0)
-//   pack_keys           see pack_keys_scalar
+//   pack_keys(k, stride, n_keys, dim, out)   transposes n_keys <= kTile cells of F16 into
+//                       out[dim][key], rows of kTile, of F16 or widened to F32; entries from n_keys
+//                       on may get other values of the same keys
 // and includes this file right after. Two rows of vectors are multiplied in one way only, gemm();
 // that a score's or an output's chain of operations is the same for every register tile is what
 // makes results independent of batching.
@@ -24,10 +28,10 @@
 namespace hcache::engine {
 namespace {
 
-constexpr int kTile = 64;
 constexpr int kWidth = Simd::kWidth;
 constexpr int kTileVectors = kTile / kWidth;
 constexpr float kLowest = -3.402823466e+38F;
+constexpr float kKeep[1] = {1.0F};  // as a row's rescale
 
 using F = Simd::F;
 
@@ -57,27 +61,25 @@ inline float exp2_nonpositive(float x) {
 inline F load_operand(const float* p) { return Simd::load(p); }
 inline F load_operand(const uint16_t* p) { return Simd::load_half(p); }
 
-enum class Start { kZero, kLoad, kRescale };
-
-// c[r][·] = (0 | c[r][·] | c[r][·]·rescale[r]) + Σ_k a[r][k] b[k][·], k in order, for R rows and
-// C vectors. Strides count elements.
+// c[r][·] = c[r][·]·rescale[r] + Σ_k a[r][k] b[k][·], k in order, for R rows and C vectors. Without
+// rescale the sum starts at zero instead. Strides count elements.
 template <int R, int C, typename B>
 void gemm(int n_k, const float* a, size_t a_stride, const B* b, size_t b_stride, float* c,
-          size_t c_stride, Start start, const float* rescale) {
+          size_t c_stride, const float* rescale) {
   F sum[R][C];
   HCACHE_UNROLL
   for (int r = 0; r < R; ++r) {
     HCACHE_UNROLL
-    for (int i = 0; i < C; ++i) {
-      sum[r][i] = start == Start::kZero ? Simd::zero() : Simd::load(c + r * c_stride + i * kWidth);
-    }
+    for (int i = 0; i < C; ++i) sum[r][i] = Simd::zero();
   }
-  if (start == Start::kRescale) {
+  if (rescale != nullptr) {
     HCACHE_UNROLL
     for (int r = 0; r < R; ++r) {
       const F factor = Simd::set1(rescale[r]);
       HCACHE_UNROLL
-      for (int i = 0; i < C; ++i) sum[r][i] = Simd::mul(sum[r][i], factor);
+      for (int i = 0; i < C; ++i) {
+        sum[r][i] = Simd::mul(Simd::load(c + r * c_stride + i * kWidth), factor);
+      }
     }
   }
   for (int k = 0; k < n_k; ++k, b += b_stride) {
@@ -99,8 +101,7 @@ void gemm(int n_k, const float* a, size_t a_stride, const B* b, size_t b_stride,
 }
 
 template <typename B>
-using GemmFn = void (*)(int, const float*, size_t, const B*, size_t, float*, size_t, Start,
-                        const float*);
+using GemmFn = void (*)(int, const float*, size_t, const B*, size_t, float*, size_t, const float*);
 
 template <typename B, int R, int C>
 GemmFn<B> pick_gemm(int rows, int cols) {
@@ -116,11 +117,11 @@ GemmFn<B> pick_gemm(int rows, int cols) {
 // gemm for up to kRows rows and any number of vectors.
 template <typename B>
 void gemm_columns(int rows, int vectors, int n_k, const float* a, size_t a_stride, const B* b,
-                  size_t b_stride, float* c, size_t c_stride, Start start, const float* rescale) {
+                  size_t b_stride, float* c, size_t c_stride, const float* rescale) {
   for (int chunks = (vectors + Simd::kCols - 1) / Simd::kCols; chunks > 0; --chunks) {
     const int cols = (vectors + chunks - 1) / chunks;
     pick_gemm<B, Simd::kRows, Simd::kCols>(rows, cols)(n_k, a, a_stride, b, b_stride, c, c_stride,
-                                                       start, rescale);
+                                                       rescale);
     vectors -= cols;
     b += static_cast<size_t>(cols) * kWidth;
     c += static_cast<size_t>(cols) * kWidth;
@@ -137,48 +138,82 @@ void for_row_pieces(int begin, int end, Fn fn) {
   }
 }
 
-// Turns one row of a tile's scores into weights and updates the row's maximum and sum. Returns the
-// factor that the row's accumulator must be multiplied by.
-inline float softmax_row(float* scores, int n_valid, float* row_max, float* row_sum) {
-  F s[kTileVectors];
-  F top = Simd::set1(*row_max);
+// The largest score of N rows of a tile each, and at least kLowest.
+template <int N>
+void tile_maxima(const float* scores, float* tile_max) {
+  F top[N];
   HCACHE_UNROLL
-  for (int i = 0; i < kTileVectors; ++i) {
-    s[i] = Simd::load(scores + i * kWidth);
-    if (n_valid < kTile) s[i] = Simd::keep_first(s[i], n_valid - i * kWidth);
-    top = Simd::max(s[i], top);
-  }
-  const float old_max = *row_max;
-  const float new_max = Simd::hmax(top);
-  const F shift = Simd::set1(new_max);
-  HCACHE_UNROLL
-  for (int i = 0; i < kTileVectors; ++i) {
-    s[i] = exp2_nonpositive(Simd::sub(s[i], shift));
-    Simd::store(scores + i * kWidth, s[i]);
-  }
-  HCACHE_UNROLL
-  for (int n = kTileVectors / 2; n > 0; n /= 2) {
+  for (int r = 0; r < N; ++r) {
+    top[r] = Simd::set1(kLowest);
     HCACHE_UNROLL
-    for (int i = 0; i < n; ++i) s[i] = Simd::add(s[i], s[i + n]);
+    for (int i = 0; i < kTileVectors; ++i) {
+      top[r] = Simd::max(Simd::load(scores + r * kTile + i * kWidth), top[r]);
+    }
   }
-  const float tile_sum = Simd::hsum(s[0]);
-  if (new_max == old_max) {
-    *row_sum += tile_sum;
-    return 1.0F;
-  }
-  const float rescale = exp2_nonpositive(old_max - new_max);
-  *row_max = new_max;
-  *row_sum = *row_sum * rescale + tile_sum;
-  return rescale;
+  Simd::template reduce<Simd::max>(top, tile_max);
 }
 
-// out[dim][key] = the F16 value of key `key`, dimension `dim`, for n_keys <= kTile keys, rows of
-// kTile. May write other values of the same keys to the entries from n_keys on.
-[[maybe_unused]] void pack_keys_scalar(const uint8_t* k, size_t stride, int n_keys, int first_dim,
-                                       int end_dim, uint16_t* out) {
-  for (int key = 0; key < n_keys; ++key) {
-    const auto* row = reinterpret_cast<const uint16_t*>(k + key * stride);
-    for (int d = first_dim; d < end_dim; ++d) out[d * kTile + key] = row[d];
+// Turns the scores of N rows into weights relative to their maxima, and sums each row's weights.
+template <int N>
+void tile_weights(float* scores, const float* row_max, float* tile_sum) {
+  F sum[N];
+  HCACHE_UNROLL
+  for (int r = 0; r < N; ++r) {
+    const F shift = Simd::set1(row_max[r]);
+    F w[kTileVectors];
+    HCACHE_UNROLL
+    for (int i = 0; i < kTileVectors; ++i) {
+      float* at = scores + r * kTile + i * kWidth;
+      w[i] = exp2_nonpositive(Simd::sub(Simd::load(at), shift));
+      Simd::store(at, w[i]);
+    }
+    HCACHE_UNROLL
+    for (int n = kTileVectors / 2; n > 0; n /= 2) {
+      HCACHE_UNROLL
+      for (int i = 0; i < n; ++i) w[i] = Simd::add(w[i], w[i + n]);
+    }
+    sum[r] = w[0];
+  }
+  Simd::template reduce<Simd::add>(sum, tile_sum);
+}
+
+// Takes n rows' scores of a tile into the online softmax: turns them into weights, updates the
+// rows' maxima and sums, and leaves in t.rescale what the accumulators must be multiplied by. Each
+// step runs over all rows before the next, for a row's own chain of operations is mostly latency.
+// Single numbers per row are updated a vector of rows at a time, which touches entries behind the
+// last.
+inline void softmax_rows(const AttentionTiles& t, int begin, int n) {
+  const int end = begin + n;
+  float* scores = t.scores + static_cast<size_t>(begin) * kTile;
+  float* at = scores;
+  int r = begin;
+  for (; r + 4 <= end; r += 4, at += 4 * kTile) tile_maxima<4>(at, t.tile_max + r);
+  for (; r < end; ++r, at += kTile) tile_maxima<1>(at, t.tile_max + r);
+
+  for (r = begin; r < end; r += kWidth) {
+    const F old_max = Simd::load(t.row_max + r);
+    const F max = Simd::max(old_max, Simd::load(t.tile_max + r));
+    const F rescale = exp2_nonpositive(Simd::sub(old_max, max));
+    Simd::store(t.row_max + r, max);
+    Simd::store(t.rescale + r, rescale);
+    Simd::store(t.row_sum + r, Simd::mul(Simd::load(t.row_sum + r), rescale));
+  }
+
+  at = scores;
+  for (r = begin; r + 4 <= end; r += 4, at += 4 * kTile) {
+    tile_weights<4>(at, t.row_max + r, t.tile_sum + r);
+  }
+  for (; r < end; ++r, at += kTile) tile_weights<1>(at, t.row_max + r, t.tile_sum + r);
+  for (r = begin; r < end; r += kWidth) {
+    Simd::store(t.row_sum + r, Simd::add(Simd::load(t.row_sum + r), Simd::load(t.tile_sum + r)));
+  }
+}
+
+// Scores of keys from n_valid on become -infinity.
+inline void mask_row(float* scores, int n_valid) {
+  for (int i = n_valid / kWidth; i < kTileVectors; ++i) {
+    const F x = Simd::load(scores + i * kWidth);
+    Simd::store(scores + i * kWidth, Simd::keep_first(x, n_valid - i * kWidth));
   }
 }
 
@@ -199,8 +234,8 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
   const int n_rows = block.n_rows;
   const auto acc_stride = static_cast<size_t>(block.dim_v_padded);
   for (int r = 0; r < n_rows; ++r) {
-    state.max[r] = kLowest;
-    state.sum[r] = 0.0F;
+    tiles.row_max[r] = kLowest;
+    tiles.row_sum[r] = 0.0F;
   }
   for (size_t i = 0; i < n_rows * acc_stride; i += kWidth) {
     Simd::store(state.acc + i, Simd::zero());
@@ -218,57 +253,54 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
     const auto valid = [&](int r) {
       return block.limits[r] - tile < n_keys ? static_cast<int>(block.limits[r] - tile) : n_keys;
     };
+    const auto scores = [&](int r) { return tiles.scores + static_cast<size_t>(r) * kTile; };
 
     const uint8_t* k = block.k + tile * block.k_stride;
-    Simd::pack_keys(k, block.k_stride, n_keys, block.dim_k, tiles.k_half);
-    const int key_vectors = (n_keys + kWidth - 1) / kWidth;
-    const auto score = [&](int r, int rows, const auto* keys) {
-      gemm_columns(rows, key_vectors, block.dim_k, block.q + static_cast<size_t>(r) * block.dim_k,
-                   block.dim_k, keys, kTile, tiles.scores + static_cast<size_t>(r) * kTile, kTile,
-                   Start::kZero, nullptr);
+    const uint8_t* v = block.v + tile * block.v_stride;
+    const auto score = [&](const auto* keys) {
+      for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
+        const int key_vectors = (valid(r + rows - 1) + kWidth - 1) / kWidth;
+        gemm_columns(rows, key_vectors, block.dim_k, block.q + static_cast<size_t>(r) * block.dim_k,
+                     block.dim_k, keys, kTile, scores(r), kTile, nullptr);
+      });
     };
     if (wide) {
-      for (int i = 0; i < block.dim_k * kTile; i += kWidth) {
-        Simd::store(tiles.k_wide + i, Simd::load_half(tiles.k_half + i));
-      }
-      for_row_pieces(row_begin, n_rows, [&](int r, int rows) { score(r, rows, tiles.k_wide); });
-    } else if constexpr (Simd::kHalfOperand) {
-      for_row_pieces(row_begin, n_rows, [&](int r, int rows) { score(r, rows, tiles.k_half); });
+      Simd::pack_keys(k, block.k_stride, n_keys, block.dim_k, tiles.k_wide);
+      score(tiles.k_wide);
+    } else {
+      Simd::pack_keys(k, block.k_stride, n_keys, block.dim_k, tiles.k_half);
+      score(tiles.k_half);
     }
 
-    for (int r = row_begin; r < n_rows; ++r) {
-      tiles.rescale[r] = softmax_row(tiles.scores + static_cast<size_t>(r) * kTile, valid(r),
-                                     state.max + r, state.sum + r);
-    }
+    for (int r = row_begin; r < n_rows && valid(r) < kTile; ++r) mask_row(scores(r), valid(r));
+    softmax_rows(tiles, row_begin, n_rows - row_begin);
 
-    const uint8_t* v = block.v + tile * block.v_stride;
-    const auto accumulate = [&](int r, int rows, const auto* values, size_t stride) {
-      const auto add = [&](int row, int count, int begin, int end, Start start) {
-        gemm_columns(count, v_vectors, end - begin,
-                     tiles.scores + static_cast<size_t>(row) * kTile + begin, kTile,
+    const auto accumulate = [&](const auto* values, size_t stride) {
+      const auto add = [&](int row, int rows, int begin, int end, const float* rescale) {
+        gemm_columns(rows, v_vectors, end - begin, scores(row) + begin, kTile,
                      values + begin * stride, stride, state.acc + row * acc_stride, acc_stride,
-                     start, tiles.rescale + row);
+                     rescale);
       };
-      bool rescale = false;
-      for (int i = 0; i < rows; ++i) rescale |= tiles.rescale[r + i] != 1.0F;
-      // The rows together up to the first one's last key, then each alone: what a row does not
-      // attend never meets its accumulator.
-      const int common = valid(r);
-      add(r, rows, 0, common, rescale ? Start::kRescale : Start::kLoad);
-      for (int i = 1; i < rows; ++i) {
-        if (valid(r + i) > common) add(r + i, 1, common, valid(r + i), Start::kLoad);
-      }
+      for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
+        // The rows together up to the first one's last key, then each alone: what a row does not
+        // attend never meets its accumulator.
+        const int common = valid(r);
+        add(r, rows, 0, common, tiles.rescale + r);
+        for (int i = 1; i < rows; ++i) {
+          if (valid(r + i) > common) add(r + i, 1, common, valid(r + i), kKeep);
+        }
+      });
     };
     if (wide_v) {
       widen_values(block, v, n_keys, tiles.v_wide);
-      for_row_pieces(row_begin, n_rows,
-                     [&](int r, int rows) { accumulate(r, rows, tiles.v_wide, acc_stride); });
-    } else if constexpr (Simd::kHalfOperand) {
-      const auto* half = reinterpret_cast<const uint16_t*>(v);
-      for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
-        accumulate(r, rows, half, block.v_stride / sizeof(uint16_t));
-      });
+      accumulate(tiles.v_wide, acc_stride);
+    } else {
+      accumulate(reinterpret_cast<const uint16_t*>(v), block.v_stride / sizeof(uint16_t));
     }
+  }
+  for (int r = 0; r < n_rows; ++r) {
+    state.max[r] = tiles.row_max[r];
+    state.sum[r] = tiles.row_sum[r];
   }
 }
 

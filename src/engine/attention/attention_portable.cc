@@ -29,12 +29,13 @@ struct Simd {
   static F mul(F a, F b) { return a * b; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F max(F a, F b) { return a > b ? a : b; }
-  static float hmax(F x) {
-    const float a = x[0] > x[2] ? x[0] : x[2];
-    const float b = x[1] > x[3] ? x[1] : x[3];
-    return a > b ? a : b;
+  template <F (*op)(F, F), int N>
+  static void reduce(const F (&x)[N], float* out) {
+    for (int i = 0; i < N; ++i) {
+      const F y = op(x[i], F{x[i][2], x[i][3], x[i][0], x[i][1]});
+      out[i] = op(y, F{y[1], y[0], y[3], y[2]})[0];
+    }
   }
-  static float hsum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   static F keep_first(F x, int n) {
     const I lane = {0, 1, 2, 3};
     return lane < n ? x : set1(-__builtin_inff());
@@ -69,7 +70,15 @@ struct Simd {
     for (int i = 0; i < n; ++i) x[i] = widen(p[i]);
     return x;
   }
-  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out);
+  static void convert(uint16_t h, uint16_t* out) { *out = h; }
+  static void convert(uint16_t h, float* out) { *out = widen(h); }
+  template <typename T>
+  static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, T* out) {
+    for (int key = 0; key < n_keys; ++key) {
+      const auto* row = reinterpret_cast<const uint16_t*>(k + key * stride);
+      for (int d = 0; d < dim; ++d) convert(row[d], out + d * kTile + key);
+    }
+  }
 };
 
 }  // namespace
@@ -78,13 +87,6 @@ struct Simd {
 #include "attention_kernel_impl.h"
 
 namespace hcache::engine {
-namespace {
-
-void Simd::pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, uint16_t* out) {
-  pack_keys_scalar(k, stride, n_keys, 0, dim, out);
-}
-
-}  // namespace
 
 const AttentionKernel kAttentionPortable = {attend, merge};
 
