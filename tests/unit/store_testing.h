@@ -1,0 +1,229 @@
+// What the store's tests share: a temporary directory, chains with made-up pages, and a check of
+// everything that a match offers against what was saved.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "store/store.h"
+
+namespace hcache::store::testing {
+
+#define ASSERT_OK(expr)                                                            \
+  do {                                                                             \
+    const auto& assert_ok_ = (expr);                                               \
+    ASSERT_TRUE(assert_ok_.ok()) << ::hcache::store::testing::text_of(assert_ok_); \
+  } while (false)
+#define EXPECT_OK(expr)                                                            \
+  do {                                                                             \
+    const auto& expect_ok_ = (expr);                                               \
+    EXPECT_TRUE(expect_ok_.ok()) << ::hcache::store::testing::text_of(expect_ok_); \
+  } while (false)
+
+inline std::string text_of(const Status& status) { return status.to_string(); }
+template <typename T>
+std::string text_of(const Result<T>& result) {
+  return result.status().to_string();
+}
+
+class TempDir {
+ public:
+  TempDir() {
+    std::string name = (std::filesystem::temp_directory_path() / "hcache-test-XXXXXX").string();
+    if (mkdtemp(name.data()) == nullptr) std::abort();
+    path_ = name;
+  }
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  ~TempDir() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  [[nodiscard]] const std::string& path() const { return path_; }
+  [[nodiscard]] std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+inline Fingerprint fingerprint_of(std::string_view name) {
+  return Hasher("test model").add(name).finish<Fingerprint>();
+}
+
+// `n` tokens that depend on the seed from position `fork` on and are all alike before it.
+inline std::vector<std::int32_t> tokens_of(std::size_t n, std::uint32_t seed = 0,
+                                           std::size_t fork = 0) {
+  std::vector<std::int32_t> out(n);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t s = i < fork ? 0 : seed;
+    out[i] = static_cast<std::int32_t>((i * 2654435761U + s * 40503U + 7) % 50000);
+  }
+  return out;
+}
+
+// The id of a chain's first chunk.
+inline ChunkId first_chunk(const Fingerprint& fingerprint, const SaltId& salt,
+                           const std::vector<std::int32_t>& tokens) {
+  return chunk_id(fingerprint, salt, {}, std::span<const std::int32_t>(tokens).first(kChunkTokens));
+}
+
+// The made-up state of one row: a function of everything up to that token, like the real one.
+inline std::vector<std::byte> row_bytes(const ChunkId& parent, std::span<const std::int32_t> tokens,
+                                        std::size_t row, std::uint16_t layer, Encoding encoding,
+                                        std::size_t size) {
+  std::uint64_t x = std::hash<ChunkId>()(parent) + layer * 1000003ULL +
+                    static_cast<std::uint64_t>(encoding) * 7919ULL;
+  for (std::size_t i = 0; i <= row; ++i) {
+    x = (x ^ static_cast<std::uint32_t>(tokens[i])) * 0x9e3779b97f4a7c15ULL;
+    x ^= x >> 29;
+  }
+  std::vector<std::byte> out(size);
+  for (std::byte& b : out) {
+    x = x * 6364136223846793005ULL + 1442695040888963407ULL;
+    b = static_cast<std::byte>(x >> 56);
+  }
+  return out;
+}
+
+inline std::vector<std::byte> page_bytes_of(const ChunkId& parent,
+                                            std::span<const std::int32_t> tokens,
+                                            std::uint16_t layer, Encoding encoding,
+                                            std::size_t row_size) {
+  std::vector<std::byte> out;
+  for (std::size_t row = 0; row < tokens.size(); ++row) {
+    const auto bytes = row_bytes(parent, tokens, row, layer, encoding, row_size);
+    out.insert(out.end(), bytes.begin(), bytes.end());
+  }
+  return out;
+}
+
+struct Shape {
+  std::uint16_t layers = 4;
+  std::vector<Encoding> encodings = {Encoding::kHiddenQ8_1};
+  std::size_t row_size = 72;
+};
+
+// A chain cut into chunks, with the memory that its pages need.
+class Chain {
+ public:
+  Chain(const Fingerprint& fingerprint, const SaltId& salt, std::vector<std::int32_t> tokens,
+        const Shape& shape)
+      : tokens_(std::move(tokens)) {
+    ChunkId parent;
+    for (std::size_t at = 0; at < tokens_.size(); at += kChunkTokens) {
+      ChunkWrite& write = chunks_.emplace_back();
+      write.tokens = std::span<const std::int32_t>(tokens_).subspan(
+          at, std::min<std::size_t>(kChunkTokens, tokens_.size() - at));
+      write.parent = parent;
+      write.fingerprint = fingerprint;
+      write.salt = salt;
+      write.first_position = at;
+      write.id = chunk_id(fingerprint, salt, parent, write.tokens);
+      write.k_type = ElementType::kF16;
+      write.v_type = ElementType::kF16;
+      for (std::uint16_t layer = 0; layer < shape.layers; ++layer) {
+        for (const Encoding encoding : shape.encodings) {
+          memory_.push_back(page_bytes_of(parent, write.tokens, layer, encoding, shape.row_size));
+          write.pages.push_back({layer, encoding, memory_.back()});
+        }
+      }
+      parent = write.id;
+    }
+  }
+  [[nodiscard]] std::span<const ChunkWrite> chunks() const { return chunks_; }
+  [[nodiscard]] const std::vector<std::int32_t>& tokens() const { return tokens_; }
+  [[nodiscard]] std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const auto& page : memory_) sum += page.size();
+    return sum;
+  }
+
+ private:
+  std::vector<std::int32_t> tokens_;
+  std::deque<std::vector<std::byte>> memory_;
+  std::vector<ChunkWrite> chunks_;
+};
+
+// All pages of a match in layer order, as a restore asks for them.
+inline std::vector<PageRequest> requests_of(const Match& match) {
+  std::vector<PageRequest> out;
+  for (const MatchedChunk& m : match.chunks) {
+    for (const PageInfo& page : m.chunk.info().pages) {
+      out.push_back({m.chunk, page.layer, page.encoding});
+    }
+  }
+  std::stable_sort(out.begin(), out.end(), [](const PageRequest& a, const PageRequest& b) {
+    return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
+  });
+  return out;
+}
+
+struct ReadBack {
+  std::size_t good = 0;
+  std::vector<Status> failed;
+};
+
+// Reads every page of a match. Bytes that are delivered as good must be the right ones.
+inline ReadBack read_back(Store& store, const Match& match, ReaderOptions options = {}) {
+  ReadBack out;
+  if (options.ring_bytes == ReaderOptions().ring_bytes) options.ring_bytes = 1 << 20;
+  auto reader = store.new_reader(options);
+  EXPECT_OK(reader);
+  if (!reader.ok()) return out;
+  const auto requests = requests_of(match);
+  EXPECT_OK((*reader)->submit(requests));
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const auto view = (*reader)->next();
+    EXPECT_OK(view);
+    if (!view.ok()) return out;
+    EXPECT_EQ(view->index, i);
+    if (view->status.ok()) {
+      const ChunkInfo& info = requests[i].chunk.info();
+      const auto expected =
+          page_bytes_of(info.parent, info.tokens, requests[i].layer, requests[i].encoding,
+                        view->bytes.size() / info.tokens.size());
+      EXPECT_TRUE(
+          std::equal(expected.begin(), expected.end(), view->bytes.begin(), view->bytes.end()))
+          << "wrong bytes delivered as good";
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view->bytes.data()) % kPageAlignment, 0U);
+      ++out.good;
+    } else {
+      EXPECT_TRUE(view->bytes.empty());
+      out.failed.push_back(view->status);
+    }
+    (*reader)->release(i);
+  }
+  EXPECT_EQ((*reader)->next().code(), Code::kOutOfRange);
+  return out;
+}
+
+// The tokens of a match must be the wanted ones.
+inline void expect_prefix(const Match& match, std::span<const std::int32_t> tokens) {
+  std::uint64_t at = 0;
+  ASSERT_LE(match.n_tokens, tokens.size());
+  for (const MatchedChunk& m : match.chunks) {
+    ASSERT_LE(m.usable_rows, m.chunk.info().tokens.size());
+    for (std::uint32_t i = 0; i < m.usable_rows; ++i) {
+      ASSERT_EQ(m.chunk.info().tokens[i], tokens[at + i]);
+    }
+    at += m.usable_rows;
+  }
+  EXPECT_EQ(at, match.n_tokens);
+}
+
+inline std::unique_ptr<Store> open_store(Env& env, const StoreOptions& options) {
+  auto store = Store::open(env, options);
+  EXPECT_OK(store);
+  return store.ok() ? std::move(*store) : nullptr;
+}
+
+}  // namespace hcache::store::testing
