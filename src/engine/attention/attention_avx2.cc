@@ -8,6 +8,34 @@
 namespace hcache::engine {
 namespace {
 
+// Transposes 8 keys by 16 dimensions of F16: out[dim][key].
+template <typename T>
+void transpose_8x16(const uint16_t* const rows[8], int dim, T* out) {
+  __m256i a[8];
+  __m256i b[8];
+  for (int i = 0; i < 8; ++i) {
+    a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + dim));
+  }
+  for (int i = 0; i < 8; i += 2) {  // pairs of keys
+    b[i] = _mm256_unpacklo_epi16(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_epi16(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {  // four keys
+    a[i] = _mm256_unpacklo_epi32(b[i], b[i + 2]);
+    a[i + 1] = _mm256_unpackhi_epi32(b[i], b[i + 2]);
+    a[i + 2] = _mm256_unpacklo_epi32(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm256_unpackhi_epi32(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // eight keys
+    b[2 * i] = _mm256_unpacklo_epi64(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i) {  // lanes: dimension i, dimension 8 + i
+    store_8(out + i * kTile, _mm256_castsi256_si128(b[i]));
+    store_8(out + (i + 8) * kTile, _mm256_extracti128_si256(b[i], 1));
+  }
+}
+
 struct Simd {
   static constexpr int kWidth = 8;
   static constexpr int kRows = 6;
@@ -65,7 +93,7 @@ struct Simd {
   }
   template <typename T>
   static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, T* out) {
-    pack_keys_x86(k, stride, n_keys, dim, out);
+    pack_key_groups<8>(k, stride, n_keys, dim, out, transpose_8x16<T>);
   }
 };
 

@@ -8,6 +8,44 @@
 namespace hcache::engine {
 namespace {
 
+inline void store_16(uint16_t* p, __m256i x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+}
+inline void store_16(float* p, __m256i x) { _mm512_storeu_ps(p, _mm512_cvtph_ps(x)); }
+
+// Transposes 16 keys by 16 dimensions of F16: out[dim][key].
+template <typename T>
+void transpose_16x16(const uint16_t* const rows[16], int dim, T* out) {
+  __m512i a[8];
+  __m512i b[8];
+  for (int i = 0; i < 8; ++i) {
+    // Lanes: eight dimensions of key i, of key 8 + i, the next eight of key i, of key 8 + i.
+    // Gathered by masked loads, which leave the shuffle port to the steps below.
+    a[i] = _mm512_broadcast_i64x2(load_128(rows[i] + dim));
+    a[i] = _mm512_mask_broadcast_i64x2(a[i], 0x0c, load_128(rows[i + 8] + dim));
+    a[i] = _mm512_mask_broadcast_i64x2(a[i], 0x30, load_128(rows[i] + dim + 8));
+    a[i] = _mm512_mask_broadcast_i64x2(a[i], 0xc0, load_128(rows[i + 8] + dim + 8));
+  }
+  for (int i = 0; i < 8; i += 2) {  // pairs of keys
+    b[i] = _mm512_unpacklo_epi16(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {  // four keys
+    a[i] = _mm512_unpacklo_epi32(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi32(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi32(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi32(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // eight keys
+    b[2 * i] = _mm512_unpacklo_epi64(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i) {  // halves: dimension i, dimension 8 + i, of sixteen keys
+    store_16(out + i * kTile, _mm512_castsi512_si256(b[i]));
+    store_16(out + (i + 8) * kTile, _mm512_extracti64x4_epi64(b[i], 1));
+  }
+}
+
 struct Simd {
   static constexpr int kWidth = 16;
   static constexpr int kRows = 6;
@@ -64,7 +102,7 @@ struct Simd {
   }
   template <typename T>
   static void pack_keys(const uint8_t* k, size_t stride, int n_keys, int dim, T* out) {
-    pack_keys_x86(k, stride, n_keys, dim, out);
+    pack_key_groups<16>(k, stride, n_keys, dim, out, transpose_16x16<T>);
   }
 };
 
