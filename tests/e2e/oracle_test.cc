@@ -1,0 +1,243 @@
+// Our logits against libllama's: tiny random models of every architecture and weight type, and
+// SmolLM2 itself, over prefill in odd chunk sizes and decode.
+#include "oracle.h"
+
+#include <array>
+#include <filesystem>
+#include <random>
+
+#include "../unit/model_fixtures.h"
+#include "engine/engine.h"
+
+namespace hcache::test {
+namespace {
+
+using engine::AttentionKind;
+using engine::BatchItem;
+using engine::Engine;
+using engine::EngineOptions;
+
+constexpr std::array kTypes = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q8_0,
+                               GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_K};
+
+struct Shape {
+  const char* arch;
+  int n_head_kv;
+};
+constexpr std::array kShapes = {Shape{"llama", 4}, Shape{"llama", 2}, Shape{"llama", 1},
+                                Shape{"qwen2", 2}, Shape{"qwen3", 2}, Shape{"falcon", 1},
+                                Shape{"falcon", 2}};
+
+// How a token stream is cut: odd prefill chunks on both sides of the tiled kernels' sizes, then
+// single tokens.
+constexpr std::array kChunks = {1, 67, 3, 130, 17, 1, 1, 1, 1, 1, 1};
+
+Tokens random_tokens(int n, int n_vocab, unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_int_distribution<int32_t> pick(0, n_vocab - 1);
+  Tokens out(static_cast<size_t>(n));
+  for (int32_t& t : out) t = pick(random);
+  return out;
+}
+
+class Ours {
+ public:
+  Ours(const std::string& path, const EngineOptions& options) {
+    device_ = model::test::open_cpu();
+    auto model = model::Model::load(path, *device_);
+    EXPECT_TRUE(model.ok()) << model.status().to_string();
+    model_ = std::move(model).value();
+    engine_ = Engine::create(*model_, options).value();
+    sequence_ = engine_->create_sequence().value();
+  }
+  std::vector<Row> append(std::span<const int32_t> tokens) {
+    const BatchItem item = {
+        .seq = sequence_, .tokens = tokens, .first_pos = -1, .output = BatchItem::Output::kAll};
+    const auto logits = engine_->decode({&item, 1});
+    EXPECT_TRUE(logits.ok()) << logits.status().to_string();
+    std::vector<Row> out;
+    if (!logits.ok()) return out;
+    for (const auto& row : logits->rows) out.emplace_back(row.begin(), row.end());
+    return out;
+  }
+
+ private:
+  std::unique_ptr<model::Device> device_;
+  std::unique_ptr<model::Model> model_;
+  std::unique_ptr<Engine> engine_;
+  engine::SeqId sequence_ = -1;
+};
+
+template <typename A, typename B>
+Difference run(A& oracle, B& ours, int n_vocab, unsigned seed) {
+  int total = 0;
+  for (const int chunk : kChunks) total += chunk;
+  const Tokens tokens = random_tokens(total, n_vocab, seed);
+  std::vector<Row> expected;
+  std::vector<Row> actual;
+  std::span<const int32_t> rest = tokens;
+  for (const int chunk : kChunks) {
+    const auto part = rest.first(static_cast<size_t>(chunk));
+    rest = rest.subspan(static_cast<size_t>(chunk));
+    for (Row& row : oracle.append(part)) expected.push_back(std::move(row));
+    for (Row& row : ours.append(part)) actual.push_back(std::move(row));
+  }
+  return compare(expected, actual);
+}
+
+struct Case {
+  Shape shape;
+  ggml_type type;
+};
+
+std::vector<Case> all_cases() {
+  std::vector<Case> out;
+  for (const Shape& shape : kShapes) {
+    for (const ggml_type type : kTypes) out.push_back({shape, type});
+  }
+  return out;
+}
+
+class TinyModels : public ::testing::TestWithParam<Case> {
+ protected:
+  std::string path() {
+    return model::test::make_tiny(
+        dir_, model::test::tiny_options(GetParam().shape.arch, GetParam().shape.n_head_kv,
+                                        GetParam().type));
+  }
+  model::test::TempDir dir_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Oracle, TinyModels, ::testing::ValuesIn(all_cases()),
+                         [](const auto& info) {
+                           return std::string(info.param.shape.arch) +
+                                  std::to_string(info.param.shape.n_head_kv) + "_" +
+                                  ggml_type_name(info.param.type);
+                         });
+
+// With F32 keys and values on both sides only the order of sums differs.
+TEST_P(TinyModels, AgreeWithF32Cache) {
+  const std::string file = path();
+  Oracle oracle(file, GGML_TYPE_F32, false);
+  Ours ours(file,
+            {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
+  const Difference d = run(oracle, ours, 320, 1);
+  EXPECT_TRUE(d.finite);
+  EXPECT_LT(d.mean_kl, 1e-3);
+  EXPECT_LT(d.max_logit, 0.5);
+  RecordProperty("max_logit", std::to_string(d.max_logit));
+  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+}
+
+// Our attention kernel with the default F16 cache.
+TEST_P(TinyModels, AgreeWithOurAttention) {
+  const std::string file = path();
+  Oracle oracle(file, GGML_TYPE_F16, true);
+  Ours ours(file, {.arena_tokens = 1024, .attention = AttentionKind::kAuto});
+  const Difference d = run(oracle, ours, 320, 2);
+  EXPECT_TRUE(d.finite);
+  EXPECT_LT(d.mean_kl, 5e-3);
+  EXPECT_LT(d.max_logit, 1.0);
+  RecordProperty("max_logit", std::to_string(d.max_logit));
+  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+}
+
+// RoPE in all the ways the metadata can ask for.
+TEST(Oracle, RopeScalingAgrees) {
+  const model::test::TempDir dir;
+  const auto check = [&](model::SynthOptions options, const char* what) {
+    const std::string file = model::test::make_tiny(dir, options);
+    Oracle oracle(file, GGML_TYPE_F32, false);
+    Ours ours(file,
+              {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
+    const Difference d = run(oracle, ours, 320, 3);
+    EXPECT_LT(d.max_logit, 5e-3) << what;
+    EXPECT_LT(d.mean_kl, 1e-6) << what;
+  };
+  for (const char* arch : {"llama", "qwen2"}) {
+    const std::string prefix = std::string(arch) + ".rope.scaling.";
+    auto options = model::test::tiny_options(arch, 2, GGML_TYPE_F32);
+    options.shape.n_ctx = 256;
+    options.extra_numbers = {{prefix + "factor", 8.0F}};
+    check(options, "linear");
+    options.extra_strings = {{prefix + "type", "yarn"}};
+    check(options, "yarn");
+    options.extra_numbers.emplace_back(prefix + "attn_factor", 1.3F);
+    check(options, "yarn with attention factor");
+    options.extra_strings = {{prefix + "type", "none"}};
+    check(options, "none");
+  }
+  auto options = model::test::tiny_options("llama", 2, GGML_TYPE_F32);
+  options.rope_factors = true;
+  options.shape.rope_freq_base = 5e5F;
+  check(options, "frequency factors");
+}
+
+// The multi-head twin answers as the original does.
+TEST(Oracle, ExpandedHeadsAnswerTheSame) {
+  const model::test::TempDir dir;
+  for (const char* arch : {"llama", "qwen2", "qwen3", "falcon"}) {
+    for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q4_1}) {
+      const std::string file =
+          model::test::make_tiny(dir, model::test::tiny_options(arch, 2, type));
+      const std::string twin = dir.file("twin.gguf");
+      ASSERT_TRUE(model::expand_kv(file, twin, 1, nullptr).ok());
+      const EngineOptions options = {.arena_tokens = 1024};
+      Ours original(file, options);
+      Ours expanded(twin, options);
+      const Difference d = run(original, expanded, 320, 4);
+      EXPECT_LT(d.max_logit, 1e-4) << arch << " " << ggml_type_name(type);
+    }
+  }
+}
+
+// Padding for K-quants changes no answer: shown with F32, where nothing else changes one.
+TEST(Oracle, PaddedModelsAnswerTheSame) {
+  const model::test::TempDir dir;
+  auto options = model::test::tiny_options("llama", 3, GGML_TYPE_F32);
+  options.shape.n_embd = 288;
+  options.shape.n_head = 9;
+  options.shape.n_head_kv = 3;
+  options.shape.head_dim = 32;
+  options.shape.n_ff = 96;
+  const std::string file = model::test::make_tiny(dir, options);
+  const std::string q6 = dir.file("q6.gguf");
+  const std::string padded = dir.file("padded.gguf");
+  ASSERT_TRUE(model::requantise(file, q6, GGML_TYPE_Q6_K, 1, nullptr).ok());
+  ASSERT_TRUE(model::requantise(q6, padded, GGML_TYPE_F32, 1, nullptr).ok());
+  const EngineOptions engine_options = {
+      .arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml};
+  Ours original(file, engine_options);
+  Ours wide(padded, engine_options);
+  const Difference d = run(original, wide, 320, 5);
+  EXPECT_LT(d.mean_kl, 5e-3);  // what six bits per weight cost
+  Oracle oracle(padded, GGML_TYPE_F32, false);
+  Ours again(padded, engine_options);
+  EXPECT_LT(run(oracle, again, 320, 6).max_logit, 5e-3);
+}
+
+class DefaultModel : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!std::filesystem::exists(HCACHE_TEST_MODEL)) GTEST_SKIP() << "no default model";
+  }
+};
+
+TEST_F(DefaultModel, AgreesWithOurAttention) {
+  Oracle oracle(HCACHE_TEST_MODEL, GGML_TYPE_F16, true);
+  Ours ours(HCACHE_TEST_MODEL, {.arena_tokens = 1024});
+  const Difference d = run(oracle, ours, 49152, 7);
+  EXPECT_LT(d.mean_kl, 5e-3);
+  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+}
+
+TEST_F(DefaultModel, AgreesWithGgmlAttention) {
+  Oracle oracle(HCACHE_TEST_MODEL, GGML_TYPE_F16, true);
+  Ours ours(HCACHE_TEST_MODEL, {.arena_tokens = 1024, .attention = AttentionKind::kGgml});
+  const Difference d = run(oracle, ours, 49152, 8);
+  EXPECT_LT(d.mean_kl, 5e-3);
+  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+}
+
+}  // namespace
+}  // namespace hcache::test
