@@ -44,5 +44,5 @@ run() {
     { tail -n 30 "$log"; echo "deps: '$*' failed"; exit 1; }
 }
 run apt-get update
-run apt-get install -y --no-install-recommends "${missing[@]}"
+run apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${missing[@]}"
 echo "deps: done"
