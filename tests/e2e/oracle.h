@@ -44,6 +44,16 @@ class Oracle {
     EXPECT_NE(context_, nullptr) << path;
   }
 
+  [[nodiscard]] Tokens tokenize(const std::string& text) const {
+    Tokens out(text.size() + 1);
+    const llama_vocab* vocab = llama_model_get_vocab(model_.get());
+    const int n = llama_tokenize(vocab, text.data(), static_cast<int32_t>(text.size()), out.data(),
+                                 static_cast<int32_t>(out.size()), false, false);
+    EXPECT_GT(n, 0);
+    out.resize(static_cast<size_t>(std::max(0, n)));
+    return out;
+  }
+
   // Logits of each token, appended in one batch.
   std::vector<Row> append(std::span<const int32_t> tokens) {
     std::vector<Row> out;

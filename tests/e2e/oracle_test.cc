@@ -28,6 +28,8 @@ constexpr std::array kShapes = {Shape{"llama", 4}, Shape{"llama", 2}, Shape{"lla
                                 Shape{"qwen2", 2}, Shape{"qwen3", 2}, Shape{"falcon", 1},
                                 Shape{"falcon", 2}};
 
+constexpr int kTinyVocab = 320;
+
 // How a token stream is cut: odd prefill chunks on both sides of the tiled kernels' sizes, then
 // single tokens.
 constexpr std::array kChunks = {1, 67, 3, 130, 17, 1, 1, 1, 1, 1, 1};
@@ -68,11 +70,14 @@ class Ours {
   engine::SeqId sequence_ = -1;
 };
 
-template <typename A, typename B>
-Difference run(A& oracle, B& ours, int n_vocab, unsigned seed) {
+int n_tokens() {
   int total = 0;
   for (const int chunk : kChunks) total += chunk;
-  const Tokens tokens = random_tokens(total, n_vocab, seed);
+  return total;
+}
+
+template <typename A, typename B>
+Difference run(A& oracle, B& ours, const Tokens& tokens) {
   std::vector<Row> expected;
   std::vector<Row> actual;
   std::span<const int32_t> rest = tokens;
@@ -83,6 +88,11 @@ Difference run(A& oracle, B& ours, int n_vocab, unsigned seed) {
     for (Row& row : ours.append(part)) actual.push_back(std::move(row));
   }
   return compare(expected, actual);
+}
+
+template <typename A, typename B>
+Difference run(A& oracle, B& ours, unsigned seed) {
+  return run(oracle, ours, random_tokens(n_tokens(), kTinyVocab, seed));
 }
 
 struct Case {
@@ -115,31 +125,45 @@ INSTANTIATE_TEST_SUITE_P(Oracle, TinyModels, ::testing::ValuesIn(all_cases()),
                                   ggml_type_name(info.param.type);
                          });
 
-// With F32 keys and values on both sides only the order of sums differs.
-TEST_P(TinyModels, AgreeWithF32Cache) {
+// What a difference in the order of sums may do to logits whose standard deviation is two: nothing
+// visible with F32 weights; elsewhere it tips activations over a rounding edge of the type in which
+// the product consumes them.
+struct Bounds {
+  double max_logit;
+  double mean_kl;
+};
+
+Bounds bounds(ggml_type weights) {
+  switch (weights) {
+    case GGML_TYPE_F32: return {5e-3, 1e-6};
+    case GGML_TYPE_F16: return {2e-2, 1e-5};
+    case GGML_TYPE_BF16: return {1e-1, 5e-5};
+    default: return {3e-1, 5e-4};
+  }
+}
+
+void expect_close(const Difference& d, ggml_type weights) {
+  const Bounds b = bounds(weights);
+  EXPECT_TRUE(d.finite);
+  EXPECT_LT(d.max_logit, b.max_logit);
+  EXPECT_LT(d.mean_kl, b.mean_kl);
+  ::testing::Test::RecordProperty("max_logit", std::to_string(d.max_logit));
+  ::testing::Test::RecordProperty("mean_kl", std::to_string(d.mean_kl));
+}
+
+TEST_P(TinyModels, AgreeWithGgmlAttention) {
   const std::string file = path();
   Oracle oracle(file, GGML_TYPE_F32, false);
   Ours ours(file,
             {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
-  const Difference d = run(oracle, ours, 320, 1);
-  EXPECT_TRUE(d.finite);
-  EXPECT_LT(d.mean_kl, 1e-3);
-  EXPECT_LT(d.max_logit, 0.5);
-  RecordProperty("max_logit", std::to_string(d.max_logit));
-  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+  expect_close(run(oracle, ours, 1), GetParam().type);
 }
 
-// Our attention kernel with the default F16 cache.
 TEST_P(TinyModels, AgreeWithOurAttention) {
   const std::string file = path();
   Oracle oracle(file, GGML_TYPE_F16, true);
   Ours ours(file, {.arena_tokens = 1024, .attention = AttentionKind::kAuto});
-  const Difference d = run(oracle, ours, 320, 2);
-  EXPECT_TRUE(d.finite);
-  EXPECT_LT(d.mean_kl, 5e-3);
-  EXPECT_LT(d.max_logit, 1.0);
-  RecordProperty("max_logit", std::to_string(d.max_logit));
-  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+  expect_close(run(oracle, ours, 2), GetParam().type);
 }
 
 // RoPE in all the ways the metadata can ask for.
@@ -150,7 +174,7 @@ TEST(Oracle, RopeScalingAgrees) {
     Oracle oracle(file, GGML_TYPE_F32, false);
     Ours ours(file,
               {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
-    const Difference d = run(oracle, ours, 320, 3);
+    const Difference d = run(oracle, ours, 3);
     EXPECT_LT(d.max_logit, 5e-3) << what;
     EXPECT_LT(d.mean_kl, 1e-6) << what;
   };
@@ -185,7 +209,7 @@ TEST(Oracle, ExpandedHeadsAnswerTheSame) {
       const EngineOptions options = {.arena_tokens = 1024};
       Ours original(file, options);
       Ours expanded(twin, options);
-      const Difference d = run(original, expanded, 320, 4);
+      const Difference d = run(original, expanded, 4);
       EXPECT_LT(d.max_logit, 1e-4) << arch << " " << ggml_type_name(type);
     }
   }
@@ -209,11 +233,11 @@ TEST(Oracle, PaddedModelsAnswerTheSame) {
       .arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml};
   Ours original(file, engine_options);
   Ours wide(padded, engine_options);
-  const Difference d = run(original, wide, 320, 5);
+  const Difference d = run(original, wide, 5);
   EXPECT_LT(d.mean_kl, 5e-3);  // what six bits per weight cost
   Oracle oracle(padded, GGML_TYPE_F32, false);
   Ours again(padded, engine_options);
-  EXPECT_LT(run(oracle, again, 320, 6).max_logit, 5e-3);
+  EXPECT_LT(run(oracle, again, 6).max_logit, 5e-3);
 }
 
 class DefaultModel : public ::testing::Test {
@@ -223,20 +247,34 @@ class DefaultModel : public ::testing::Test {
   }
 };
 
-TEST_F(DefaultModel, AgreesWithOurAttention) {
-  Oracle oracle(HCACHE_TEST_MODEL, GGML_TYPE_F16, true);
-  Ours ours(HCACHE_TEST_MODEL, {.arena_tokens = 1024});
-  const Difference d = run(oracle, ours, 49152, 7);
-  EXPECT_LT(d.mean_kl, 5e-3);
-  RecordProperty("mean_kl", std::to_string(d.mean_kl));
-}
+// A text for the model that was trained on text: on noise its answers are far more fragile.
+constexpr const char* kText =
+    "The lighthouse keeper wrote everything down. On Monday the wind came from the north and the "
+    "supply boat could not land, so he ate the last of the bread and mended the blue net. On "
+    "Tuesday a merchant ship passed close to the rocks; he lit the lamp at noon and rang the bell "
+    "until the captain turned away. The captain waved. On Wednesday the sea was flat like a plate, "
+    "and two girls rowed over from the village with a letter from the harbour office. It asked him "
+    "to count the birds that nested below the gallery: how many pairs, how many eggs, and on which "
+    "side of the tower. He climbed down with a rope around his waist and counted forty-one nests, "
+    "most of them facing east, where the morning sun warms the stone. He wrote the number on a "
+    "slip of paper, put it into a bottle and gave the bottle to the girls. What they thought of it "
+    "he never learned, but in the spring the office sent him a telescope, a box of good pencils "
+    "and "
+    "a second letter, which asked him to count the birds again. So he did, and this time he also "
+    "counted the ships, the storms and the days on which nobody came.";
 
-TEST_F(DefaultModel, AgreesWithGgmlAttention) {
-  Oracle oracle(HCACHE_TEST_MODEL, GGML_TYPE_F16, true);
-  Ours ours(HCACHE_TEST_MODEL, {.arena_tokens = 1024, .attention = AttentionKind::kGgml});
-  const Difference d = run(oracle, ours, 49152, 8);
-  EXPECT_LT(d.mean_kl, 5e-3);
-  RecordProperty("mean_kl", std::to_string(d.mean_kl));
+TEST_F(DefaultModel, AgreesWithEitherAttention) {
+  for (const AttentionKind kind : {AttentionKind::kAuto, AttentionKind::kGgml}) {
+    Oracle oracle(HCACHE_TEST_MODEL, GGML_TYPE_F16, true);
+    Ours ours(HCACHE_TEST_MODEL, {.arena_tokens = 1024, .attention = kind});
+    Tokens tokens = oracle.tokenize(kText);
+    ASSERT_GE(tokens.size(), static_cast<size_t>(n_tokens()));
+    const Difference d = run(oracle, ours, tokens);
+    EXPECT_TRUE(d.finite);
+    EXPECT_LT(d.mean_kl, 5e-3);
+    RecordProperty(kind == AttentionKind::kAuto ? "mean_kl_ours" : "mean_kl_ggml",
+                   std::to_string(d.mean_kl));
+  }
 }
 
 }  // namespace
