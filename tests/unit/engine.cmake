@@ -2,3 +2,16 @@ hcache_test(engine_attention_test unit/engine_attention_test.cc LIBS hcache_atte
 hcache_test(engine_arena_test unit/engine_arena_test.cc LIBS hcache_engine)
 target_include_directories(engine_arena_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)
 hcache_test(engine_step_test unit/engine_step_test.cc LIBS hcache_engine hcache_model_tools)
+
+# Tests that link hcache_test_rpc may start the RPC server of rpc_server.h.
+add_executable(hcache_rpc_test_server unit/rpc_server_main.cc)
+target_link_libraries(hcache_rpc_test_server PRIVATE hcache::ggml)
+set_target_properties(hcache_rpc_test_server PROPERTIES
+  RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+add_library(hcache_test_rpc INTERFACE)
+target_compile_definitions(hcache_test_rpc INTERFACE
+  HCACHE_TEST_RPC_SERVER="$<TARGET_FILE:hcache_rpc_test_server>")
+add_dependencies(hcache_test_rpc hcache_rpc_test_server)
+
+hcache_test(engine_restore_test unit/engine_restore_test.cc
+  LIBS hcache_engine hcache_model_tools hcache_test_rpc)

@@ -55,9 +55,9 @@ class TempDir {
   std::filesystem::path path_;
 };
 
-// A model on a device of its own.
+// A model and its device, which models on RPC share: a server serves one client at a time.
 struct LoadedModel {
-  std::unique_ptr<model::Device> device;
+  std::shared_ptr<model::Device> device;
   std::unique_ptr<model::Model> model;
 };
 
@@ -65,7 +65,14 @@ inline std::unique_ptr<LoadedModel> load_model(const std::string& path,
                                                const std::string& device = "cpu",
                                                int n_threads = 1) {
   auto loaded = std::make_unique<LoadedModel>();
-  loaded->device = model::Device::open(device, n_threads).value();
+  static std::map<std::string, std::shared_ptr<model::Device>> remote;
+  if (device.starts_with("rpc:")) {
+    std::shared_ptr<model::Device>& shared = remote[device];
+    if (shared == nullptr) shared = model::Device::open(device, n_threads).value();
+    loaded->device = shared;
+  } else {
+    loaded->device = model::Device::open(device, n_threads).value();
+  }
   loaded->model = model::Model::load(path, *loaded->device).value();
   return loaded;
 }
