@@ -146,6 +146,10 @@ Status RuntimeImpl::measure_profile() {
 
 Status RuntimeImpl::open_profile() {
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(profile_dir()));
+  if (options_.profile) {
+    profile_ = *options_.profile;
+    return {};
+  }
   profile_key_ = profile_key(*engine_, digest_, state_type_);
   Result<CostProfile> known = load_cost_profile(env_, profile_dir(), profile_key_);
   if (known.ok() && (known->read_bytes_per_s > 0 || !store_)) {
@@ -155,7 +159,10 @@ Status RuntimeImpl::open_profile() {
   return measure_profile();
 }
 
-Status RuntimeImpl::refresh_profile() { return measure_profile(); }
+Status RuntimeImpl::refresh_profile() {
+  if (options_.profile) return failed_precondition("the cost profile was given, not measured");
+  return measure_profile();
+}
 
 Status RuntimeImpl::choose_save_plan() {
   // The plan in force lives beside the profile, so that hysteresis spans processes.
@@ -286,7 +293,8 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
     return Started{};
   }
   const RestoreReport& report = outcome->report;
-  if (options.link_bytes_per_s <= 0 && report.bytes_read >= kMinObservedBytes) {
+  if (!options_.profile && options.link_bytes_per_s <= 0 &&
+      report.bytes_read >= kMinObservedBytes) {
     observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
     profile_dirty_ = true;
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,6 +37,9 @@ struct RuntimeOptions {
   std::string state_type = "native";  // see parse_state_type
   SaverOptions saver;
   std::string salt;  // cache salt: isolates tenants
+  // Planned with instead of a measured profile (experiments, tests); it is neither kept nor
+  // corrected.
+  std::optional<CostProfile> profile;
   ProgressFn progress;
 };
 
