@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <deque>
 
 namespace hcache::policy {
 
@@ -69,6 +68,12 @@ std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& 
   return groups;
 }
 
+double following_prefill_s(const RestoreCosts& costs, const LayerCosts& layer, int64_t prefill_rows,
+                           int64_t history) {
+  return prefill_layer_s(layer, std::min(prefill_rows, costs.batch_rows), history,
+                         costs.batch_rows);
+}
+
 double recompute_layer_s(const RestoreCosts& costs, int32_t l, int32_t recompute_layers,
                          int64_t rows) {
   const LayerCosts& layer = costs.layer(l);
@@ -108,38 +113,35 @@ Status check_plan(const RestoreCosts& costs, const Plan& plan) {
   return {};
 }
 
-// Slices in flight: their bytes are held from the start of the read until they are consumed.
-class Ring {
- public:
-  explicit Ring(int64_t bytes) : limit_(bytes) {}
-
-  // The earliest time at which a read of `bytes` that could start at `from` finds room.
-  double wait_for_room(int64_t bytes, double from) {
-    if (limit_ <= 0) return from;
-    while (!held_.empty() && held_bytes_ + bytes > limit_) {
-      from = std::max(from, held_.front().free_at);
-      held_bytes_ -= held_.front().bytes;
-      held_.pop_front();
-    }
-    return from;
-  }
-  void hold(int64_t bytes, double until) {
-    if (limit_ <= 0) return;
-    held_.push_back({bytes, until});
-    held_bytes_ += bytes;
-  }
-
- private:
-  struct Held {
-    int64_t bytes;
-    double free_at;
-  };
-  int64_t limit_;
-  int64_t held_bytes_ = 0;
-  std::deque<Held> held_;
-};
-
 }  // namespace
+
+double Ring::wait_for_room(int64_t bytes, double from) {
+  if (limit_ <= 0) return from;
+  while (head_ < held_.size() && held_bytes_ + bytes > limit_) {
+    from = std::max(from, held_[head_].free_at);
+    held_bytes_ -= held_[head_].bytes;
+    ++head_;
+  }
+  return from;
+}
+
+void Ring::hold(int64_t bytes, double until) {
+  if (limit_ <= 0) return;
+  held_.push_back({bytes, until});
+  held_bytes_ += bytes;
+}
+
+SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, PipelineState* state) {
+  SliceTimes t;
+  t.read_begin = ring->wait_for_room(g.bytes, state->io);
+  state->io = t.read_begin + g.io;
+  t.usable = state->io + g.lag;
+  t.compute_begin = std::max(state->compute, t.usable);
+  state->compute = t.compute_begin + g.compute;
+  // What takes no compute is consumed as it arrives.
+  ring->hold(g.bytes, g.compute > 0 ? state->compute : t.usable);
+  return t;
+}
 
 Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
   HCACHE_RETURN_IF_ERROR(validate(costs));
@@ -148,62 +150,59 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
   timeline.layers.resize(static_cast<size_t>(plan.n_layer));
   Prediction& total = timeline.total;
   Ring ring(costs.ring_bytes);
-  double io_free = costs.link.start_s;
-  double compute_free = 0;
+  PipelineState state{costs.link.start_s, 0};
   const int64_t rows = plan.restored_tokens;
   std::vector<Segment> segments;
 
   for (int32_t l = 0; l < plan.n_layer; ++l) {
     LayerTimes& times = timeline.layers[static_cast<size_t>(l)];
     const LayerCosts& layer = costs.layer(l);
-    bool first_read = true;
-    bool first_compute = true;
-    auto compute = [&](double ready, double seconds) {
-      double begin = std::max(compute_free, ready);
-      if (first_compute && seconds > 0) {
-        times.compute_begin = begin;
-        first_compute = false;
-      }
-      compute_free = begin + seconds;
-      total.compute_busy_s += seconds;
-      times.compute_end = compute_free;
-    };
-
+    times.compute_begin = state.compute;
     if (rows > 0 && l < plan.recompute_layers) {
-      compute(0, recompute_layer_s(costs, l, plan.recompute_layers, rows));
+      const double seconds = recompute_layer_s(costs, l, plan.recompute_layers, rows);
+      state.compute += seconds;
+      total.compute_busy_s += seconds;
     } else if (rows > 0) {
       segments.clear();
       for (const PlanRun& run : plan.runs) {
         segments.push_back({run.layers[static_cast<size_t>(l)], run.tokens});
       }
+      bool first = true;
       for (const SliceGroup& g : cut_slices(costs, layer, segments)) {
         for (int64_t i = 0; i < g.count; ++i) {
-          double begin = ring.wait_for_room(g.bytes, io_free);
-          io_free = begin + g.io;
-          double ready = io_free + g.lag;
+          const SliceTimes t = read_and_compute(g, &ring, &state);
+          if (first) {
+            times.io_begin = t.read_begin;
+            times.compute_begin = t.compute_begin;
+            first = false;
+          }
+          times.io_end = t.usable;
           total.io_busy_s += g.io;
+          total.compute_busy_s += g.compute;
           total.bytes_read += g.bytes;
-          if (first_read) times.io_begin = begin;
-          first_read = false;
-          times.io_end = ready;
-          compute(ready, g.compute);
-          ring.hold(g.bytes, g.compute > 0 ? compute_free : ready);
         }
       }
     }
-    if (first_compute) times.compute_begin = times.compute_end;
-    if (rows > 0) total.restored_s = compute_free;
+    times.compute_end = state.compute;
+    if (rows > 0) total.restored_s = state.compute;
 
-    double prefill = prefill_layer_s(layer, plan.prefill_tokens, rows, costs.batch_rows);
-    compute_free += prefill;
+    const double prefill = following_prefill_s(costs, layer, plan.prefill_tokens, rows);
+    state.compute += prefill;
     total.compute_busy_s += prefill;
-    times.prefill_end = prefill > 0 ? compute_free : 0;
+    times.prefill_end = prefill > 0 ? state.compute : 0;
+  }
+  const int64_t followed = std::min(plan.prefill_tokens, costs.batch_rows);
+  for (int32_t l = 0; l < plan.n_layer; ++l) {
+    const double prefill = prefill_layer_s(costs.layer(l), plan.prefill_tokens - followed,
+                                           rows + followed, costs.batch_rows);
+    state.compute += prefill;
+    total.compute_busy_s += prefill;
   }
   if (plan.new_tokens > 0) {
-    compute_free += costs.finish_s;
+    state.compute += costs.finish_s;
     total.compute_busy_s += costs.finish_s;
   }
-  total.makespan_s = compute_free;
+  total.makespan_s = state.compute;
   return timeline;
 }
 

@@ -56,6 +56,39 @@ struct Segment {
                                                  const std::vector<Segment>& segments);
 [[nodiscard]] Step steps(const std::vector<SliceGroup>& groups);
 
+// Slices in flight: their bytes are held from the start of the read until they are consumed, and
+// come free in the order of the reads. 0 bytes: no limit.
+class Ring {
+ public:
+  explicit Ring(int64_t bytes) : limit_(bytes) {}
+
+  // The earliest time from `from` on at which a read of `bytes` finds room.
+  double wait_for_room(int64_t bytes, double from);
+  void hold(int64_t bytes, double until);
+
+ private:
+  struct Held {
+    int64_t bytes;
+    double free_at;
+  };
+  int64_t limit_;
+  int64_t held_bytes_ = 0;
+  std::vector<Held> held_;
+  size_t head_ = 0;  // older entries have been released
+};
+
+struct SliceTimes {
+  double read_begin;
+  double usable;
+  double compute_begin;
+};
+// One slice of the group, the event-exact way.
+SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, PipelineState* state);
+
+// The prefill follows the restore layer by layer with its first batch; other batches come after.
+[[nodiscard]] double following_prefill_s(const RestoreCosts& costs, const LayerCosts& layer,
+                                         int64_t prefill_rows, int64_t history);
+
 // History rows of layer l when the first recompute_layers layers are recomputed.
 [[nodiscard]] double recompute_layer_s(const RestoreCosts& costs, int32_t l,
                                        int32_t recompute_layers, int64_t rows);

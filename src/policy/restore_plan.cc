@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <optional>
 
@@ -36,9 +37,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kTie = 1e-9;
 
 // Which encoding the cells of one layer use that are saved both ways: bit i is the i-th such run,
-// set for KV. Runs from kMaxFreeRuns on share the last bit.
+// set for KV. Up to kMaxFreeRuns runs every combination is tried, beyond that all or none.
 using Picks = uint32_t;
-constexpr int kMaxFreeRuns = 6;
+constexpr int kMaxFreeRuns = 4;
 constexpr Picks kAllHidden = 0;
 constexpr Picks kAllKv = (Picks{1} << kMaxFreeRuns) - 1;
 
@@ -130,6 +131,8 @@ class Search {
   struct Option {
     Picks picks;
     Step step;
+    std::vector<SliceGroup> slices;
+    double prefill;
   };
 
   // A point of the front: the state after some layer, and how it came about.
@@ -143,7 +146,6 @@ class Search {
   [[nodiscard]] int64_t prefill_rows(int64_t restored) const {
     return total_rows() - restored + request_.new_tokens;
   }
-  [[nodiscard]] double finish_s() const { return request_.new_tokens > 0 ? costs_.finish_s : 0; }
 
   // Runs that can be restored at all: at least one layer must come from pages.
   [[nodiscard]] size_t restorable_runs() const {
@@ -167,7 +169,7 @@ class Search {
              return prefill_layer_s(costs_.layer(l), prefill_rows(rows_[r]), rows_[r],
                                     costs_.batch_rows);
            }) +
-           finish_s();
+           (request_.new_tokens > 0 ? costs_.finish_s : 0);
   }
 
   [[nodiscard]] Choice recompute_everything() const {
@@ -199,24 +201,26 @@ class Search {
       first_layer.push_back(l);
       std::vector<Option>& entry = options_.emplace_back();
       const LayerCosts& layer = costs_.layer(l);
-      Step prefill = Step::compute_only(
-          prefill_layer_s(layer, prefill_rows(rows_[r]), rows_[r], costs_.batch_rows));
+      Step prefill =
+          Step::compute_only(following_prefill_s(costs_, layer, prefill_rows(rows_[r]), rows_[r]));
       int free = 0;
       for (size_t k = 0; k < r; ++k) {
         if (runs[k].layers[static_cast<size_t>(l)] == kHasBoth) ++free;
       }
+      const Picks used = (Picks{1} << std::min(free, kMaxFreeRuns)) - 1;
+      const Picks least = rules.least & used;
+      const Picks most = rules.most & used;
       // A step does not know the ring, so there dominance says nothing: only the extremes are kept.
       const bool bounded = costs_.ring_bytes > 0;
-      const Picks used = (Picks{1} << std::min(free, kMaxFreeRuns)) - 1;
-      for (Picks picks = rules.least & used; picks <= (rules.most & used); ++picks) {
+      for (Picks picks = least; picks <= most; ++picks) {
+        if ((bounded || r > kMaxFreeRuns) && picks != least && picks != most) continue;
         CellMethods cells(picks);
         for (size_t k = 0; k < r; ++k) {
           segments[k] = {cells.next(runs[k].layers[static_cast<size_t>(l)]), runs[k].tokens};
         }
-        Step step = steps(cut_slices(costs_, layer, segments));
-        if (bounded) {
-          if (picks != (rules.least & used) && picks != (rules.most & used)) continue;
-        } else {
+        std::vector<SliceGroup> slices = cut_slices(costs_, layer, segments);
+        Step step = steps(slices);
+        if (!bounded) {
           auto no_worse = [](const Step& a, const Step& b) {
             return a.io <= b.io && a.work <= b.work && a.through <= b.through;
           };
@@ -226,7 +230,7 @@ class Search {
           }
           std::erase_if(entry, [&](const Option& o) { return no_worse(step, o.step); });
         }
-        entry.push_back({picks, step});
+        entry.push_back({picks, step, std::move(slices), prefill.work});
       }
       for (Option& o : entry) o.step = o.step.then(prefill);
     }
@@ -250,7 +254,7 @@ class Search {
       if (a == last) break;
       if (a == 0 || costs_.layers.size() != 1) {
         layer_prefill =
-            prefill_layer_s(costs_.layer(a), prefill_rows(rows_[r]), rows_[r], costs_.batch_rows);
+            following_prefill_s(costs_, costs_.layer(a), prefill_rows(rows_[r]), rows_[r]);
         layer_full = prefill_layer_s(costs_.layer(a), rows_[r], 0, costs_.batch_rows);
       }
       below += full;
@@ -263,51 +267,87 @@ class Search {
   // Improves *best with the fastest plan that restores exactly r runs.
   void search_runs(size_t r, const Rules& rules, Choice* best) {
     build_options(r, rules);
+    after_s_ =
+        prefill_s(r) - sum_layers([&](int32_t l) {
+          return following_prefill_s(costs_, costs_.layer(l), prefill_rows(rows_[r]), rows_[r]);
+        });
     int32_t lo = min_recompute_[r];
     int32_t hi = rules.choose_recompute ? n_layer_ - 1 : lo;
     std::vector<PipelineState> chain = recompute_chain(r, hi);
 
-    // What the layers from l on take at least, on either resource, when they are not recomputed.
-    std::vector<PipelineState> rest(static_cast<size_t>(n_layer_) + 1);
-    for (int32_t l = n_layer_ - 1; l >= lo; --l) {
-      PipelineState least{kInfinity, kInfinity};
-      for (const Option& o : options(l)) {
-        least.io = std::min(least.io, o.step.io);
-        least.compute = std::min(least.compute, o.step.work);
-      }
-      const PipelineState& after = rest[static_cast<size_t>(l) + 1];
-      rest[static_cast<size_t>(l)] = {after.io + least.io, after.compute + least.compute};
-    }
-
+    const Bounds bounds = rest_bounds(lo);
     if (costs_.ring_bytes > 0) {
-      search_with_ring(r, lo, hi, chain, best);
+      search_with_ring(r, lo, hi, chain, bounds, best);
       return;
     }
-    double budget = best->makespan - finish_s();
+    // A thinned walk finds a plan so good that the full one hardly branches.
+    for (size_t limit : {kCoarseFront, kFullFront}) {
+      Choice found = walk(lo, hi, chain, bounds, best->makespan - after_s_, limit);
+      if (found.makespan >= best->makespan) continue;
+      found.runs = r;
+      tidy(chain, &found);
+      *best = std::move(found);
+    }
+  }
+
+  // bounds[l][k]: the least that layers [l, L) add to (k/8 io + (8-k)/8 compute), for every plan.
+  // Neither resource is free before the end, so any such mix bounds the makespan from below.
+  static constexpr int kMixes = 9;
+  using Bounds = std::vector<std::array<double, kMixes>>;
+  static constexpr double mix(int k, double io, double compute) {
+    const double share = static_cast<double>(k) / (kMixes - 1);
+    return share * io + (1 - share) * compute;
+  }
+
+  [[nodiscard]] Bounds rest_bounds(int32_t lo) const {
+    Bounds bounds(static_cast<size_t>(n_layer_) + 1, {0});
+    for (int32_t l = n_layer_ - 1; l >= lo; --l) {
+      for (int k = 0; k < kMixes; ++k) {
+        double least = kInfinity;
+        for (const Option& o : options(l)) least = std::min(least, mix(k, o.step.io, o.step.work));
+        bounds[static_cast<size_t>(l)][static_cast<size_t>(k)] =
+            bounds[static_cast<size_t>(l) + 1][static_cast<size_t>(k)] + least;
+      }
+    }
+    return bounds;
+  }
+
+  // Nodes per level: the thinned walk's, and the limit of the full one. Only mixtures of many
+  // different layers reach the latter; they lose less than a thousandth of the makespan to it.
+  static constexpr size_t kCoarseFront = 32;
+  static constexpr size_t kFullFront = 512;
+
+  // The fastest way through the layers that takes less than `budget`; an infinite makespan if none.
+  [[nodiscard]] Choice walk(int32_t lo, int32_t hi, const std::vector<PipelineState>& chain,
+                            const Bounds& bounds, double budget, size_t limit) const {
     std::vector<std::vector<Node>> levels(static_cast<size_t>(n_layer_) + 1);
-    std::vector<Node> grown;
     for (int32_t l = lo; l <= n_layer_; ++l) {
-      grown.clear();
+      std::vector<Node>& grown = levels[static_cast<size_t>(l)];
+      const std::array<double, kMixes>& rest = bounds[static_cast<size_t>(l)];
+      auto grow = [&](const Node& node) {
+        for (int k = 0; k < kMixes; ++k) {
+          if (mix(k, node.state.io, node.state.compute) + rest[static_cast<size_t>(k)] >= budget) {
+            return;
+          }
+        }
+        grown.push_back(node);
+      };
       if (l > lo) {
         const std::vector<Node>& before = levels[static_cast<size_t>(l) - 1];
         for (const Option& o : options(l - 1)) {
           for (size_t i = 0; i < before.size(); ++i) {
-            grown.push_back({o.step.apply(before[i].state), static_cast<int32_t>(i), o.picks});
+            grow({o.step.apply(before[i].state), static_cast<int32_t>(i), o.picks});
           }
         }
       }
-      if (l <= hi) grown.push_back({chain[static_cast<size_t>(l)], -1, kAllHidden});
-      keep_front(&grown, rest[static_cast<size_t>(l)], budget);
-      levels[static_cast<size_t>(l)] = grown;
+      if (l <= hi) grow({chain[static_cast<size_t>(l)], -1, kAllHidden});
+      keep_front(&grown, limit);
     }
-    const std::vector<Node>& last = levels.back();
-    if (last.empty()) return;
-    // Rising io, falling compute: the last node is the fastest.
     Choice found;
-    found.makespan = last.back().state.compute + finish_s();
-    if (found.makespan >= best->makespan) return;
-    found.runs = r;
-    found.recompute = n_layer_;
+    const std::vector<Node>& last = levels.back();
+    if (last.empty()) return found;
+    // Rising io, falling compute: the last node is the fastest.
+    found.makespan = last.back().state.compute + after_s_;
     found.picks.assign(static_cast<size_t>(n_layer_), kAllHidden);
     for (size_t l = levels.size() - 1, i = last.size() - 1;; --l) {
       const Node& node = levels[l][i];
@@ -318,12 +358,12 @@ class Search {
       found.picks[l - 1] = node.picks;
       i = static_cast<size_t>(node.parent);
     }
-    tidy(chain, &found);
-    *best = std::move(found);
+    return found;
   }
 
-  // Drops what another node dominates, and what cannot beat the best plan so far.
-  static void keep_front(std::vector<Node>* nodes, const PipelineState& rest, double budget) {
+  // Drops what another node dominates; beyond `limit`, nodes of nearly the same io are represented
+  // by the one among them with the least compute.
+  static void keep_front(std::vector<Node>* nodes, size_t limit) {
     std::sort(nodes->begin(), nodes->end(), [](const Node& a, const Node& b) {
       if (a.state.io != b.state.io) return a.state.io < b.state.io;
       return a.state.compute < b.state.compute;
@@ -333,12 +373,19 @@ class Search {
     for (const Node& node : *nodes) {
       if (node.state.compute >= least) continue;
       least = node.state.compute;
-      if (node.state.compute + rest.compute >= budget || node.state.io + rest.io >= budget) {
-        continue;
-      }
       (*nodes)[kept++] = node;
     }
     nodes->resize(kept);
+    if (kept <= limit) return;
+    const double first = nodes->front().state.io;
+    const double width = (nodes->back().state.io - first) / static_cast<double>(limit);
+    size_t thinned = 0;
+    for (size_t i = 0; i < kept; ++i) {
+      auto bucket = [&](size_t n) { return std::floor(((*nodes)[n].state.io - first) / width); };
+      if (i + 1 < kept && bucket(i) == bucket(i + 1)) continue;
+      (*nodes)[thinned++] = (*nodes)[i];
+    }
+    nodes->resize(thinned);
   }
 
   // Among plans that are as fast, a contiguous one reads better and stripes better.
@@ -356,7 +403,7 @@ class Search {
       for (int32_t l = tidy.recompute; l < n_layer_; ++l) {
         s = option(l, tidy.picks[static_cast<size_t>(l)]).step.apply(s);
       }
-      tidy.makespan = s.compute + finish_s();
+      tidy.makespan = s.compute + after_s_;
       if (tidy.makespan <= choice->makespan * (1 + kTie)) {
         *choice = std::move(tidy);
         return;
@@ -377,7 +424,7 @@ class Search {
   // splits in both orders are simulated, most promising first, until the bound without a ring says
   // that none can be faster.
   void search_with_ring(size_t r, int32_t lo, int32_t hi, const std::vector<PipelineState>& chain,
-                        Choice* best) {
+                        const Bounds& bounds, Choice* best) const {
     struct Candidate {
       double bound;
       int32_t recompute;
@@ -403,7 +450,7 @@ class Search {
         PipelineState s = chain[static_cast<size_t>(a)];
         for (int32_t l = a; l <= n_layer_; ++l) {
           candidates.push_back(
-              {tail[static_cast<size_t>(l)].apply(s).compute + finish_s(), a, l - a, hidden_first});
+              {tail[static_cast<size_t>(l)].apply(s).compute + after_s_, a, l - a, hidden_first});
           if (!choice || l == n_layer_) break;
           s = pick(l, hidden_first).step.apply(s);
         }
@@ -422,9 +469,31 @@ class Search {
         const bool hidden = (l < c.recompute + c.first_layers) == c.hidden_first;
         found.picks[static_cast<size_t>(l)] = pick(l, hidden).picks;
       }
-      found.makespan = write_out(found).predicted.makespan_s;
+      found.makespan = with_ring(found, chain, bounds, best->makespan);
       if (found.makespan < best->makespan) *best = std::move(found);
     }
+  }
+
+  // The makespan of a choice with the ring, or infinity once it cannot be below `budget`.
+  [[nodiscard]] double with_ring(const Choice& choice, const std::vector<PipelineState>& chain,
+                                 const Bounds& bounds, double budget) const {
+    PipelineState state = chain[static_cast<size_t>(choice.recompute)];
+    Ring ring(costs_.ring_bytes);
+    for (int32_t l = choice.recompute; l < n_layer_; ++l) {
+      const Option& o = option(l, choice.picks[static_cast<size_t>(l)]);
+      for (const SliceGroup& g : o.slices) {
+        for (int64_t i = 0; i < g.count; ++i) read_and_compute(g, &ring, &state);
+      }
+      state.compute += o.prefill;
+      for (int k = 0; k < kMixes; ++k) {
+        if (mix(k, state.io, state.compute) +
+                bounds[static_cast<size_t>(l) + 1][static_cast<size_t>(k)] + after_s_ >=
+            budget) {
+          return kInfinity;
+        }
+      }
+    }
+    return state.compute + after_s_;
   }
 
   // H for the first t rows, KV or RE (prefill behind them) for the rest, in every layer.
@@ -543,6 +612,7 @@ class Search {
   std::vector<int32_t> min_recompute_;  // RE prefix that the first r runs need
   std::vector<std::vector<Option>> options_;
   std::vector<int32_t> option_of_layer_;
+  double after_s_ = 0;  // behind the last layer: the prefill's other batches, and finish_s
 };
 
 Status check_request(const RestoreCosts& costs, const RestoreRequest& request) {

@@ -228,6 +228,7 @@ TEST(Modes, BaselinesAreWhatTheyAreCalled) {
 
 TEST(Modes, TokenPartitionBalancesTokensInEveryLayer) {
   RestoreCosts costs = multi_head(40, 1 / 3.0);  // §6.3.2's balance: 13B, one A100, one SSD
+  costs.batch_rows = 512;                        // the recomputed tokens follow in one batch
   RestoreRequest request = everything_saved(1024, 40);
   request.mode = Mode::kTokenPartition;
   Plan plain = plan_of(costs, request);
@@ -357,7 +358,7 @@ TEST(Search, MorePagesNeverHurt) {
     const auto n_layer = static_cast<int32_t>(random.integer(1, 12));
     RestoreCosts costs = random.costs(n_layer);
     RestoreRequest request;
-    request.available = random.availability(n_layer, random.integer(1, 5), 0.1);
+    request.available = random.availability(n_layer, random.integer(1, 4), 0.1);
     request.new_tokens = random.integer(0, 60);
     const double before = makespan(costs, request) * (1 + 1e-9);
     for (int more = 0; more < 3; ++more) {

@@ -103,6 +103,13 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
   std::vector<Slice> slices;
   double link_free = costs.link.start_s;
   double compute_free = 0;
+  auto prefill_batch = [&](const LayerCosts& layer, int64_t at) {
+    int64_t n = std::min(costs.batch_rows, plan.prefill_tokens - at);
+    if (n <= 0) return;
+    compute_free += layer.dense.at(n) +
+                    layer.attn_per_key.at(n) * (static_cast<double>(plan.restored_tokens + at) +
+                                                (static_cast<double>(n) + 1) / 2);
+  };
   for (int32_t l = 0; l < plan.n_layer; ++l) {
     const LayerCosts& layer = costs.layer(l);
     if (l < plan.recompute_layers) {
@@ -167,12 +174,11 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
         at = end;
       }
     }
-    for (int64_t at = 0; at < plan.prefill_tokens; at += costs.batch_rows) {
-      int64_t n = std::min(costs.batch_rows, plan.prefill_tokens - at);
-      compute_free += layer.dense.at(n) +
-                      layer.attn_per_key.at(n) * (static_cast<double>(plan.restored_tokens + at) +
-                                                  (static_cast<double>(n) + 1) / 2);
-    }
+    prefill_batch(layer, 0);
+  }
+  // Batches behind the first one run through all layers, one after the other.
+  for (int64_t at = costs.batch_rows; at < plan.prefill_tokens; at += costs.batch_rows) {
+    for (int32_t l = 0; l < plan.n_layer; ++l) prefill_batch(costs.layer(l), at);
   }
   return compute_free + (plan.new_tokens > 0 ? costs.finish_s : 0);
 }

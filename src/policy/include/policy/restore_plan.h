@@ -174,7 +174,7 @@ struct Plan {
 
 // The plan with the earliest first token. For kPlan it is the minimum of simulate() over: the
 // number of leading runs to restore (the rest is prefilled, 0 = all), the RE prefix, and H or KV
-// for every other cell of the matrix (in one layer, the sixth and later runs that are saved both
+// for every other cell of the matrix (beyond four runs, those runs of a layer that are saved both
 // ways share the choice). With ring_bytes set the search compares the contiguous splits instead.
 //
 // Errors: kInvalidArgument (costs, matrix shape, negative counts).
@@ -184,7 +184,7 @@ struct Plan {
 struct LayerTimes {
   double io_begin = 0, io_end = 0;            // first read starts, last byte is usable
   double compute_begin = 0, compute_end = 0;  // history rows of this layer
-  double prefill_end = 0;                     // rows behind the history, this layer
+  double prefill_end = 0;                     // this layer of the prefill's first batch
 };
 struct Timeline {
   std::vector<LayerTimes> layers;
@@ -192,8 +192,9 @@ struct Timeline {
 };
 
 // Runs the plan through the pipeline, slice by slice: reads in layer order, one at a time, as early
-// as the ring allows; compute in layer order, each slice after its bytes; a layer's prefill after
-// its history. Uses only the plan's shape (runs, methods, token counts), not its prediction.
+// as the ring allows; compute in layer order, each slice after its bytes. The first batch of the
+// prefill follows layer by layer, each layer behind its history; other batches come at the end.
+// Uses only the plan's shape (runs, methods, token counts), not its prediction.
 [[nodiscard]] Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan);
 
 // "RE:4 H:26 KV:2" of per-layer methods; zero counts are left out.
