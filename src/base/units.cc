@@ -50,12 +50,17 @@ constexpr std::array<Unit, 9> kTimeUnits = {{
     {"d", 86400e9},
 }};
 
-std::string lower_without_spaces(std::string_view text) {
+// Lower case, and without spaces except between digits, where they are a mistake.
+std::string normalised(std::string_view text) {
   std::string out;
-  for (char c : text) {
-    if (std::isspace(static_cast<unsigned char>(c)) == 0) {
-      out.push_back(static_cast<char>(std::tolower(static_cast<unsigned char>(c))));
-    }
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto c = static_cast<unsigned char>(text[i]);
+    const bool next_is_digit =
+        i + 1 < text.size() && std::isdigit(static_cast<unsigned char>(text[i + 1])) != 0;
+    const bool after_digit =
+        !out.empty() && std::isdigit(static_cast<unsigned char>(out.back())) != 0;
+    if (std::isspace(c) != 0 && !(after_digit && next_is_digit)) continue;
+    out.push_back(static_cast<char>(std::tolower(c)));
   }
   return out;
 }
@@ -82,7 +87,7 @@ bool take_quantity(std::string_view* rest, const std::array<Unit, N>& units, dou
 }
 
 Result<double> parse_size(std::string_view text, bool rate) {
-  std::string clean = lower_without_spaces(text);
+  std::string clean = normalised(text);
   std::string_view rest = clean;
   if (rate && rest.ends_with("/s")) rest.remove_suffix(2);
   double value = 0;
@@ -105,7 +110,7 @@ Result<std::uint64_t> parse_bytes(std::string_view text) {
 Result<double> parse_rate(std::string_view text) { return parse_size(text, true); }
 
 Result<std::int64_t> parse_duration(std::string_view text) {
-  const std::string clean = lower_without_spaces(text);
+  const std::string clean = normalised(text);
   std::string_view rest = clean;
   double total = 0;
   do {

@@ -261,7 +261,7 @@ Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
   };
   const Status status = commit();
   if (!status.ok()) {
-    for (const Run& run : runs) limbo_.push_back({run.disk, run.extent});
+    abandon_runs(&runs, status);
     return status;
   }
   settle_runs(&runs);

@@ -409,6 +409,13 @@ void StoreImpl::cancel_runs(std::vector<Run>* runs) {
   }
 }
 
+void StoreImpl::abandon_runs(std::vector<Run>* runs, const Status& why) {
+  // A log that ran out of space holds no commit. After any other failure, of a sync say, nobody
+  // knows what a power cut would leave: until a later commit has settled it, the space stays taken.
+  if (why.code() == Code::kResourceExhausted) return cancel_runs(runs);
+  for (const Run& run : *runs) limbo_.push_back({run.disk, run.extent});
+}
+
 void StoreImpl::settle_runs(std::vector<Run>* runs) {
   for (Run& run : *runs) {
     Allocator& space = free_space_[run.disk];
@@ -472,9 +479,7 @@ Result<PutReport> StoreImpl::put(std::span<const ChunkWrite> batch) {
   };
   const Status committed = commit();
   if (!committed.ok()) {
-    // After a failed sync nobody knows what a power cut would leave. Until a later commit has
-    // settled it, the space stays as it is.
-    for (Run& run : runs) limbo_.push_back({run.disk, run.extent});
+    abandon_runs(&runs, committed);
     bury(draft.superseded, false);
     return committed;
   }
@@ -514,6 +519,8 @@ Status StoreImpl::make_room(std::uint64_t bytes, const PutDraft& draft, PutRepor
   if (bytes > options_.quota_bytes) return exhausted(bytes - options_.quota_bytes);
   std::unordered_set<ChunkId> spared = draft.keep;
   for (const ChunkRecord& tail : draft.superseded) spared.insert(tail.info.id);
+  // The catalog's log counts as well, and it can be emptied.
+  if (excess() > 0) HCACHE_RETURN_IF_ERROR(catalog_->checkpoint());
   for (std::uint64_t over = excess(); over > 0; over = excess()) {
     std::vector<ChunkRecord> victims;
     std::vector<std::int64_t> damaged_rows;

@@ -126,6 +126,8 @@ class StoreImpl final : public Store, public PageSource {
                                                                std::uint32_t segment, bool fresh)
       HCACHE_REQUIRES(write_mutex_);
   void cancel_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
+  // After a commit that failed.
+  void abandon_runs(std::vector<Run>* runs, const Status& why) HCACHE_REQUIRES(write_mutex_);
   // Turns reservations into the pages' own use of their blocks.
   void settle_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
 

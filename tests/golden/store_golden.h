@@ -1,0 +1,56 @@
+// What the golden stores contain, told in code that does not change with the library's helpers.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/store.h"
+
+namespace hcache::store::golden {
+
+inline Fingerprint fingerprint() {
+  Fingerprint id;
+  for (std::size_t i = 0; i < id.bytes.size(); ++i) id.bytes[i] = static_cast<std::uint8_t>(i * 7);
+  return id;
+}
+
+inline constexpr const char* kSaltText = "tenant";
+inline constexpr const char* kSessionName = "a talk";
+inline constexpr const char* kMetadata = R"({"title":"golden"})";
+
+inline std::vector<std::int32_t> tokens() {
+  std::vector<std::int32_t> out;
+  for (std::int32_t i = 0; i < 100; ++i)
+    out.push_back((i * i * 31 + 5) % 32000 - (i == 50 ? 1 : 0));
+  return out;
+}
+
+// The page of a chunk's layer in an encoding: 5 bytes per row and tensor.
+inline std::vector<std::byte> page(std::size_t chunk, std::uint16_t layer, Encoding encoding,
+                                   std::size_t rows) {
+  const std::size_t row_bytes = encoding == Encoding::kKv ? 10 : 5;
+  std::vector<std::byte> out(rows * row_bytes);
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    out[i] = static_cast<std::byte>(i * 13 + chunk * 101 + layer * 29 +
+                                    static_cast<std::size_t>(encoding) * 3);
+  }
+  return out;
+}
+
+// Layers 0 … 6 are in one hidden encoding each (layer 6 has none), layers 0 and 2 are kv as well.
+inline std::vector<std::pair<std::uint16_t, Encoding>> pages() {
+  std::vector<std::pair<std::uint16_t, Encoding>> out;
+  for (std::uint16_t layer = 0; layer < 6; ++layer) {
+    out.emplace_back(layer, static_cast<Encoding>(layer + 1));
+    if (layer == 0 || layer == 2) out.emplace_back(layer, Encoding::kKv);
+  }
+  return out;
+}
+
+}  // namespace hcache::store::golden

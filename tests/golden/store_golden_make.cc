@@ -1,0 +1,57 @@
+// Writes a golden store: make_golden_store DIR. A new one only when the format's number changes.
+#include <cstdio>
+
+#include "base/env.h"
+#include "store_golden.h"
+
+namespace hcache::store::golden {
+namespace {
+
+Status make(const std::string& dir) {
+  StoreOptions options;
+  options.dirs = {join_path(dir, "disk0"), join_path(dir, "disk1")};
+  HCACHE_ASSIGN_OR_RETURN(const auto store, Store::open(Env::real(), options));
+  const std::vector<std::int32_t> all = tokens();
+  std::vector<ChunkWrite> batch;
+  std::deque<std::vector<std::byte>> memory;
+  ChunkId parent;
+  for (std::size_t at = 0; at < all.size(); at += kChunkTokens) {
+    ChunkWrite& write = batch.emplace_back();
+    write.tokens = std::span<const std::int32_t>(all).subspan(
+        at, std::min<std::size_t>(kChunkTokens, all.size() - at));
+    write.fingerprint = fingerprint();
+    write.salt = salt_id(kSaltText);
+    write.parent = parent;
+    write.first_position = at;
+    write.k_type = ElementType::kQ8_0;
+    write.v_type = ElementType::kF16;
+    write.id = chunk_id(write.fingerprint, write.salt, parent, write.tokens);
+    for (const auto& [layer, encoding] : pages()) {
+      memory.push_back(page(at / kChunkTokens, layer, encoding, write.tokens.size()));
+      write.pages.push_back({layer, encoding, memory.back()});
+    }
+    parent = write.id;
+  }
+  HCACHE_RETURN_IF_ERROR(store->put(batch).status());
+  Session session;
+  session.name = kSessionName;
+  session.fingerprint = fingerprint();
+  session.salt = salt_id(kSaltText);
+  session.tokens = all;
+  session.metadata_json = kMetadata;
+  HCACHE_RETURN_IF_ERROR(store->put_session(session));
+  return store->close();
+}
+
+}  // namespace
+}  // namespace hcache::store::golden
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: make_golden_store DIR\n");
+    return 2;
+  }
+  const hcache::Status status = hcache::store::golden::make(argv[1]);
+  if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
+  return hcache::exit_code(status.code());
+}

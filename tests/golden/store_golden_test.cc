@@ -1,0 +1,88 @@
+// Stores written by older programs must open and read back for ever.
+#include "store_golden.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "../unit/store_testing.h"
+
+namespace hcache::store {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+class GoldenStoreTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    // A copy: opening a store may write to it.
+    std::filesystem::copy(std::string(HCACHE_TEST_DATA) + "/golden/" + GetParam(), copy_ / "store",
+                          std::filesystem::copy_options::recursive);
+    options_.dirs = {copy_ / "store/disk0", copy_ / "store/disk1"};
+  }
+  TempDir copy_;
+  StoreOptions options_;
+};
+
+TEST_P(GoldenStoreTest, ReadsBackAndGoesOn) {
+  for (const bool read_only : {true, false}) {
+    SCOPED_TRACE(read_only);
+    options_.read_only = read_only;
+    const auto store = open_store(Env::real(), options_);
+    ASSERT_NE(store, nullptr);
+    const std::vector<std::int32_t> tokens = golden::tokens();
+    const auto match = store->match(golden::fingerprint(), salt_id(golden::kSaltText), tokens);
+    ASSERT_OK(match);
+    EXPECT_EQ(match->n_tokens, 100U);
+    ASSERT_EQ(match->chunks.size(), 2U);
+    expect_prefix(*match, tokens);
+    auto reader = store->new_reader({});
+    ASSERT_OK(reader);
+    for (std::size_t c = 0; c < 2; ++c) {
+      const ChunkInfo& info = match->chunks[c].chunk.info();
+      EXPECT_EQ(info.first_position, c * 64);
+      EXPECT_EQ(info.k_type, ElementType::kQ8_0);
+      EXPECT_EQ(info.v_type, ElementType::kF16);
+      EXPECT_EQ(info.pages.size(), golden::pages().size());
+      for (const auto& [layer, encoding] : golden::pages()) {
+        const std::vector<PageRequest> request = {{match->chunks[c].chunk, layer, encoding}};
+        ASSERT_OK((*reader)->submit(request));
+        const auto view = (*reader)->next();
+        ASSERT_OK(view);
+        ASSERT_OK(view->status);
+        const auto expected = golden::page(c, layer, encoding, info.tokens.size());
+        EXPECT_TRUE(
+            std::equal(expected.begin(), expected.end(), view->bytes.begin(), view->bytes.end()));
+        (*reader)->release(view->index);
+      }
+    }
+    const auto session = store->get_session(golden::kSessionName);
+    ASSERT_OK(session);
+    EXPECT_EQ(session->tokens, tokens);
+    EXPECT_EQ(session->metadata_json, golden::kMetadata);
+    EXPECT_TRUE(store->verify({})->ok());
+    EXPECT_OK(store->check_integrity());
+    if (!read_only) {
+      const Chain more(golden::fingerprint(), salt_id(golden::kSaltText), tokens_of(200), {});
+      ASSERT_OK(store->put(more.chunks()));
+      EXPECT_OK(store->check_integrity());
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest, ::testing::Values("store_v1"));
+
+TEST(GoldenIds, AreFrozen) {
+  EXPECT_EQ(to_hex(salt_id("")), "70a3aaa626ff5abd94a8c2de304d14c0");
+  EXPECT_EQ(to_hex(salt_id(golden::kSaltText)), "36b9a287904376c8a6be3ba657c1467c");
+  const auto tokens = golden::tokens();
+  const auto first = std::span<const std::int32_t>(tokens).first(64);
+  const ChunkId id = chunk_id(golden::fingerprint(), golden::kSaltText, {}, first);
+  EXPECT_EQ(to_hex(id), "8bdddd9b2937e8efc5528fbbf90f7d51");
+  EXPECT_EQ(to_hex(chunk_id(golden::fingerprint(), golden::kSaltText, id,
+                            std::span<const std::int32_t>(tokens).subspan(64))),
+            "17ccf65498ea970032be93638fa22ea8");
+}
+
+}  // namespace
+}  // namespace hcache::store
