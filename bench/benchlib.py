@@ -1,0 +1,145 @@
+"""What the benchmark scripts share: finding programs, running them, and honest statistics."""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", help="GGUF model (default: the one `make` fetches)")
+    parser.add_argument("--program", default=ROOT / "build/release/bin/hcache", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--work", default=ROOT / "build/bench", type=Path,
+                        help="folder for models, stores and logs (default: build/bench)")
+    parser.add_argument("--json", dest="json_file", type=Path, help="write the results here")
+
+
+def default_model() -> str:
+    return third_party("model")[0]
+
+
+def third_party(*args: str) -> list[str]:
+    out = subprocess.run([sys.executable, str(ROOT / "scripts/third_party.py"), *args],
+                         check=True, stdout=subprocess.PIPE, text=True)
+    return out.stdout.split()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Hcache:
+    """Runs our program with the options that all of its benchmarks have in common."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.program = str(args.program)
+        self.common = ["--device", args.device, "--state-dir", str(args.work / "state")]
+        self.threads = ["--threads", str(args.threads)]
+        args.work.mkdir(parents=True, exist_ok=True)
+
+    def command(self, verb: list[str], options: list[str]) -> list[str]:
+        return [self.program, *verb, *self.common, *self.threads, *options]
+
+    def bench(self, what: str, *options: object) -> dict:
+        """`hcache bench WHAT`; its results."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            command = self.command(["bench", what], [*map(str, options), "--json", out.name])
+            say("+ " + " ".join(command))
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            return json.load(out)
+
+    def run(self, *command: object) -> str:
+        """Any other verb; what it prints."""
+        full = [self.program, *map(str, command)]
+        say("+ " + " ".join(full))
+        return subprocess.run(full, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+class Paced:
+    """A benchmark of ours that does one repetition at a time, when told to."""
+
+    def __init__(self, hcache: Hcache, what: str, *options: object):
+        self._out = tempfile.NamedTemporaryFile(suffix=".json")
+        command = hcache.command(["bench", what],
+                                 [*map(str, options), "--paced", "--json", self._out.name])
+        say("+ " + " ".join(command))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         text=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                return
+
+    def turn(self) -> None:
+        """Lets one repetition run and waits for its end."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._wait()
+        if self._process.poll() not in (None, 0):
+            raise RuntimeError("hcache failed; its message stands above")
+
+    def results(self) -> dict:
+        self._process.stdin.close()
+        self._process.stdout.read()
+        if self._process.wait() != 0:
+            raise RuntimeError("hcache failed; its message stands above")
+        return json.load(self._out)
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def lower_bound(values: list[float], confidence: float = 0.95, draws: int = 10000) -> float:
+    """One-sided lower confidence bound of the median, by bootstrap (seeded: reproducible)."""
+    if len(values) < 2:
+        return values[0]
+    rng = random.Random(1)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int((1 - confidence) * draws)]
+
+
+def compare(name: str, ours: list[float], theirs: list[float]) -> dict:
+    """Ratio ours / theirs of paired samples."""
+    ratios = [a / b for a, b in zip(ours, theirs)]
+    return {"name": name, "ours": median(ours), "theirs": median(theirs),
+            "ratio": median(ratios), "lower_bound": lower_bound(ratios), "pairs": len(ratios)}
+
+
+def drop_from_cache(path: Path) -> None:
+    """Throws a file out of the page cache, so that the next read comes from the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def write_results(path: Path | None, results: dict) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    say(f"written: {path}")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, ["-" * w for w in widths], *rows]:
+        cells = [str(row[0]).ljust(widths[0])]
+        cells += [str(cell).rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
