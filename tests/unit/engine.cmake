@@ -15,3 +15,5 @@ add_dependencies(hcache_test_rpc hcache_rpc_test_server)
 
 hcache_test(engine_restore_test unit/engine_restore_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
+hcache_test(engine_oracle_test unit/engine_oracle_test.cc
+  LIBS hcache_engine hcache_model_tools hcache::llama)

@@ -426,54 +426,65 @@ TEST_P(RestoreTest, UploadsDontOutliveTheirRows) {
   const SavedRows& saved = sink.saved[original];
   HCACHE_EXPECT_OK(e->release_sequence(original));
 
+  const size_t row = e->kv_row_bytes();
+  const auto v_holds = [&](SeqId seq, int layer, int64_t from, int64_t n) {
+    const Bytes kv = read_kv(*e, seq, layer, 0, n);
+    return std::equal(kv.begin() + n * row, kv.end(), expected[layer].begin() + (60 + from) * row);
+  };
+  const auto holds = [&](SeqId seq, int64_t n) {
+    for (int layer = 0; layer < e->n_layer(); ++layer) {
+      const Bytes k = read_kv(*e, seq, layer, 0, n);
+      if (!std::equal(k.begin(), k.begin() + n * row, expected[layer].begin()) ||
+          !v_holds(seq, layer, 0, n)) {
+        return false;
+      }
+    }
+    return true;
+  };
+
   enum class End { kRelease, kTrim, kMove, kFork, kErase };
   for (const End end : {End::kRelease, End::kTrim, End::kMove, End::kFork, End::kErase}) {
+    SCOPED_TRACE(static_cast<int>(end));
+    // Nothing that was here before may pass for what should be.
+    const SeqId garbage = new_sequence(*e);
+    append(*e, garbage, random_tokens(e->model(), 100, 9), 50, Output::kNone);
+    HCACHE_EXPECT_OK(e->release_sequence(garbage));
+
     UploadRing ring(*e);
-    const SeqId a = new_sequence(*e);
     const SeqId wall = new_sequence(*e);
-    HCACHE_EXPECT_OK(e->reserve_rows(a, 30));
     append(*e, wall, std::span(tokens).first(10), 64, Output::kNone);
+    const SeqId a = new_sequence(*e);
+    HCACHE_EXPECT_OK(e->reserve_rows(a, 30));
     for (int layer = 0; layer < e->n_layer(); ++layer) {
-      restore_kv(*e, ring, saved, a, layer, 0, 30);
+      restore_kv(*e, ring, saved, a, layer, 0, 30, 4);
     }
-    std::vector<SeqId> all = {a, wall};
+    SeqId fork = -1;
     switch (end) {
       case End::kRelease: HCACHE_EXPECT_OK(e->release_sequence(a)); break;
       case End::kTrim: HCACHE_EXPECT_OK(e->trim_sequence(a, 5)); break;
-      case End::kMove: HCACHE_EXPECT_OK(e->reserve_rows(a, 80)); break;
-      case End::kFork: all.push_back(e->fork_sequence(a, 20).value()); break;
+      case End::kMove: HCACHE_EXPECT_OK(e->reserve_rows(wall, 65)); break;
+      case End::kFork: fork = e->fork_sequence(a, 20).value(); break;
       case End::kErase: HCACHE_EXPECT_OK(e->erase_range(a, 0, 20)); break;
     }
     const SeqId b = new_sequence(*e);
-    const int64_t n = std::min<int64_t>(60, e->arena_free_cells());
-    append(*e, b, std::span(tokens).first(n), 64, Output::kNone);
+    const int64_t n = std::min<int64_t>(50, e->arena_free_cells());
+    HCACHE_EXPECT_OK(e->reserve_rows(b, n));
+    for (int layer = 0; layer < e->n_layer(); ++layer) {
+      restore_kv(*e, ring, saved, b, layer, 0, n, 4);
+    }
     HCACHE_EXPECT_OK(e->synchronize());
-    const size_t row = e->kv_row_bytes();
-    const auto holds = [&](SeqId seq, int64_t rows) {
-      for (int layer = 0; layer < e->n_layer(); ++layer) {
-        const Bytes kv = read_kv(*e, seq, layer, 0, rows);
-        const Bytes& full = expected[layer];
-        if (!std::equal(kv.begin(), kv.begin() + rows * row, full.begin()) ||
-            !std::equal(kv.begin() + rows * row, kv.end(), full.begin() + 60 * row)) {
-          return false;
-        }
-      }
-      return true;
-    };
-    SCOPED_TRACE(static_cast<int>(end));
     EXPECT_TRUE(holds(b, n));
     EXPECT_TRUE(holds(wall, 10));
-    if (end == End::kTrim) {
-      EXPECT_TRUE(holds(a, 5));
+    switch (end) {
+      case End::kRelease: break;
+      case End::kTrim: EXPECT_TRUE(holds(a, 5)); break;
+      case End::kMove: EXPECT_TRUE(holds(a, 30)); break;
+      case End::kFork: EXPECT_TRUE(holds(a, 30) && holds(fork, 20)); break;
+      case End::kErase: EXPECT_TRUE(v_holds(a, e->n_layer() - 1, 20, 10)); break;
     }
-    if (end == End::kMove) {
-      EXPECT_TRUE(holds(a, 30));
+    for (const SeqId seq : {a, b, wall, fork}) {
+      e->release_sequence(seq).ignore("some are gone already");
     }
-    if (end == End::kFork) {
-      EXPECT_TRUE(holds(a, 30) && holds(all.back(), 20));
-    }
-    all.push_back(b);
-    for (const SeqId seq : all) e->release_sequence(seq).ignore("one of them is gone already");
   }
 }
 
