@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -13,6 +14,11 @@ namespace {
 constexpr int64_t kTiledRows = 64;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
+  return a.first_row == b.first_row && a.n_rows == b.n_rows && a.first_cell == b.first_cell &&
+         a.n_past == b.n_past;
+}
 
 }  // namespace
 
@@ -32,12 +38,22 @@ AttentionOp::~AttentionOp() {
 }
 
 Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
+  // The layer ranges of one step share what the first of them set up.
+  if (std::equal(segments.begin(), segments.end(), segments_.begin(), segments_.end(),
+                 same_segment)) {
+    return {};
+  }
   segments_.assign(segments.begin(), segments.end());
   if (plan_ != nullptr) {
     plan_->set_batch(segments_);
     return {};
   }
+  Status status = upload_masks();
+  if (!status.ok()) segments_.clear();
+  return status;
+}
 
+Status AttentionOp::upload_masks() {
   ggml_free(mask_ctx_);
   mask_ctx_ = ggml_init({.mem_size = ggml_tensor_overhead() * (segments_.size() + 1),
                          .mem_buffer = nullptr,
@@ -71,7 +87,6 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
 
   auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(mask_buffer_));
   size_t offset = 0;
-  std::vector<ggml_fp16_t> values;
   const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0F);
   const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
   for (size_t i = 0; i < masks_.size(); ++i) {
@@ -84,13 +99,15 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
     offset +=
         round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
     // Padding rows see the first key alone, so that no row is fully masked.
-    values.assign(static_cast<size_t>(mask.n_kv * mask.n_rows), hidden);
+    std::vector<ggml_fp16_t> values(static_cast<size_t>(mask.n_kv * mask.n_rows), hidden);
     for (int64_t row = 0; row < mask.n_rows; ++row) {
       const int64_t token = row / mask.group;
       const int64_t visible = token < s.n_rows ? s.n_past + token + 1 : 1;
       std::fill_n(values.begin() + row * mask.n_kv, visible, zero);
     }
-    ggml_backend_tensor_set(mask.tensor, values.data(), 0, values.size() * sizeof(ggml_fp16_t));
+    // In the compute queue, behind graphs that still read the masks of another step.
+    ggml_backend_tensor_set_async(model_.device().compute(), mask.tensor, values.data(), 0,
+                                  values.size() * sizeof(ggml_fp16_t));
   }
   return {};
 }

@@ -40,6 +40,7 @@ class AttentionOp {
     int64_t n_rows = 0;  // padded
     int group = 1;       // query heads packed as rows
   };
+  Status upload_masks();
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                           ggml_tensor* v_arena);
