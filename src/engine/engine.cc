@@ -186,6 +186,7 @@ struct Engine::Impl {
     ggml_context* ctx = nullptr;
     ggml_cgraph* graph = nullptr;
     explicit Graph(Impl& impl, size_t n_nodes) {
+      impl.step_graph.reset();
       const size_t size =
           ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false);
       if (impl.graph_memory.size() < size) impl.graph_memory.resize(size);
@@ -200,7 +201,28 @@ struct Engine::Impl {
     void add(ggml_tensor* tensor) const { ggml_build_forward_expand(graph, tensor); }
   };
 
+  // What the graph of a step's layer range depends on besides tensors that live with the engine.
+  struct StepGraphKey {
+    int begin = 0;
+    int end = 0;
+    int n_rows = 0;
+    size_t n_outputs = 0;
+    bool kv_only_last = false;
+    bool capture = false;
+    friend bool operator==(const StepGraphKey&, const StepGraphKey&) = default;
+  };
+  // The last graph, when it was a step's and another step may run it again: decoding builds one
+  // graph, not one per token. Any other graph takes its memory.
+  std::unique_ptr<Graph> step_graph;
+  StepGraphKey step_graph_key;
+  ggml_tensor* step_graph_logits = nullptr;
+
   Status compute(const Graph& g) {
+    HCACHE_RETURN_IF_ERROR(allocate(g));
+    return run(g);
+  }
+
+  Status allocate(const Graph& g) {
     if (!ggml_gallocr_alloc_graph(allocator, g.graph)) {
       return resource_exhausted("the device has no memory for a step's activations");
     }
@@ -213,6 +235,10 @@ struct Engine::Impl {
         }
       }
     }
+    return {};
+  }
+
+  Status run(const Graph& g) {
     const ggml_status status = ggml_backend_graph_compute_async(backend, g.graph);
     if (status != GGML_STATUS_SUCCESS) {
       return internal_error(
@@ -220,8 +246,6 @@ struct Engine::Impl {
     }
     return {};
   }
-
-  Result<bool> supports(ggml_tensor* node) { return ggml_backend_supports_op(backend, node); }
 
   // --- Arena -------------------------------------------------------------------------------
   Status copy_rows(const ExtentAllocator::Move& move);
@@ -243,7 +267,9 @@ struct Engine::Impl {
   void load_inputs(Step::Impl& step);
   void spill_x();
   void end_step(Step::Impl& step);
-  Status build_and_run(Step::Impl& step, int begin, int end, bool kv_only_last);
+  Status run_range(Step::Impl& step, int begin, int end, bool kv_only_last);
+  ggml_tensor* build_range(const Graph& g, const Step::Impl& step, int begin, int end,
+                           bool kv_only_last);
   ggml_tensor* product_input(ggml_context* ctx, const ggml_tensor* weight, ggml_tensor* hidden);
   ggml_tensor* capture_tensor(ggml_context* ctx, ggml_type type, int64_t width, int64_t n,
                               int64_t offset);
@@ -716,42 +742,19 @@ void Engine::Impl::store_kv(const Graph& g, int layer, ggml_tensor* k, ggml_tens
   g.add(ggml_set_rows(g.ctx, v_arena[layer], ggml_reshape_2d(g.ctx, v, width, v->ne[2]), rows));
 }
 
-Status Engine::Impl::build_and_run(Step::Impl& step, int begin, int end, bool kv_only_last) {
-  if (step.finished || begin != step.next_layer || end < begin || end > n_layer()) {
-    return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
-                                           end, step.next_layer - 1));
-  }
-  HCACHE_RETURN_IF_ERROR(check_room(step));
-  if (begin == end) return {};
-  own_capture_block(step);
-  load_inputs(step);
-  HCACHE_RETURN_IF_ERROR(attention->set_batch(step.attention));
-  CopyQueue::Ticket restored = 0;
-  for (int layer = begin; layer < end; ++layer) {
-    restored = std::max(restored, layer_ticket[layer]);
-  }
-  queue->before_compute(restored);
-
+// Adds layers [begin, end) of a step to the graph; returns the logits, or nullptr where the range
+// has none.
+ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, int begin, int end,
+                                       bool kv_only_last) {
   const model::HParams& hp = model.hparams();
   const int64_t n = step.n_rows;
-  const size_t n_nodes =
-      static_cast<size_t>(end - begin) *
-          (kNodesPerLayer + (attention->ours() ? 0 : kNodesPerSegment) * step.segments.size()) +
-      64;
-  const Graph g(*this, n_nodes);
   ggml_context* ctx = g.ctx;
   ggml_tensor* pos = ggml_view_1d(ctx, positions, n, 0);
   ggml_tensor* kv_rows = ggml_view_1d(ctx, cells, n, 0);
   ggml_tensor* step_rows = ggml_view_1d(ctx, iota, n, 0);
   ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n, x->nb[1], 0);
-  if (x_owner != &step) {
-    spill_x();
-    ggml_backend_tensor_set_async(backend, x, step.x.data(), 0, step.x.size() * sizeof(float));
-  }
-  x_owner = nullptr;
-  step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
 
-  ggml_tensor* out = nullptr;
+  ggml_tensor* logits = nullptr;
   for (int layer = begin; layer < end; ++layer) {
     const bool last = layer == n_layer() - 1;
     // Rows nobody wants logits of need no more than their K and V in the last layer.
@@ -792,31 +795,77 @@ Status Engine::Impl::build_and_run(Step::Impl& step, int begin, int end, bool kv
     }
     cur = model::build_layer_output(ctx, model, layer, cur, hidden, attn);
     if (last) {
-      out = model::build_logits(ctx, model, cur);
-      ggml_set_output(out);
-      g.add(out);
+      logits = model::build_logits(ctx, model, cur);
+      ggml_set_output(logits);
+      g.add(logits);
     } else if (layer == end - 1) {
       g.add(ggml_cpy(ctx, cur, ggml_view_2d(ctx, x, hp.n_embd, n, x->nb[1], 0)));
     }
   }
-  HCACHE_RETURN_IF_ERROR(compute(g));
+  return logits;
+}
+
+Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_only_last) {
+  if (step.finished || begin != step.next_layer || end < begin || end > n_layer()) {
+    return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
+                                           end, step.next_layer - 1));
+  }
+  HCACHE_RETURN_IF_ERROR(check_room(step));
+  if (begin == end) return {};
+  own_capture_block(step);
+  if (x_owner != &step) {
+    spill_x();
+    ggml_backend_tensor_set_async(backend, x, step.x.data(), 0, step.x.size() * sizeof(float));
+  }
+  load_inputs(step);
+  HCACHE_RETURN_IF_ERROR(attention->set_batch(step.attention));
+  CopyQueue::Ticket restored = 0;
+  for (int layer = begin; layer < end; ++layer) {
+    restored = std::max(restored, layer_ticket[layer]);
+  }
+  queue->before_compute(restored);
+  x_owner = nullptr;
+  step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
+
+  const StepGraphKey key = {.begin = begin,
+                            .end = end,
+                            .n_rows = step.n_rows,
+                            .n_outputs = step.output_rows.size(),
+                            .kv_only_last = kv_only_last,
+                            .capture = !step.capture.empty()};
+  if (step_graph == nullptr || !(step_graph_key == key)) {
+    const size_t n_nodes =
+        static_cast<size_t>(end - begin) *
+            (kNodesPerLayer + (attention->ours() ? 0 : kNodesPerSegment) * step.segments.size()) +
+        64;
+    auto g = std::make_unique<Graph>(*this, n_nodes);
+    ggml_tensor* logits = build_range(*g, step, begin, end, kv_only_last);
+    HCACHE_RETURN_IF_ERROR(allocate(*g));
+    step_graph = std::move(g);
+    step_graph_key = key;
+    step_graph_logits = logits;
+  }
+  const Status status = run(*step_graph);
+  const ggml_tensor* logits = step_graph_logits;
+  if (status.ok() && logits != nullptr) {
+    step.logits.swap(this->logits);  // for its memory
+    step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
+    ggml_backend_tensor_get_async(backend, logits, step.logits.data(), 0, ggml_nbytes(logits));
+  }
+  // ggml's attention is built for this step's segments and masks.
+  if (!attention->ours()) step_graph.reset();
+  HCACHE_RETURN_IF_ERROR(status);
   step.next_layer = end;
   if (end < n_layer()) x_owner = &step;
-  if (out != nullptr) {
-    step.logits.swap(logits);  // for its memory
-    step.logits.resize(static_cast<size_t>(ggml_nelements(out)));
-    ggml_backend_tensor_get_async(backend, out, step.logits.data(), 0, ggml_nbytes(out));
-  }
   return {};
 }
 
 Status Engine::run_layers(Step& step, int begin, int end) {
-  return impl_->build_and_run(*step.impl_, begin, end, false);
+  return impl_->run_range(*step.impl_, begin, end, false);
 }
 
 Status Engine::finish_with_kv(Step& step, int layer) {
-  HCACHE_RETURN_IF_ERROR(
-      impl_->build_and_run(*step.impl_, step.impl_->next_layer, layer + 1, true));
+  HCACHE_RETURN_IF_ERROR(impl_->run_range(*step.impl_, step.impl_->next_layer, layer + 1, true));
   impl_->abandon_capture(*step.impl_);
   impl_->end_step(*step.impl_);
   return {};
@@ -878,6 +927,7 @@ Status Engine::set_capture(CaptureSink* sink, const CaptureOptions& options) {
   impl.poll_captures(true);
   impl.sink = nullptr;
   impl.tap.clear();
+  impl.step_graph.reset();  // it writes what the old options capture
   const bool wanted = std::any_of(options.layers.begin(), options.layers.end(),
                                   [](uint8_t mask) { return mask != 0; });
   if (sink == nullptr || !wanted) return {};
