@@ -370,41 +370,42 @@ Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint,
   return chain;
 }
 
+Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint,
+                                                  const SaltId& salt,
+                                                  std::span<const std::int32_t> tokens) {
+  std::uint64_t epoch = 0;
+  {
+    MutexLock lock(mutex_);
+    if (closed_) return failed_precondition("the store is closed");
+    epoch = epoch_;
+  }
+  std::vector<std::uint32_t> rows;
+  HCACHE_ASSIGN_OR_RETURN(auto chain, walk(fingerprint, salt, tokens, &rows));
+  const std::int64_t now = env_.wall_ns();
+  Match match;
+  MutexLock lock(mutex_);
+  if (epoch != epoch_) return std::optional<Match>();
+  for (std::size_t i = 0; i < chain.size(); ++i) {
+    const ChunkId id = chain[i].info.id;
+    if (dying_.contains(id)) break;
+    match.n_tokens += rows[i];
+    if (!options_.read_only) touched_[id] = now;
+    match.chunks.push_back({make_ref(std::move(chain[i])), rows[i]});
+  }
+  return std::optional<Match>(std::move(match));
+}
+
 Result<Match> StoreImpl::match(const Fingerprint& fingerprint, const SaltId& salt,
                                std::span<const std::int32_t> tokens) {
-  for (int attempt = 1;; ++attempt) {
-    // The last attempt keeps changers out; before that nobody waits for anybody.
-    const bool last = attempt == kMatchAttempts;
-    if (last) write_mutex_.lock();
-    std::uint64_t epoch = 0;
-    Status status;
-    {
-      MutexLock lock(mutex_);
-      epoch = epoch_;
-      if (closed_) status = failed_precondition("the store is closed");
-    }
-    std::vector<std::uint32_t> rows;
-    Result<std::vector<ChunkRecord>> chain = status;
-    if (status.ok()) chain = walk(fingerprint, salt, tokens, &rows);
-    std::optional<Match> match;
-    if (chain.ok()) {
-      MutexLock lock(mutex_);
-      if (epoch == epoch_) {
-        match.emplace();
-        const std::int64_t now = env_.wall_ns();
-        for (std::size_t i = 0; i < chain->size(); ++i) {
-          const ChunkId id = (*chain)[i].info.id;
-          if (dying_.contains(id)) break;
-          match->n_tokens += rows[i];
-          if (!options_.read_only) touched_[id] = now;
-          match->chunks.push_back({make_ref(std::move((*chain)[i])), rows[i]});
-        }
-      }
-    }
-    if (last) write_mutex_.unlock();
-    if (!chain.ok()) return chain.status();
+  for (int attempt = 1; attempt < kMatchAttempts; ++attempt) {
+    HCACHE_ASSIGN_OR_RETURN(auto match, try_match(fingerprint, salt, tokens));
     if (match.has_value()) return std::move(*match);
   }
+  // Changes came too fast: keep them out for once.
+  MutexLock lock(write_mutex_);
+  HCACHE_ASSIGN_OR_RETURN(auto match, try_match(fingerprint, salt, tokens));
+  if (!match.has_value()) return internal_error("a match changed under the writer's lock");
+  return std::move(*match);
 }
 
 Result<ChunkRef> StoreImpl::find(const ChunkId& id) {

@@ -109,6 +109,11 @@ class StoreImpl final : public Store, public PageSource {
                                                       const SaltId& salt,
                                                       std::span<const std::int32_t> tokens,
                                                       std::vector<std::uint32_t>* rows);
+  // nullopt when the store changed meanwhile.
+  [[nodiscard]] Result<std::optional<Match>> try_match(const Fingerprint& fingerprint,
+                                                       const SaltId& salt,
+                                                       std::span<const std::int32_t> tokens)
+      HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] ChunkRef make_ref(ChunkRecord record) HCACHE_REQUIRES(mutex_);
   void unpin(const ChunkId& id) HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] bool pinned(const ChunkId& id) const HCACHE_EXCLUDES(mutex_);
