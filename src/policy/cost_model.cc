@@ -127,8 +127,8 @@ double prefill_layer_s(const LayerCosts& layer, int64_t rows, int64_t history, i
 
 double sliced_s(const CostCurve& curve, int64_t rows, int64_t slice_rows) {
   if (rows <= 0) return 0;
-  return static_cast<double>(rows / slice_rows) * curve.at(slice_rows) +
-         curve.at(rows % slice_rows);
+  const int64_t full = rows / slice_rows;
+  return static_cast<double>(full) * curve.at(slice_rows) + curve.at(rows % slice_rows);
 }
 
 double link_s(const LinkCosts& link, int64_t bytes) {

@@ -508,16 +508,21 @@ class Search {
         if (plan.predicted.makespan_s < best.predicted.makespan_s) best = std::move(plan);
       }
     };
-    // The makespan has one valley up to the steps of slices: scan coarsely, then around the best.
-    int64_t coarse = step * std::max<int64_t>(1, rows / step / 64);
+    // The makespan has one valley up to the steps of slices: narrow in on it.
     int64_t around = 0;
-    for (int64_t t = 0; t <= rows; t += coarse) {
-      double before = best.predicted.makespan_s;
-      consider(t);
-      if (best.predicted.makespan_s < before) around = t;
+    int64_t from = 0;
+    int64_t to = rows;
+    for (int64_t stride = std::max<int64_t>(1, rows / step / 32) * step;;
+         stride = std::max<int64_t>(1, stride / step / 8) * step) {
+      for (int64_t t = from; t <= to; t += stride) {
+        const double before = best.predicted.makespan_s;
+        consider(t);
+        if (best.predicted.makespan_s < before) around = t;
+      }
+      if (stride == step) break;
+      from = std::max<int64_t>(0, around - stride);
+      to = std::min(rows, around + stride);
     }
-    int64_t end = std::min(rows, around + coarse);
-    for (int64_t t = std::max<int64_t>(0, around - coarse); t <= end; t += step) consider(t);
     return best;
   }
 
