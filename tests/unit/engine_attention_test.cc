@@ -3,12 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <numeric>
 #include <random>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -177,7 +175,7 @@ double worst_error(const Data& data, const std::vector<AttentionSegment>& segmen
     const float* x = a.data() + (a_row + r) * data.out_pitch;
     const float* y = b.data() + (b_row + r) * data.out_pitch;
     for (size_t i = 0; i < width; ++i) {
-      if (std::memcmp(x + i, y + i, sizeof(float)) != 0) {
+      if (std::bit_cast<uint32_t>(x[i]) != std::bit_cast<uint32_t>(y[i])) {
         return ::testing::AssertionFailure()
                << "row " << r << ", column " << i << ": " << x[i] << " and " << y[i];
       }

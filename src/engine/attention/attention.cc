@@ -1,6 +1,10 @@
 // Cuts a step into items of work and hands them to threads; the arithmetic is in the kernels.
 #include "engine/attention.h"
 
+#ifdef HCACHE_ATTENTION_X86
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cassert>
@@ -136,6 +140,17 @@ const AttentionKernel& kernel_for(AttentionIsa isa) {
   return kAttentionPortable;
 }
 
+#ifdef HCACHE_ATTENTION_X86
+// By hand, because some compilers' __builtin_cpu_supports do not know the name.
+bool has_f16c() {
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 int64_t partitions_of(int64_t n_keys) {
   return (n_keys + kAttentionPartition - 1) / kAttentionPartition;
 }
@@ -148,8 +163,7 @@ bool attention_isa_available(AttentionIsa isa) {
     case AttentionIsa::kPortable: return true;
 #ifdef HCACHE_ATTENTION_X86
     case AttentionIsa::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case AttentionIsa::kAvx512:
       return attention_isa_available(AttentionIsa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -276,7 +290,7 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
   for (int32_t i = 0; i < item.n_rows; ++i) {
     const int32_t packed = item.first_row + i;
-    const auto row = static_cast<size_t>(s.first_row + packed / group);
+    const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed / group);
     const auto q_head = head * static_cast<size_t>(group) + static_cast<size_t>(packed % group);
     const float* from =
         reinterpret_cast<const float*>(reinterpret_cast<const char*>(t.q) + row * t.q_stride) +
@@ -319,7 +333,8 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   const auto merge_all = [&](int64_t n_partitions, const auto& partition_state) {
     std::fill_n(running.max, item.n_rows, std::numeric_limits<float>::lowest());
     std::fill_n(running.sum, item.n_rows, 0.0F);
-    std::fill_n(running.acc, static_cast<size_t>(item.n_rows * block.dim_v_padded), 0.0F);
+    std::fill_n(running.acc,
+                static_cast<size_t>(item.n_rows) * static_cast<size_t>(block.dim_v_padded), 0.0F);
     for (int64_t p = 0; p < n_partitions; ++p) {
       kernel.merge(running, partition_state(p), item.n_rows, block.dim_v_padded);
     }
@@ -354,10 +369,10 @@ void AttentionPlan::Impl::finish(const Item& item, const AttentionState& state,
   const auto dim_v = static_cast<size_t>(shape.head_dim_v);
   for (int32_t i = 0; i < item.n_rows; ++i) {
     const int32_t packed = item.first_row + i;
-    const auto row = static_cast<size_t>(s.first_row + packed / group);
-    const auto q_head = static_cast<size_t>(item.kv_head * group + packed % group);
+    const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed / group);
+    const int32_t q_head = item.kv_head * group + packed % group;
     float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(t.out) + row * t.out_stride) +
-                q_head * dim_v;
+                static_cast<size_t>(q_head) * dim_v;
     const float* from = state.acc + static_cast<size_t>(i) * dim_padded(shape.head_dim_v);
     const float inverse = 1.0F / state.sum[i];
     for (size_t d = 0; d < dim_v; ++d) to[d] = from[d] * inverse;

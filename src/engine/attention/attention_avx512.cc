@@ -1,4 +1,7 @@
 // The kernel for AVX-512 (F, BW, DQ, VL) with FMA and F16C.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593: its own headers
+#endif
 #include <immintrin.h>
 #include <stdint.h>
 

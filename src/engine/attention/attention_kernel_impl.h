@@ -6,18 +6,17 @@
 //   kHalfOperand        whether widening F16 while multiplying is cheap
 //   F                   the vector; zero, set1, load, store, add, sub, mul, fma(a, b, c) = a·b + c
 //   max(a, b)           b where a is NaN
-//   reduce<op>(x, out)  for one vector or four: combines each one's lanes, halves first: lane i
-//   with
-//                       i + kWidth/2, and so on
+//   reduce<op>(x, out)  combines the lanes of each of one or four vectors, halves first: lane i
+//                       with lane i + kWidth/2, and so on
 //   keep_first(x, n)    lanes from n on replaced by -infinity
 //   pow2_mul(y, t, x)   y · 2^n where t = 1.5·2^23 + n, and 0 where x < -125
 //   load_half(p), load_half_n(p, n)   widens kWidth, or n < kWidth, F16 values (rest is 0)
 //   pack_keys(k, stride, n_keys, dim, out)   transposes n_keys <= kTile cells of F16 into
 //                       out[dim][key], rows of kTile, of F16 or widened to F32; entries from n_keys
 //                       on may get other values of the same keys
-// and includes this file right after. Two rows of vectors are multiplied in one way only, gemm();
-// that a score's or an output's chain of operations is the same for every register tile is what
-// makes results independent of batching.
+// and includes this file right after. Scores and outputs are products of one function, gemm(), and
+// the chain of operations behind each of its numbers is the same for every register tile: that
+// makes a row's result independent of the rows beside it.
 
 #if defined(__clang__)
 #define HCACHE_UNROLL _Pragma("unroll")
@@ -34,8 +33,6 @@ constexpr float kLowest = -3.402823466e+38F;
 constexpr float kKeep[1] = {1.0F};  // as a row's rescale
 
 using F = Simd::F;
-
-inline int min_int(int a, int b) { return a < b ? a : b; }
 
 // 2^x for x <= 0: relative error 5e-7, exactly 1 at 0, exactly 0 below -125, NaN for NaN.
 inline F exp2_nonpositive(F x) {
