@@ -377,7 +377,7 @@ class Store {
   // parents exist, the free space is what the pages leave. Reads no page. internal_error if not.
   [[nodiscard]] virtual Status check_integrity() = 0;
   // Writes what is pending (times of use), shrinks the log and releases the lock. Everything else
-  // was durable before. Later calls on the store fail with failed_precondition.
+  // was durable before. No other call may be running; later ones fail with failed_precondition.
   [[nodiscard]] virtual Status close() = 0;
 };
 
