@@ -28,7 +28,14 @@ struct SavedRows {
 class RecordingSink : public CaptureSink {
  public:
   explicit RecordingSink(size_t capacity = 1000) : capacity_(capacity) {}
-  ~RecordingSink() override { EXPECT_TRUE(reserved_.empty()) << "blocks were never given back"; }
+  ~RecordingSink() override {
+    EXPECT_TRUE(reserved_.empty()) << "blocks were never given back";
+    for (const Block& b : dropped_) {
+      EXPECT_TRUE(std::all_of(b.block->begin(), b.block->end(), [](std::byte x) {
+        return x == std::byte{0xD0};
+      })) << "written after it was dropped";
+    }
+  }
 
   std::byte* reserve(size_t n_bytes) override {
     if (reserved_.size() >= capacity_) {
@@ -54,7 +61,11 @@ class RecordingSink : public CaptureSink {
     hidden_type = capture.hidden_type;
   }
   void drop(std::byte* data) override {
-    EXPECT_EQ(reserved_.erase(data), 1U);
+    const auto it = reserved_.find(data);
+    ASSERT_NE(it, reserved_.end()) << "a block that is not reserved";
+    std::fill(it->second.block->begin(), it->second.block->end(), std::byte{0xD0});
+    dropped_.push_back(std::move(it->second));
+    reserved_.erase(it);
     ++n_dropped;
   }
   [[nodiscard]] size_t n_reserved() const { return reserved_.size(); }
@@ -118,6 +129,7 @@ class RecordingSink : public CaptureSink {
 
   size_t capacity_;
   std::map<std::byte*, Block> reserved_;
+  std::vector<Block> dropped_;
 };
 
 // Host memory that the engine may read until its ticket is done; poisoned then, as a ring would
