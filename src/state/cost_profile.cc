@@ -23,7 +23,7 @@ using nlohmann::json;
 constexpr int kFormatVersion = 1;
 constexpr double kBudgetS = 5.0;         // of a measurement
 constexpr double kPointShare = 0.3;      // a size that would take more of the budget is left out
-constexpr int kMaxPasses = 7;            // over all sizes; medians are taken
+constexpr int kMaxPasses = 7;            // over all sizes; see Samples
 constexpr int kMaxLayers = 8;            // layers that one sample runs through
 constexpr double kSampleS = 0.03;        // a sample runs through more layers until it takes this
 constexpr int64_t kMaxDepth = 4096;      // where attention's share is measured
@@ -37,11 +37,11 @@ class Samples {
  public:
   void add(double seconds) { values_.push_back(seconds); }
   [[nodiscard]] bool empty() const { return values_.empty(); }
-  // The lower median: of two it is the smaller one, since noise only ever adds time.
-  [[nodiscard]] double median() const {
+  // The lower quartile: noise only ever adds time, and the very smallest may be luck.
+  [[nodiscard]] double typical() const {
     std::vector<double> sorted = values_;
     std::sort(sorted.begin(), sorted.end());
-    return sorted[(sorted.size() - 1) / 2];
+    return sorted[(sorted.size() - 1) / 4];
   }
 
  private:
@@ -117,8 +117,8 @@ class Measurement {
     std::vector<policy::CostCurve::Point> dense;
     std::vector<policy::CostCurve::Point> attention;
     for (const auto& [rows, samples] : shallow_) {
-      const double shallow_s = samples.median();
-      const double deep_s = deep_.at(rows).median();
+      const double shallow_s = samples.typical();
+      const double deep_s = deep_.at(rows).typical();
       const double per_key =
           std::max(0.0, deep_s - shallow_s) / static_cast<double>(std::max<int64_t>(depth_, 1));
       const double own_keys = (static_cast<double>(rows) + 1) / 2;
@@ -133,18 +133,18 @@ class Measurement {
     if (async_) {
       const auto& [rows, samples] = *load_.rbegin();
       out->upload_bytes_per_s =
-          static_cast<double>(kv_bytes) * static_cast<double>(rows) / samples.median();
+          static_cast<double>(kv_bytes) * static_cast<double>(rows) / samples.typical();
     } else {
       HCACHE_ASSIGN_OR_RETURN(out->layer.load_kv, curve(load_));
     }
     out->layer.hidden_bytes = static_cast<int64_t>(engine_.hidden_row_bytes(state_type_));
     out->layer.kv_bytes = static_cast<int64_t>(kv_bytes);
-    out->finish_s = finish_.median();
+    out->finish_s = finish_.typical();
 
     const model::HParams& hp = engine_.model().hparams();
     const auto& [rows, samples] = *project_.rbegin();
     out->gemm_flops_per_s = 4.0 * hp.n_embd * hp.n_embd_kv() * static_cast<double>(rows) /
-                            std::max(samples.median(), 1e-9);
+                            std::max(samples.typical(), 1e-9);
     return {};
   }
 
@@ -163,7 +163,7 @@ class Measurement {
 
   static Result<policy::CostCurve> curve(const Curve& timings) {
     std::vector<policy::CostCurve::Point> points;
-    for (const auto& [rows, samples] : timings) points.push_back({rows, samples.median()});
+    for (const auto& [rows, samples] : timings) points.push_back({rows, samples.typical()});
     return policy::CostCurve::table(std::move(points));
   }
 
@@ -178,7 +178,7 @@ class Measurement {
   static double estimate_s(const Curve& timings, int64_t rows) {
     if (timings.empty()) return 0;
     const auto& [known_rows, samples] = *std::prev(timings.end());
-    return samples.median() * static_cast<double>(rows) / static_cast<double>(known_rows);
+    return samples.typical() * static_cast<double>(rows) / static_cast<double>(known_rows);
   }
   [[nodiscard]] bool too_slow(int64_t rows) const {
     if (shallow_.contains(rows)) return false;
@@ -230,7 +230,7 @@ class Measurement {
   // Copying into the staging buffer counts where the compute resource does it.
   Status time_projection(int64_t rows) {
     Samples& out = project_[rows];
-    const int layers = sample_layers(out.empty() ? 0 : out.median());
+    const int layers = sample_layers(out.empty() ? 0 : out.typical());
     const int n_rows = static_cast<int>(rows);
     double total_s = 0;
     for (int layer = 0; layer < layers; ++layer) {
@@ -401,7 +401,12 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
                                    double link_bytes_per_s) {
   policy::RestoreCosts costs;
   costs.n_layer = engine.n_layer();
-  costs.layers = {profile.layer};
+  // Only the row whose logits are wanted goes through the last layer's feed-forward block; the
+  // others need no more than Q, K and V there.
+  const model::HParams& hp = engine.model().hparams();
+  costs.layers.assign(static_cast<size_t>(costs.n_layer), profile.layer);
+  costs.layers.back().dense =
+      profile.layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
   costs.link.bytes_per_s = profile.read_bytes_per_s > 0 ? profile.read_bytes_per_s : kLinkGuess;
   if (link_bytes_per_s > 0) costs.link.bytes_per_s = link_bytes_per_s;
   costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
@@ -409,7 +414,7 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   costs.slice_rows = std::min<int64_t>(kMaxRows, engine.options().max_batch_rows);
   costs.batch_rows = engine.options().max_batch_rows;
   costs.ring_bytes = static_cast<int64_t>(RestoreRun{}.ring_bytes);
-  costs.finish_s = profile.finish_s;
+  costs.finish_s = profile.finish_s + profile.layer.dense.at(1);
   costs.re_tail_projects = true;
   return costs;
 }

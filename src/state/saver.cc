@@ -331,7 +331,7 @@ void SaverImpl::run(Command& command) {
   } else if (auto* tokens = std::get_if<Tokens>(&command)) {
     const auto it = sequences_.find(tokens->seq);
     if (it == sequences_.end()) return;
-    it->second.tokens.insert(it->second.tokens.end(), tokens->tokens.begin(), tokens->tokens.end());
+    replace_tokens(it->second, *tokens);
   } else if (auto* captured = std::get_if<Captured>(&command)) {
     cut(*captured);
     const std::lock_guard lock(mutex_);
