@@ -183,17 +183,14 @@ Status GgufFile::parse_header() {
     const std::string what = fmt::format("value \"{}\"", printable(key));
     if (!in.read(type)) return truncated(what);
     GgufValue value;
-    value.type = value.item_type = static_cast<gguf_type>(type);
-    if (value.type == GGUF_TYPE_ARRAY) {
-      uint32_t item = 0;
-      if (!in.read(item) || !in.read(value.count)) return truncated(what);
-      value.item_type = static_cast<gguf_type>(item);
+    const bool is_array = type == GGUF_TYPE_ARRAY;
+    if (is_array && (!in.read(type) || !in.read(value.count))) return truncated(what);
+    if (type >= GGUF_TYPE_COUNT || type == GGUF_TYPE_ARRAY) {
+      return data_loss(fmt::format("{} has the unknown type {}", what, type));
     }
+    value.item_type = static_cast<gguf_type>(type);
+    value.type = is_array ? GGUF_TYPE_ARRAY : value.item_type;
     const size_t size = scalar_size(value.item_type);
-    if (size == 0 && value.item_type != GGUF_TYPE_STRING) {
-      return data_loss(
-          fmt::format("{} has the unknown type {}", what, static_cast<int>(value.item_type)));
-    }
     const size_t start = in.offset();
     if (size > 0) {
       if (value.count > in.left() / size) return truncated(what);
