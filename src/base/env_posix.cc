@@ -214,24 +214,29 @@ class RealEnv final : public Env {
   }
 
   Result<std::unique_ptr<FileLock>> lock_file(const std::string& path) override {
-    UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, kFileMode));
-    if (!fd.ok()) return errno_status("open", path, errno);
-    if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) return errno_status("lock", path, errno);
-      char text[32] = {};
-      const ssize_t n = ::pread(fd.get(), text, sizeof text - 1, 0);
-      std::string pid(text, n > 0 ? static_cast<std::size_t>(n) : 0);
-      pid.erase(std::remove_if(pid.begin(), pid.end(), [](char c) { return c < '0' || c > '9'; }),
-                pid.end());
-      return failed_precondition(
-          fmt::format("{} is locked by process {}", path, pid.empty() ? "unknown" : pid));
+    while (true) {
+      UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, kFileMode));
+      if (!fd.ok()) return errno_status("open", path, errno);
+      if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+        if (errno != EWOULDBLOCK) return errno_status("lock", path, errno);
+        return failed_precondition(
+            fmt::format("{} is locked by process {}", path, read_pid(fd.get())));
+      }
+      // Somebody may have removed the file between open and lock: such a lock excludes nobody.
+      struct stat locked {};
+      struct stat named {};
+      if (::fstat(fd.get(), &locked) != 0) return errno_status("stat", path, errno);
+      if (::stat(path.c_str(), &named) != 0 || locked.st_ino != named.st_ino ||
+          locked.st_dev != named.st_dev) {
+        continue;
+      }
+      const std::string pid = fmt::format("{}\n", ::getpid());
+      if (::ftruncate(fd.get(), 0) != 0 ||
+          ::pwrite(fd.get(), pid.data(), pid.size(), 0) != static_cast<ssize_t>(pid.size())) {
+        return errno_status("write", path, errno);
+      }
+      return std::unique_ptr<FileLock>(std::make_unique<RealLock>(std::move(fd)));
     }
-    const std::string pid = fmt::format("{}\n", ::getpid());
-    if (::ftruncate(fd.get(), 0) != 0 ||
-        ::pwrite(fd.get(), pid.data(), pid.size(), 0) != static_cast<ssize_t>(pid.size())) {
-      return errno_status("write", path, errno);
-    }
-    return std::unique_ptr<FileLock>(std::make_unique<RealLock>(std::move(fd)));
   }
 
   std::int64_t monotonic_ns() override { return clock_ns(CLOCK_MONOTONIC); }
@@ -262,6 +267,14 @@ class RealEnv final : public Env {
     if (::fstat(fd.get(), &st) != 0) return errno_status("stat", path, errno);
     if (!S_ISREG(st.st_mode)) return failed_precondition(path + " is not a regular file");
     return std::unique_ptr<File>(std::make_unique<RealFile>(std::move(fd), path, direct));
+  }
+
+  static std::string read_pid(int fd) {
+    char text[32] = {};
+    const ssize_t n = ::pread(fd, text, sizeof text - 1, 0);
+    std::string pid(text, n > 0 ? static_cast<std::size_t>(n) : 0);
+    std::erase_if(pid, [](char c) { return c < '0' || c > '9'; });
+    return pid.empty() ? "unknown" : pid;
   }
 
   static std::int64_t clock_ns(clockid_t clock) {

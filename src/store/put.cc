@@ -522,29 +522,36 @@ Status StoreImpl::make_room(std::uint64_t bytes, const PutDraft& draft, PutRepor
   // The catalog's log counts as well, and it can be emptied.
   if (excess() > 0) HCACHE_RETURN_IF_ERROR(catalog_->checkpoint());
   for (std::uint64_t over = excess(); over > 0; over = excess()) {
-    std::vector<ChunkRecord> victims;
-    std::vector<std::int64_t> damaged_rows;
     HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
     HCACHE_RETURN_IF_ERROR(flush_touches(&transaction));
+    std::vector<ChunkRecord> victims;
     std::uint64_t found = 0;
-    HCACHE_RETURN_IF_ERROR(transaction.leaves_by_use([&](ChunkRow&& row) {
-      if (!row.record.ok()) {
-        damaged_rows.push_back(row.seq);
-        return true;
+    Status status;
+    // Round by round, since a chunk is a leaf once its followers are gone.
+    for (std::size_t before = 1; found < over && victims.size() != before && status.ok();) {
+      before = victims.size();
+      std::vector<ChunkRecord> leaves;
+      std::vector<std::int64_t> damaged_rows;
+      status = transaction.leaves_by_use([&](ChunkRow&& row) {
+        if (!row.record.ok()) {
+          damaged_rows.push_back(row.seq);
+          return true;
+        }
+        if (spared.contains(row.id) || pinned(row.id)) return true;
+        found += page_bytes(*row.record);
+        leaves.push_back(std::move(*row.record));
+        return found < over;
+      });
+      mark_dying(&leaves);
+      for (const std::int64_t seq : damaged_rows) {
+        if (status.ok()) status = transaction.erase_row(seq);
       }
-      if (spared.contains(row.id) || pinned(row.id)) return true;
-      found += page_bytes(*row.record);
-      victims.push_back(std::move(*row.record));
-      return found < over;
-    }));
-    mark_dying(&victims);
-    Status status = victims.empty() ? exhausted(over) : Status();
-    for (const ChunkRecord& victim : victims) {
-      if (status.ok()) status = transaction.erase(victim.info.id);
+      for (ChunkRecord& leaf : leaves) {
+        if (status.ok()) status = transaction.erase(leaf.info.id);
+        victims.push_back(std::move(leaf));
+      }
     }
-    for (const std::int64_t seq : damaged_rows) {
-      if (status.ok()) status = transaction.erase_row(seq);
-    }
+    if (status.ok() && victims.empty()) status = exhausted(over);
     if (status.ok()) status = transaction.commit();
     bury(victims, status.ok());
     HCACHE_RETURN_IF_ERROR(status);

@@ -26,7 +26,7 @@ struct Id128 {
 
   [[nodiscard]] bool is_zero() const { return *this == Id128{}; }
   friend bool operator==(const Id128&, const Id128&) = default;
-  friend auto operator<=>(const Id128&, const Id128&) = default;
+  friend auto operator<=>(const Id128&, const Id128&) = default;  // NOLINT(modernize-use-nullptr)
 };
 
 // One chunk of a chain. The zero id is no chunk: it is the parent of a chain's first chunk.
