@@ -269,19 +269,18 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
                      block.dim_k, keys, kTile, scores(r), kTile, nullptr);
       });
     };
+    // Memory is asked a stage ahead: here for what comes after the scores, below for the next tile.
+    prefetch_cells(v, block.v_stride, n_keys, block.dim_v);
     if (wide) {
       Simd::pack_keys(k, block.k_stride, n_keys, block.dim_k, tiles.k_wide);
       score(tiles.k_wide);
     } else {
-      // A few rows wait for memory most of the time, so ask early: here for what comes after the
-      // scores, then for the next tile.
-      prefetch_cells(v, block.v_stride, n_keys, block.dim_v);
       Simd::pack_keys(k, block.k_stride, n_keys, block.dim_k, tiles.k_half);
       score(tiles.k_half);
-      const int64_t ahead = end_key - tile - kTile;
-      prefetch_cells(k + kTile * block.k_stride, block.k_stride, ahead < kTile ? ahead : kTile,
-                     block.dim_k);
     }
+    const int64_t ahead = end_key - tile - kTile;
+    prefetch_cells(k + kTile * block.k_stride, block.k_stride, ahead < kTile ? ahead : kTile,
+                   block.dim_k);
 
     for (int r = row_begin; r < n_rows && valid(r) < kTile; ++r) mask_row(scores(r), valid(r));
     softmax_rows(tiles, row_begin, n_rows - row_begin);
