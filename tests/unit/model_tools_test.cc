@@ -72,6 +72,30 @@ TEST(Synth, WeightsHaveTheirScale) {
   EXPECT_NEAR(moments("blk.2.ffn_norm.weight").first, 1.0, 2e-2);
 }
 
+TEST(Synth, LargeQuantisedTensorsHaveTheSameScale) {
+  const TempDir dir;
+  auto options = test::tiny_options("llama", 2, GGML_TYPE_Q4_K);
+  options.shape.n_layer = 1;
+  options.shape.n_vocab = 32768;  // 2^23 weights: composed of blocks
+  const std::string path = test::make_tiny(dir, options);
+  const auto values = widen(*open(path)->tensor("token_embd.weight"));
+  double sum = 0;
+  double squares = 0;
+  for (const float v : values) {
+    sum += v;
+    squares += double{v} * v;
+  }
+  const auto n = static_cast<double>(values.size());
+  EXPECT_NEAR(sum / n, 0.0, 1e-2);
+  EXPECT_NEAR(std::sqrt(squares / n), 1.0, 2e-2);
+  for (size_t row = 1; row < 64; row++) {
+    EXPECT_NE(memcmp(values.data(), values.data() + row * 256, 256 * sizeof(float)), 0);
+  }
+  const auto first = test::read_file(path);
+  options.n_threads = 3;
+  EXPECT_EQ(test::read_file(test::make_tiny(dir, options)), first);
+}
+
 TEST(Synth, CopiesAVocabulary) {
   if (!std::filesystem::exists(HCACHE_TEST_MODEL)) GTEST_SKIP() << "no default model";
   const TempDir dir;

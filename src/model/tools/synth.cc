@@ -2,6 +2,8 @@
 #include <xxhash.h>
 
 #include <cmath>
+#include <cstring>
+#include <map>
 #include <memory>
 
 #include "gguf_file.h"
@@ -39,6 +41,40 @@ void fill_uniform(uint64_t stream, int64_t row, int64_t n, Init init, float* out
   }
 }
 
+// Quantising is slow (ten million K-quant weights a second on one core), so large quantised tensors
+// are composed of blocks that were quantised once: block b of row r is one of kPoolWeights / block
+// size, chosen by a hash of (r, b).
+constexpr int64_t kPoolWeights = 1 << 18;
+constexpr int64_t kPooledFrom = 1 << 22;  // weights of a tensor
+
+bool is_pooled(const GgufTensor& t) {
+  return ggml_is_quantized(t.type) && t.n_elements() >= kPooledFrom;
+}
+
+class BlockPool {
+ public:
+  BlockPool(ggml_type type, Init init, uint64_t seed)
+      : n_blocks_(static_cast<uint64_t>(kPoolWeights / ggml_blck_size(type))),
+        block_bytes_(ggml_type_size(type)),
+        bytes_(n_blocks_ * block_bytes_) {
+    std::vector<float> values(static_cast<size_t>(kPoolWeights));
+    fill_uniform(seed, 0, kPoolWeights, init, values.data());
+    quantise_rows(type, values.data(), 1, kPoolWeights, bytes_.data());
+  }
+  void compose(uint64_t stream, int64_t row, size_t n_bytes, uint8_t* out) const {
+    const uint64_t base = mix(stream ^ static_cast<uint64_t>(row));
+    for (size_t at = 0; at < n_bytes; at += block_bytes_) {
+      const uint64_t block = mix(base + at) % n_blocks_;
+      memcpy(out + at, bytes_.data() + block * block_bytes_, block_bytes_);
+    }
+  }
+
+ private:
+  uint64_t n_blocks_;
+  size_t block_bytes_;
+  std::vector<uint8_t> bytes_;
+};
+
 // The tensors of one synthetic model and how each is drawn.
 class Synth {
  public:
@@ -75,6 +111,7 @@ class Synth {
   const DecoderSpec& spec_;
   GgufWriter writer_;
   std::vector<Init> inits_;
+  std::map<float, BlockPool> pools_;  // by Init::width: pooled tensors are matrices of mean zero
 };
 
 void Synth::metadata(const GgufFile* vocab) {
@@ -166,12 +203,14 @@ Status Synth::build(const GgufFile* vocab) {
     vector("rope_freqs.weight", s_.head_dim / 2, kFactors);
   }
   for (int i = 0; i < s_.n_layer; i++) layer(i);
-  for (const GgufTensor& t : writer_.tensors()) {
+  for (size_t i = 0; i < writer_.tensors().size(); i++) {
+    const GgufTensor& t = writer_.tensors()[i];
     if (!row_fits(t.type, t.ne[0])) {
       return invalid_argument(fmt::format(
           "{} of shape {} has rows of {}, no multiple of {}'s block of {}; take another type",
           t.name, s_.name, t.ne[0], ggml_type_name(t.type), ggml_blck_size(t.type)));
     }
+    if (is_pooled(t)) pools_.try_emplace(inits_[i].width, t.type, inits_[i], o_.seed);
   }
   return {};
 }
@@ -180,6 +219,13 @@ Status Synth::write(const std::string& out) const {
   const auto fill = [this](size_t index, int64_t first_row, int64_t n_rows, uint8_t* data) {
     const GgufTensor& t = writer_.tensors()[index];
     const uint64_t stream = XXH3_64bits_withSeed(t.name.data(), t.name.size(), o_.seed);
+    if (is_pooled(t)) {
+      const BlockPool& pool = pools_.at(inits_[index].width);
+      for (int64_t r = 0; r < n_rows; r++, data += t.row_bytes()) {
+        pool.compose(stream, first_row + r, t.row_bytes(), data);
+      }
+      return Status();
+    }
     std::vector<float> row(static_cast<size_t>(t.ne[0]));
     for (int64_t r = 0; r < n_rows; r++) {
       fill_uniform(stream, first_row + r, t.ne[0], inits_[index], row.data());
