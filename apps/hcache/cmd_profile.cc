@@ -1,0 +1,87 @@
+// hcache profile: what restoring costs on this machine.
+
+#include <fmt/format.h>
+
+#include <memory>
+
+#include "base/units.h"
+#include "commands.h"
+#include "session.h"
+
+namespace hcache::cli {
+namespace {
+
+struct ProfileArgs {
+  RuntimeArgs runtime;
+  bool refresh = false;
+  bool json = false;
+};
+
+std::string seconds(double s) { return format_duration(static_cast<int64_t>(s * 1e9)); }
+
+Status profile(const ProfileArgs& args) {
+  if (args.runtime.model.device == "list") return list_devices();
+  ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  if (args.refresh) HCACHE_RETURN_IF_ERROR(runtime->refresh_profile());
+  line.finish();
+  const state::CostProfile p = runtime->profile();
+  const model::Model& model = runtime->model();
+  constexpr int64_t kRows[] = {1, 64, 512, 2048};
+  const int64_t batch = args.runtime.batch;
+  if (args.json) {
+    Json rows = Json::array();
+    for (const int64_t n : kRows) {
+      rows.push_back({{"rows", n},
+                      {"hidden_ms", p.layer.project.at(n) * 1e3},
+                      {"load_kv_ms", p.layer.load_kv.at(n) * 1e3},
+                      {"recompute_ms", policy::prefill_layer_s(p.layer, n, 0, batch) * 1e3}});
+    }
+    HCACHE_RETURN_IF_ERROR(
+        write_json({{"model", model.path()},
+                    {"device", model.device().description()},
+                    {"threads", model.device().n_threads()},
+                    {"key", p.key},
+                    {"layers", model.hparams().n_layer},
+                    {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
+                    {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
+                    {"read_bytes_per_s", p.read_bytes_per_s},
+                    {"gemm_flops_per_s", p.gemm_flops_per_s},
+                    {"paper_link_bytes_per_s", runtime->paper_link_bytes_per_s()},
+                    {"finish_ms", p.finish_s * 1e3},
+                    {"layer_costs", rows}},
+                   ""));
+    return runtime->close();
+  }
+  fmt::print("model         {} ({} layers)\n", model.path(), model.hparams().n_layer);
+  fmt::print("device        {}, {} threads\n", model.device().description(),
+             model.device().n_threads());
+  fmt::print("projection    {:.1f} GFLOP/s\n", p.gemm_flops_per_s / 1e9);
+  fmt::print("store reads   {}\n",
+             p.read_bytes_per_s > 0 ? format_rate(p.read_bytes_per_s) : "not measured yet");
+  fmt::print("state         {} bytes of hidden, {} of KV per token and layer\n",
+             p.layer.hidden_bytes, p.layer.kv_bytes);
+  fmt::print("paper's link  {} (--link paper)\n\n", format_rate(runtime->paper_link_bytes_per_s()));
+  std::vector<std::vector<std::string>> rows = {{"tokens", "from hidden", "from KV", "recompute"}};
+  for (const int64_t n : kRows) {
+    rows.push_back({fmt::format("{}", n), seconds(p.layer.project.at(n)),
+                    seconds(p.layer.load_kv.at(n)),
+                    seconds(policy::prefill_layer_s(p.layer, n, 0, batch))});
+  }
+  fmt::print("compute per layer (reading comes on top)\n{}", format_columns(rows));
+  return runtime->close();
+}
+
+}  // namespace
+
+void add_profile(CLI::App& app, Verb* verb) {
+  CLI::App* sub = app.add_subcommand(
+      "profile", "Print what restoring costs on this machine; measured on first use");
+  const auto args = std::make_shared<ProfileArgs>();
+  add_option(*sub, "refresh", &args->refresh);
+  add_runtime_options(*sub, &args->runtime);
+  add_option(*sub, "json", &args->json);
+  sub->callback([args, verb] { *verb = [args] { return profile(*args); }; });
+}
+
+}  // namespace hcache::cli

@@ -1,0 +1,279 @@
+// hcache store stat|ls|verify|gc|rm: looks after the saved state.
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <memory>
+
+#include "base/env.h"
+#include "base/units.h"
+#include "commands.h"
+#include "options.h"
+#include "store/store.h"
+#include "terminal.h"
+
+namespace hcache::cli {
+namespace {
+
+struct StoreArgs {
+  StateOptions state;
+  bool json = false;
+  bool chunks = false;
+  bool repair = false;
+  bool all = false;
+  std::string session;
+  std::string chunk;
+  int64_t unused_for_ns = 0;
+};
+
+Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only) {
+  store::StoreOptions options;
+  options.dirs = args.state.stores;
+  options.quota_bytes = args.state.quota_bytes;
+  options.read_only = read_only;
+  return store::Store::open(Env::real(), options);
+}
+
+// "2026-03-01 12:00:05", UTC.
+std::string format_time(int64_t wall_ns) {
+  const auto time = std::chrono::system_clock::time_point(
+      std::chrono::duration_cast<std::chrono::system_clock::duration>(
+          std::chrono::nanoseconds(wall_ns)));
+  return fmt::format("{:%Y-%m-%d %H:%M:%S}",
+                     fmt::gmtime(std::chrono::system_clock::to_time_t(time)));
+}
+
+Status stat(const StoreArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, true));
+  HCACHE_ASSIGN_OR_RETURN(const store::StoreStat s, store->stat());
+  const uint64_t total = s.allocated_bytes + s.catalog_bytes;
+  const double per_token =
+      s.tokens == 0 ? 0 : static_cast<double>(total) / static_cast<double>(s.tokens);
+  if (args.json) {
+    Json json = {{"format_version", s.format_version},
+                 {"sessions", s.sessions},
+                 {"chunks", s.chunks},
+                 {"tokens", s.tokens},
+                 {"pages", s.pages},
+                 {"page_bytes", s.page_bytes},
+                 {"allocated_bytes", s.allocated_bytes},
+                 {"catalog_bytes", s.catalog_bytes},
+                 {"bytes_per_token", per_token},
+                 {"quota_bytes", s.quota_bytes},
+                 {"disks", Json::array()}};
+    for (const store::DiskStat& d : s.disks) {
+      json["disks"].push_back({{"dir", d.dir},
+                               {"segments", d.segments},
+                               {"page_bytes", d.page_bytes},
+                               {"allocated_bytes", d.allocated_bytes},
+                               {"free_bytes", d.free_bytes}});
+    }
+    return write_json(json, "");
+  }
+  fmt::print("sessions      {}\n", s.sessions);
+  fmt::print("chunks        {} holding {} tokens in {} pages\n", s.chunks, s.tokens, s.pages);
+  fmt::print("on disk       {} of pages, {} of catalog; {:.0f} bytes per token\n",
+             format_bytes(s.allocated_bytes), format_bytes(s.catalog_bytes), per_token);
+  fmt::print("quota         {}\n", s.quota_bytes == 0 ? "none" : format_bytes(s.quota_bytes));
+  std::vector<std::vector<std::string>> rows = {{"folder", "segments", "pages", "free"}};
+  for (const store::DiskStat& d : s.disks) {
+    rows.push_back({d.dir, fmt::format("{}", d.segments), format_bytes(d.allocated_bytes),
+                    format_bytes(d.free_bytes)});
+  }
+  fmt::print("\n{}", format_columns(rows));
+  return {};
+}
+
+// "hidden-q8_1:26 kv:4": how many layers have a page in each encoding.
+std::string describe_pages(const store::ChunkInfo& info) {
+  std::map<std::string_view, int> layers;
+  for (const store::PageInfo& page : info.pages) layers[store::encoding_name(page.encoding)]++;
+  std::string out;
+  for (const auto& [name, n] : layers) {
+    out += fmt::format("{}{}:{}", out.empty() ? "" : " ", name, n);
+  }
+  return out;
+}
+
+Status list_chunks(const StoreArgs& args, store::Store& store) {
+  Json json = Json::array();
+  std::vector<std::vector<std::string>> rows = {
+      {"chunk", "parent", "tokens", "bytes", "last used (UTC)", "layers"}};
+  HCACHE_RETURN_IF_ERROR(store.list([&](const store::ChunkSummary& c) {
+    const std::string parent = c.info.parent.is_zero() ? "-" : to_hex(c.info.parent);
+    if (args.json) {
+      json.push_back({{"id", to_hex(c.info.id)},
+                      {"parent", c.info.parent.is_zero() ? Json(nullptr) : Json(parent)},
+                      {"fingerprint", to_hex(c.info.fingerprint)},
+                      {"salt", to_hex(c.info.salt)},
+                      {"first_position", c.info.first_position},
+                      {"tokens", c.info.tokens.size()},
+                      {"page_bytes", c.page_bytes},
+                      {"last_used", format_time(c.last_used_ns)},
+                      {"pages", describe_pages(c.info)}});
+    } else {
+      rows.push_back({to_hex(c.info.id), parent, fmt::format("{}", c.info.tokens.size()),
+                      fmt::format("{}", c.page_bytes), format_time(c.last_used_ns),
+                      describe_pages(c.info)});
+    }
+    return !interrupted();
+  }));
+  if (args.json) return write_json(json, "");
+  fmt::print("{}", format_columns(rows));
+  return {};
+}
+
+Status list(const StoreArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, true));
+  if (args.chunks) return list_chunks(args, *store);
+  HCACHE_ASSIGN_OR_RETURN(const auto sessions, store->list_sessions());
+  if (args.json) {
+    Json json = Json::array();
+    for (const store::SessionSummary& s : sessions) {
+      json.push_back({{"name", s.name},
+                      {"tokens", s.n_tokens},
+                      {"fingerprint", to_hex(s.fingerprint)},
+                      {"created", format_time(s.created_ns)},
+                      {"updated", format_time(s.updated_ns)}});
+    }
+    return write_json(json, "");
+  }
+  std::vector<std::vector<std::string>> rows = {{"session", "tokens", "created (UTC)", "updated"}};
+  for (const store::SessionSummary& s : sessions) {
+    rows.push_back({s.name, fmt::format("{}", s.n_tokens), format_time(s.created_ns),
+                    format_time(s.updated_ns)});
+  }
+  fmt::print("{}", format_columns(rows));
+  return {};
+}
+
+Status verify(const StoreArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, !args.repair));
+  ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(
+      const store::VerifyReport report, store->verify([&](uint64_t done, uint64_t all) {
+        return line.update("checking pages",
+                           all == 0 ? 1 : static_cast<double>(done) / static_cast<double>(all));
+      }));
+  line.finish();
+  uint64_t repaired = 0;
+  if (args.repair) {
+    for (const store::Damage& d : report.damaged_pages) {
+      HCACHE_RETURN_IF_ERROR(store->quarantine(d.chunk, d.layer, d.encoding));
+      repaired++;
+    }
+    HCACHE_RETURN_IF_ERROR(store->close());
+  }
+  if (args.json) {
+    Json json = {{"ok", report.ok()},
+                 {"chunks", report.chunks},
+                 {"pages", report.pages},
+                 {"page_bytes", report.page_bytes},
+                 {"repaired_pages", repaired},
+                 {"damaged_pages", Json::array()},
+                 {"damaged_catalog", Json::array()}};
+    for (const store::Damage& d : report.damaged_pages) {
+      json["damaged_pages"].push_back({{"chunk", to_hex(d.chunk)},
+                                       {"layer", d.layer},
+                                       {"encoding", store::encoding_name(d.encoding)},
+                                       {"error", d.status.message()}});
+    }
+    for (const Status& s : report.damaged_catalog) json["damaged_catalog"].push_back(s.message());
+    HCACHE_RETURN_IF_ERROR(write_json(json, ""));
+  } else {
+    fmt::print("checked {} pages ({}) of {} chunks\n", report.pages,
+               format_bytes(report.page_bytes), report.chunks);
+    for (const store::Damage& d : report.damaged_pages) {
+      fmt::print("damaged: {}{}\n", d.status.message(), args.repair ? " (dropped)" : "");
+    }
+    for (const Status& s : report.damaged_catalog) fmt::print("damaged: {}\n", s.message());
+  }
+  if (report.damaged_catalog.empty() && repaired == report.damaged_pages.size()) return {};
+  return data_loss(fmt::format("{} damaged pages, {} damaged catalog entries{}",
+                               report.damaged_pages.size(), report.damaged_catalog.size(),
+                               args.repair ? "" : "; --repair drops the pages"));
+}
+
+Status gc(const StoreArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, false));
+  HCACHE_ASSIGN_OR_RETURN(const store::GcReport report, store->gc());
+  HCACHE_RETURN_IF_ERROR(store->close());
+  if (args.json) {
+    return write_json({{"bytes_before", report.bytes_before},
+                       {"bytes_after", report.bytes_after},
+                       {"segments_removed", report.segments_removed},
+                       {"pages_moved", report.pages_moved}},
+                      "");
+  }
+  fmt::print("{} before, {} after; {} segments removed, {} pages moved\n",
+             format_bytes(report.bytes_before), format_bytes(report.bytes_after),
+             report.segments_removed, report.pages_moved);
+  return {};
+}
+
+Status remove(const StoreArgs& args) {
+  const bool by_filter = !args.chunk.empty() || args.unused_for_ns > 0;
+  if (args.session.empty() && !by_filter && !args.all) {
+    return invalid_argument("say what to remove: --session, --chunk, --unused-for or --all");
+  }
+  if ((args.all ? 1 : 0) + (by_filter ? 1 : 0) + (args.session.empty() ? 0 : 1) > 1) {
+    return invalid_argument("--session, --all and a filter exclude each other");
+  }
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, false));
+  uint64_t chunks = 0;
+  if (!args.session.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(chunks, store->delete_session(args.session));
+  } else {
+    store::RemoveFilter filter;
+    if (!args.chunk.empty()) {
+      ChunkId id;
+      HCACHE_RETURN_IF_ERROR(parse_id(args.chunk, &id));
+      filter.chunk = id;
+    }
+    if (args.unused_for_ns > 0) {
+      filter.unused_since_ns = Env::real().wall_ns() - args.unused_for_ns;
+    }
+    if (args.all) {
+      HCACHE_ASSIGN_OR_RETURN(const auto sessions, store->list_sessions());
+      for (const store::SessionSummary& s : sessions) {
+        HCACHE_ASSIGN_OR_RETURN(const uint64_t n, store->delete_session(s.name));
+        chunks += n;
+      }
+    }
+    HCACHE_ASSIGN_OR_RETURN(const uint64_t n, store->remove(filter));
+    chunks += n;
+  }
+  HCACHE_RETURN_IF_ERROR(store->close());
+  if (args.json) return write_json({{"chunks_removed", chunks}}, "");
+  fmt::print("{} chunks removed\n", chunks);
+  return {};
+}
+
+}  // namespace
+
+void add_store(CLI::App& app, Verb* verb) {
+  CLI::App* group = app.add_subcommand("store", "Look after the saved state");
+  group->require_subcommand(1);
+  const auto args = std::make_shared<StoreArgs>();
+  const auto add = [&](const char* name, const char* help, Status (*run)(const StoreArgs&)) {
+    CLI::App* sub = group->add_subcommand(name, help);
+    add_state_options(*sub, &args->state);
+    add_option(*sub, "json", &args->json);
+    sub->callback([args, verb, run] { *verb = [args, run] { return run(*args); }; });
+    return sub;
+  };
+  add("stat", "What the store holds and how much room it takes", stat);
+  CLI::App* ls = add("ls", "List the conversations, or the chunks", list);
+  add_option(*ls, "chunks", &args->chunks);
+  CLI::App* check = add("verify", "Read everything and check every byte", verify);
+  add_option(*check, "repair", &args->repair);
+  add("gc", "Give back room that nothing uses", gc);
+  CLI::App* rm = add("rm", "Remove a conversation or chunks", remove);
+  add_option(*rm, "rm-session", &args->session);
+  add_option(*rm, "rm-chunk", &args->chunk);
+  add_option(*rm, "rm-unused-for", &args->unused_for_ns);
+  add_option(*rm, "rm-all", &args->all);
+}
+
+}  // namespace hcache::cli

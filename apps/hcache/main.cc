@@ -1,0 +1,72 @@
+// hcache: an LLM server and command line that never pays twice for a context it has seen.
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <exception>
+
+#include "base/cpu_target.h"
+#include "commands.h"
+#include "terminal.h"
+
+namespace {
+
+using hcache::Code;
+using hcache::Status;
+
+int report(const Status& status) {
+  if (status.ok()) return 0;
+  std::fflush(stdout);
+  if (status.code() != Code::kCancelled) fmt::print(stderr, "hcache: {}\n", status.message());
+  return hcache::exit_code(status.code());
+}
+
+int run(int argc, char** argv) {
+  if (const Status status = hcache::check_cpu_target(); !status.ok()) return report(status);
+
+  CLI::App app(
+      "Runs language models from GGUF files and keeps their conversations: what was "
+      "computed once is restored, not computed again.",
+      "hcache");
+  app.set_version_flag("--version", HCACHE_VERSION);
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(34);
+  app.footer(
+      "`hcache VERB --help` lists a verb's options with their units and defaults.\n"
+      "Exit codes: 0 done, 2 bad input, 3 not found, 4 refused or in the wrong state, "
+      "5 out of space,\n6 damaged data, 7 unavailable, 8 unsupported, 130 interrupted, "
+      "1 anything else.");
+
+  hcache::cli::Verb verb;
+  hcache::cli::add_chat(app, &verb);
+  hcache::cli::add_run(app, &verb);
+  hcache::cli::add_bench(app, &verb);
+  hcache::cli::add_plan(app, &verb);
+  hcache::cli::add_profile(app, &verb);
+  hcache::cli::add_model(app, &verb);
+  hcache::cli::add_store(app, &verb);
+  hcache::cli::add_rpc_serve(app, &verb);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& e) {  // --help, --version
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    fmt::print(stderr, "hcache: {}\nRun with --help for the options.\n", e.what());
+    return hcache::exit_code(Code::kInvalidArgument);
+  }
+  hcache::cli::catch_interrupts();
+  return report(verb());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "hcache: internal error: {}\n", e.what());
+    return hcache::exit_code(Code::kInternal);
+  }
+}
