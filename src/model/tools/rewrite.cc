@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -187,31 +188,35 @@ struct Padding {
 
   // Sets the axes of the tensor called `name` (within its layer).
   void apply(std::string_view name, Rewrite& r) const {
-    const auto is = [&](std::string_view a) { return name == a; };
-    if (is("token_embd.weight") || is("output.weight") || is("attn_k.weight") ||
-        is("attn_v.weight")) {
-      r.columns = embd;
-    } else if (is("attn_q.weight")) {
-      r.columns = embd;
-      r.rows = q;
-    } else if (is("attn_q.bias")) {
-      r.columns = q;
-    } else if (is("attn_output.weight")) {
-      r.columns = q;
-      r.rows = embd;
-    } else if (is("ffn_gate.weight") || is("ffn_up.weight")) {
-      r.columns = embd;
-      r.rows = ff;
-    } else if (is("ffn_gate.bias") || is("ffn_up.bias")) {
-      r.columns = ff;
-    } else if (is("ffn_down.weight")) {
-      r.columns = ff;
-      r.rows = embd;
-    } else if (is("attn_output.bias") || is("ffn_down.bias")) {
-      r.columns = embd;
-    } else if (is("attn_norm.weight") || is("ffn_norm.weight") || is("output_norm.weight")) {
-      r.columns = embd;
-      r.scale = norm_scale;
+    struct Axes {
+      std::string_view name;
+      AxisMap Padding::*columns;
+      AxisMap Padding::*rows = nullptr;
+    };
+    constexpr std::array kAxes = {
+        Axes{"token_embd.weight", &Padding::embd},
+        Axes{"output.weight", &Padding::embd},
+        Axes{"output_norm.weight", &Padding::embd},
+        Axes{"attn_norm.weight", &Padding::embd},
+        Axes{"ffn_norm.weight", &Padding::embd},
+        Axes{"attn_q.weight", &Padding::embd, &Padding::q},
+        Axes{"attn_q.bias", &Padding::q},
+        Axes{"attn_k.weight", &Padding::embd},
+        Axes{"attn_v.weight", &Padding::embd},
+        Axes{"attn_output.weight", &Padding::q, &Padding::embd},
+        Axes{"attn_output.bias", &Padding::embd},
+        Axes{"ffn_gate.weight", &Padding::embd, &Padding::ff},
+        Axes{"ffn_gate.bias", &Padding::ff},
+        Axes{"ffn_up.weight", &Padding::embd, &Padding::ff},
+        Axes{"ffn_up.bias", &Padding::ff},
+        Axes{"ffn_down.weight", &Padding::ff, &Padding::embd},
+        Axes{"ffn_down.bias", &Padding::embd},
+    };
+    for (const Axes& axes : kAxes) {
+      if (name != axes.name) continue;
+      r.columns = this->*axes.columns;
+      if (axes.rows != nullptr) r.rows = this->*axes.rows;
+      if (name.ends_with("_norm.weight")) r.scale = norm_scale;
     }
   }
 };
