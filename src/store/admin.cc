@@ -11,8 +11,9 @@
 namespace hcache::store {
 namespace {
 
-constexpr std::size_t kVerifyChunks = 32;          // read ahead together
-constexpr std::uint64_t kRewriteBytes = 32 << 20;  // moved in one batch by gc
+constexpr std::uint64_t kVerifyRing = 16ULL << 20;  // bytes, unless pages are larger
+constexpr std::size_t kVerifyChunks = 32;           // read ahead together
+constexpr std::uint64_t kRewriteBytes = 32 << 20;   // moved in one batch by gc
 constexpr std::uint64_t kMaxGcPasses = 64;
 
 }  // namespace
@@ -132,12 +133,13 @@ Result<VerifyReport> StoreImpl::verify(const Progress& progress) {
     }
   }
 
-  std::uint32_t largest = 1;
   std::vector<PageRequest> requests;
-  HCACHE_ASSIGN_OR_RETURN(const auto reader, new_reader({}));
+  std::unique_ptr<PageReader> reader;
+  std::uint64_t ring_bytes = 0;
   std::uint64_t done = 0;
   for (std::size_t at = 0; at < ids.size(); at += kVerifyChunks) {
     requests.clear();
+    std::uint64_t needed = kVerifyRing;
     for (std::size_t i = at; i < std::min(ids.size(), at + kVerifyChunks); ++i) {
       auto chunk = find(ids[i]);
       if (chunk.code() == Code::kNotFound) continue;  // evicted meanwhile
@@ -149,7 +151,7 @@ Result<VerifyReport> StoreImpl::verify(const Progress& progress) {
       ++report.chunks;
       for (const PageInfo& page : chunk->info().pages) {
         requests.push_back({*chunk, page.layer, page.encoding});
-        largest = std::max(largest, page.bytes);
+        needed = std::max(needed, 4 * (round_up(page.bytes, kBlock) + 2 * kBlock));
       }
     }
     // In the order of the disk, which is (encoding, layer, chunk) within what was written together.
@@ -157,17 +159,15 @@ Result<VerifyReport> StoreImpl::verify(const Progress& progress) {
                      [](const PageRequest& a, const PageRequest& b) {
                        return std::pair(a.encoding, a.layer) < std::pair(b.encoding, b.layer);
                      });
-    std::unique_ptr<PageReader> large;
-    PageReader* r = reader.get();
-    if (largest > (ReaderOptions().ring_bytes / 4) - 2 * kBlock) {
+    if (needed > ring_bytes) {
+      ring_bytes = needed;
       ReaderOptions options;
-      options.ring_bytes = 4 * (round_up(largest, kBlock) + 2 * kBlock);
-      HCACHE_ASSIGN_OR_RETURN(large, new_reader(options));
-      r = large.get();
+      options.ring_bytes = ring_bytes;
+      HCACHE_ASSIGN_OR_RETURN(reader, new_reader(options));
     }
-    HCACHE_RETURN_IF_ERROR(r->submit(requests));
+    HCACHE_RETURN_IF_ERROR(reader->submit(requests));
     for (const PageRequest& request : requests) {
-      HCACHE_ASSIGN_OR_RETURN(const PageView view, r->next());
+      HCACHE_ASSIGN_OR_RETURN(const PageView view, reader->next());
       ++report.pages;
       if (view.status.ok()) {
         report.page_bytes += view.bytes.size();
@@ -175,7 +175,7 @@ Result<VerifyReport> StoreImpl::verify(const Progress& progress) {
         report.damaged_pages.push_back(
             {request.chunk.info().id, request.layer, request.encoding, view.status});
       }
-      r->release(view.index);
+      reader->release(view.index);
       ++done;
       if (progress && done % 256 == 0 && !progress(done, std::max(done, all_pages))) {
         return cancelled("verification was stopped");
