@@ -73,6 +73,12 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys, int64_t n_ctx_
         fmt::format("{}: key {}: {} is not supported", file.path(), keys.full(key), feature));
   };
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  HCACHE_ASSIGN_OR_RETURN(const auto parts, file.integer("split.count"));
+  if (parts.value_or(1) > 1) {
+    return unimplemented(fmt::format(
+        "{}: one of {} parts of a split model; join them first (llama-gguf-split --merge)",
+        file.path(), *parts));
+  }
   HCACHE_ASSIGN_OR_RETURN(const int64_t experts, keys.integer("expert_count", 0, kMax, 0));
   if (experts > 0) return refuse("expert_count", "a mixture of experts");
   HCACHE_ASSIGN_OR_RETURN(const int64_t window,

@@ -26,7 +26,9 @@ struct DeviceInfo {
 class Device {
  public:
   // Opens the device `name`. n_threads applies to the CPU only; 0 means every core the process may
-  // run on. kNotFound names the devices that exist.
+  // run on. kNotFound names the devices that exist. An RPC server is greeted first, so that an
+  // absent, busy or foreign one is an error here; one that goes away later ends the process, since
+  // ggml's client aborts then.
   static Result<std::unique_ptr<Device>> open(const std::string& name, int n_threads);
   // Every device this build can see (rpc servers are not discovered).
   static std::vector<DeviceInfo> list();
