@@ -8,12 +8,12 @@
 #include "../../src/base/posix_io.h"
 #include "base/env.h"
 #include "base/fault_env.h"
-#include "store_testing.h"
+#include "base_testing.h"
 
 namespace hcache {
 namespace {
 
-using store::testing::TempDir;
+using testing::TempDir;
 
 std::vector<std::byte> bytes_of(std::size_t n, unsigned seed) {
   std::vector<std::byte> out(n);
