@@ -225,8 +225,14 @@ Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
   std::vector<float> logits;
   if (seq_ >= 0) {
     const auto held = static_cast<size_t>(runtime_.engine().length(seq_));
-    HCACHE_ASSIGN_OR_RETURN(logits,
-                            runtime_.append(seq_, std::span<const int32_t>(chain).subspan(held)));
+    auto next = runtime_.append(seq_, std::span<const int32_t>(chain).subspan(held));
+    if (!next.ok()) {
+      // The cache may hold a part of what was said: the next turn begins from the store.
+      runtime_.finish(seq_).ignore("the append's error is the one to report");
+      seq_ = -1;
+      return next.status();
+    }
+    logits = std::move(next).value();
   } else {
     state::StartOptions start;
     HCACHE_ASSIGN_OR_RETURN(start.mode, policy::parse_mode(args_.restore_method));

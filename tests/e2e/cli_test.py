@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""The program from outside: verbs, exit codes, conversations that survive their process.
+
+cli_test.py PROGRAM MODEL. Plain unittest; nothing here depends on the machine's speed.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+PROGRAM, MODEL = sys.argv[1], sys.argv[2]
+
+
+class Cli(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="hcache-cli-")
+        self.addCleanup(self.folder.cleanup)
+        self.state = os.path.join(self.folder.name, "state")
+
+    def hcache(self, *args, code=0, stdin=""):
+        done = subprocess.run([PROGRAM, *args], input=stdin, capture_output=True, text=True,
+                              timeout=300)
+        self.assertEqual(done.returncode, code, f"{args}\n{done.stdout}\n{done.stderr}")
+        return done.stdout if code == 0 else done.stderr
+
+    def talk(self, verb, *args, **kwargs):
+        return self.hcache(verb, "-m", MODEL, "--state-dir", self.state, "--ctx", "2304",
+                           "--temperature", "0", "--max-tokens", "12", "--json", *args, **kwargs)
+
+    def test_help_and_bad_input(self):
+        self.assertIn("chat", self.hcache("--help"))
+        for verb in (["run"], ["bench", "restore"], ["plan"], ["store", "rm"], ["model", "synth"]):
+            self.assertIn("--", self.hcache(*verb, "--help"))
+        self.hcache(code=2)
+        self.hcache("fly", code=2)
+        self.assertIn("--top-p", self.hcache("run", "--top-p", "2", "-p", "x", code=2))
+        self.assertIn("nothing to say", self.hcache("run", "-m", MODEL, code=2))
+        self.hcache("run", "-m", "/nonexistent.gguf", "-p", "x", "--state-dir", self.state, code=3)
+
+    def test_model_and_devices(self):
+        info = json.loads(self.hcache("model", "info", MODEL, "--json"))
+        self.assertTrue(info)
+        self.assertIn("cpu", self.hcache("run", "--device", "list"))
+        small = os.path.join(self.folder.name, "small.gguf")
+        self.hcache("model", "synth", "--shape", "nonsense", "-o", small, code=3)
+        self.assertFalse(os.path.exists(small))
+
+    def test_plan_for_the_papers_hardware(self):
+        rows = json.loads(self.hcache("plan", "--hardware", "a100", "--ssd", "4", "--model",
+                                      "llama2-7b", "--json"))
+        self.assertEqual(rows[0]["paper"]["schedule"], "31H+1KV")
+        self.hcache("plan", "--hardware", "abacus", "--model", "llama2-7b", code=3)
+
+    def test_a_conversation_survives_its_process(self):
+        words = "The harbour master wrote the names of nine boats into a green book. " * 12
+        first = json.loads(self.talk("run", "--session", "s", "--save", "all", "-p", words))
+        self.assertEqual(first["restore"]["restored_tokens"], 0)
+        whole = self.talk("chat", "--no-store", stdin=f"{words}\nHow many boats?\n").splitlines()
+        expected = json.loads(whole[1])
+        self.assertEqual(json.loads(whole[0])["reply_tokens"], first["reply_tokens"])
+        for method in ("plan", "hidden", "kv"):
+            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
+                                        method, "-p", "How many boats?"))
+            self.assertEqual(turn["history_tokens"], expected["history_tokens"])
+            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
+            # Q4_1 weights consume Q8_1: what is restored is what was there, bit for bit.
+            self.assertEqual(turn["reply_tokens"], expected["reply_tokens"], method)
+
+        store = ["--state-dir", self.state, "--json"]
+        stat = json.loads(self.hcache("store", "stat", *store))
+        self.assertEqual(stat["sessions"], 1)
+        self.assertGreater(stat["tokens"], 128)
+        self.assertTrue(json.loads(self.hcache("store", "verify", *store))["ok"])
+        self.assertEqual(json.loads(self.hcache("store", "ls", *store))[0]["name"], "s")
+        self.hcache("store", "rm", "--session", "nobody", *store, code=3)
+        self.hcache("store", "rm", *store, code=2)
+        self.hcache("store", "rm", "--session", "s", *store)
+        self.hcache("store", "gc", *store)
+        self.assertEqual(json.loads(self.hcache("store", "stat", *store))["chunks"], 0)
+
+    def test_an_interrupt_ends_the_reply_and_keeps_it(self):
+        chat = subprocess.Popen(
+            [PROGRAM, "chat", "-m", MODEL, "--state-dir", self.state, "--ctx", "4096",
+             "--session", "s", "--temperature", "0", "--max-tokens", "3000", "--grammar",
+             'root ::= [a-z ]+'],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        chat.stdin.write(b"Tell me everything.\n")
+        chat.stdin.flush()
+        self.assertTrue(chat.stdout.read(1))  # it speaks
+        chat.send_signal(signal.SIGINT)
+        chat.stdin.close()
+        self.assertEqual(chat.wait(timeout=120), 130)
+        chat.stdout.close()
+        chat.stderr.close()
+        sessions = json.loads(self.hcache("store", "ls", "--state-dir", self.state, "--json"))
+        self.assertGreater(sessions[0]["tokens"], 5)
+
+    def test_rpc_serve_lends_the_device(self):
+        port = 20000 + os.getpid() % 20000
+        server = subprocess.Popen([PROGRAM, "rpc-serve", "--port", str(port), "--threads", "1"],
+                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.addCleanup(server.stdout.close)
+        self.addCleanup(server.wait)
+        self.addCleanup(server.kill)
+        self.assertIn(b"serving", server.stdout.readline())
+        for _ in range(100):  # it listens a moment after it says so
+            with subprocess.Popen([sys.executable, "-c",
+                                   f"import socket; socket.create_connection(('127.0.0.1', {port}))"],
+                                  stderr=subprocess.DEVNULL) as probe:
+                if probe.wait() == 0:
+                    break
+            time.sleep(0.1)
+        turn = json.loads(self.talk("run", "--device", f"rpc:127.0.0.1:{port}", "--no-store",
+                                    "-p", "Hello"))
+        self.assertTrue(turn["reply_tokens"])
+
+
+class Reference(unittest.TestCase):
+    def test_the_reference_page_is_up_to_date(self):
+        script = pathlib.Path(__file__).parent.parent.parent / "scripts" / "cli_reference.py"
+        subprocess.run([sys.executable, script, PROGRAM, "--check"], check=True)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0]])
