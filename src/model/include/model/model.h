@@ -79,9 +79,10 @@ struct NormWeights {
 };
 
 struct LayerWeights {
-  NormWeights attn_norm;    // its output is the layer's `hidden` unless attn_norm_2 exists
-  NormWeights attn_norm_2;  // Falcon-40B: normalises attention's input; attn_norm then feeds the ffn
-  NormWeights ffn_norm;     // null in parallel attention
+  // Its output is the layer's `hidden`, unless attn_norm_2 exists (Falcon-40B): that one then
+  // normalises attention's input, and attn_norm feeds the feed-forward block.
+  NormWeights attn_norm, attn_norm_2;
+  NormWeights ffn_norm;  // null in parallel attention
   NormWeights q_norm, k_norm;
   Linear q, k, v, o;  // k and v are always in plain buffers (never repacked): they also multiply
                       // saved hidden states in the native activation type
@@ -99,8 +100,8 @@ struct Weights {
 using Progress = std::function<bool(float)>;
 
 struct LoadOptions {
-  bool use_mmap = true;          // map the file where the device can use host memory
-  bool use_extra_buffers = true; // repacked or tiled weight layouts where they win (as libllama)
+  bool use_mmap = true;           // map the file where the device can use host memory
+  bool use_extra_buffers = true;  // repacked or tiled weight layouts where they win (as libllama)
   Progress progress;
 };
 
