@@ -291,7 +291,7 @@ Status Restore::begin_new_tokens() {
   const auto n_new = static_cast<int64_t>(run_.tokens.size()) - first;
   step_tokens_ = std::min<int64_t>(n_new, engine_.options().max_batch_rows);
   const auto tokens = run_.tokens.subspan(first, step_tokens_);
-  if (run_.before_step) run_.before_step(run_.seq, tokens);
+  if (run_.before_step) run_.before_step(first, tokens);
   const BatchItem item{
       .seq = run_.seq,
       .tokens = tokens,
