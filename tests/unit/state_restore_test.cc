@@ -124,6 +124,9 @@ struct Reference {
 
 Reference hold_conversation(Runtime& runtime, int n_prompt, int n_decoded) {
   Reference ref;
+  // Not the first sequence of the engine: a sequence's number must not pass for a position.
+  auto other = runtime.start(random_tokens(7, 3), {});
+  EXPECT_TRUE(other.ok() && runtime.finish(other->seq).ok());
   ref.history = random_tokens(n_prompt, 1);
   ref.question = random_tokens(20, 2);
   auto started = runtime.start(ref.history, {});
