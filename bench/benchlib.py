@@ -51,11 +51,12 @@ class Hcache:
 
     def bench(self, what: str, *options: object) -> dict:
         """`hcache bench WHAT`; its results."""
-        with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            command = self.command(["bench", what], [*map(str, options), "--json", out.name])
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "results.json"
+            command = self.command(["bench", what], [*map(str, options), "--json", str(out)])
             say("+ " + " ".join(command))
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            return json.load(out)
+            return json.loads(out.read_text())
 
     def run(self, *command: object) -> str:
         """Any other verb; what it prints."""
@@ -68,9 +69,10 @@ class Paced:
     """A benchmark of ours that does one repetition at a time, when told to."""
 
     def __init__(self, hcache: Hcache, what: str, *options: object):
-        self._out = tempfile.NamedTemporaryFile(suffix=".json")
+        self._folder = tempfile.TemporaryDirectory()  # gone with this object
+        self._out = Path(self._folder.name) / "results.json"
         command = hcache.command(["bench", what],
-                                 [*map(str, options), "--paced", "--json", self._out.name])
+                                 [*map(str, options), "--paced", "--json", str(self._out)])
         say("+ " + " ".join(command))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True)
@@ -94,7 +96,7 @@ class Paced:
         self._process.stdout.read()
         if self._process.wait() != 0:
             raise RuntimeError("hcache failed; its message stands above")
-        return json.load(self._out)
+        return json.loads(self._out.read_text())
 
 
 def median(values: list[float]) -> float:
