@@ -48,10 +48,20 @@ Status run(const RunArgs& args) {
       args.raw ? conversation->complete(text, args.sampling, args.max_tokens, print)
                : conversation->say(text, args.system, args.sampling, args.max_tokens, print));
   HCACHE_RETURN_IF_ERROR(conversation->close());
+  Json saved;
+  if (const state::Saver* saver = runtime->saver(); saver != nullptr) {
+    const state::SaverStats stats = saver->stats();
+    saved = {{"rows", stats.rows_captured},
+             {"rows_skipped", stats.rows_skipped},
+             {"chunks_written", stats.chunks_written},
+             {"bytes_written", stats.bytes_written},
+             {"write_ms", stats.write_s * 1e3}};
+  }
   HCACHE_RETURN_IF_ERROR(runtime->close());
   if (args.json) {
     Json json = {{"model", runtime->model().path()}, {"session", args.session}};
     json.update(to_json(turn));
+    json["saved"] = saved;  // null where nothing is to be saved
     HCACHE_RETURN_IF_ERROR(write_json(json, ""));
   } else {
     fmt::print("\n");
