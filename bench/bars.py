@@ -173,6 +173,7 @@ class Bars:
 
     def bar4(self) -> None:
         """Restart from the local disk."""
+        self.hcache.measure_costs(self.model("smollm2"))
         found = self.peer("restart", "--reps", self.args.reps)["restart"]
         for row in found:
             if row.get("method") == "plan" and row["peer"] == "resident":
@@ -186,6 +187,8 @@ class Bars:
         history = 256 if quick else 2048
         common = ["--history", history, "--new", 50, "--greedy", 4, "--reps", self.args.reps]
         link = ["--link", "none" if self.args.gpu else "paper"]
+        for kind in ("f16",) if self.args.gpu else ("f16", "q8_0"):
+            self.hcache.measure_costs(self.big(kind))
         f16 = self.restore(self.big("f16"), *common, *link, "--methods",
                            "plan,hidden,kv,naive-hybrid,recompute,resident")
         self.details["balance"] = f16["rows"]

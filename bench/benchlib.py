@@ -58,6 +58,12 @@ class Hcache:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             return json.loads(out.read_text())
 
+    def measure_costs(self, model: object) -> None:
+        """Measures the machine's costs anew: what was measured when it was busy stays wrong."""
+        command = self.command(["profile"], ["-m", str(model), "--refresh"])
+        say("+ " + " ".join(command))
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
     def run(self, *command: object) -> str:
         """Any other verb; what it prints."""
         full = [self.program, *map(str, command)]

@@ -53,6 +53,7 @@ def measure(args: argparse.Namespace) -> dict:
     hcache = lib.Hcache(args)
     model = args.model or synth(hcache, args.work, args.shape, args.layers, args.type)
     common = ["-m", model, "--history", args.history, "--new", args.new, "--greedy", 4]
+    hcache.measure_costs(model)
     # What no link slows; and the rate that --link paper stands for on this machine.
     fixed = hcache.bench("restore", *common, "--methods", "recompute,resident", "--reps",
                          args.reps)
