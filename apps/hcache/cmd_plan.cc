@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "commands.h"
@@ -93,7 +94,12 @@ Status plan_here(const PlanArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(runtime_args, line));
   HCACHE_ASSIGN_OR_RETURN(const double link, link_speed(runtime_args, *runtime));
   const policy::RestoreCosts costs = runtime->costs(link);
-  const policy::SavePlan& save = runtime->save_plan();
+  policy::SaveRequest save_request;
+  HCACHE_ASSIGN_OR_RETURN(save_request.mode, policy::parse_save_mode(args.runtime.save));
+  save_request.history = *std::max_element(args.history.begin(), args.history.end());
+  save_request.new_tokens = args.new_tokens;
+  HCACHE_ASSIGN_OR_RETURN(const policy::SavePlan save,
+                          policy::plan_save(costs, save_request, nullptr));
   const std::vector<policy::Mode> modes = {policy::Mode::kPlan, policy::Mode::kHidden,
                                            policy::Mode::kKv, policy::Mode::kRecompute,
                                            policy::Mode::kNaiveHybrid};
@@ -131,7 +137,7 @@ Status plan_here(const PlanArgs& args) {
                          {"kv_bytes_per_token", save.kv_bytes_per_token}}}},
                       "");
   }
-  fmt::print("saved while it runs: {}\n", policy::format_save_plan(save));
+  fmt::print("{}\n", policy::format_save_plan(save));
   return {};
 }
 
