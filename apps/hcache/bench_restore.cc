@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 
 #include "base/env.h"
 #include "base/units.h"
@@ -265,7 +266,7 @@ class RestoreBench {
         static_cast<double>(row.report.page_bytes) / static_cast<double>(history_);
     const bool predicted = row.report.predicted_s > 0;
     json_.push_back(
-        {{"model", model.path()},
+        {{"model", std::filesystem::path(model.path()).filename().string()},
          {"type", model.type_name()},
          {"n_head", model.hparams().n_head},
          {"n_head_kv", model.hparams().n_head_kv},

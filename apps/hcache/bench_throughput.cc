@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <tuple>
 
@@ -65,7 +66,7 @@ class ThroughputBench {
       const auto& [depth, capture, prompt] = key;
       if (prompt == 0) continue;
       const Speeds& decode = speeds_.at({depth, capture, 0});
-      Json one = {{"model", runtime_.model().path()},
+      Json one = {{"model", std::filesystem::path(runtime_.model().path()).filename().string()},
                   {"type", runtime_.model().type_name()},
                   {"prompt", prompt},
                   {"gen", args_.gen},
