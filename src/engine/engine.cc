@@ -754,6 +754,9 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
   ggml_tensor* step_rows = ggml_view_1d(ctx, iota, n, 0);
   ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n, x->nb[1], 0);
 
+  // Project exactly what is saved: it is what the product would have converted to anyway.
+  const bool project_saved =
+      !step.capture.empty() && device.is_cpu() && tap_hidden_type == native_hidden_type();
   ggml_tensor* logits = nullptr;
   for (int layer = begin; layer < end; ++layer) {
     const bool last = layer == n_layer() - 1;
@@ -768,8 +771,7 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
           ctx, capture_tensor(ctx, tap_hidden_type, hp.n_embd, n, captured->hidden_offset), hidden,
           step_rows);
       g.add(saved);
-      // Project exactly what is saved: it is what the product would have converted to anyway.
-      if (device.is_cpu() && tap_hidden_type == native_hidden_type()) kv_input = saved;
+      if (project_saved) kv_input = saved;
     }
     ggml_tensor* k = model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos);
     ggml_tensor* v = model::build_v(ctx, model, layer, product_input(ctx, w.v.w, kv_input));

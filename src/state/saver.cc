@@ -218,11 +218,6 @@ class SaverImpl : public Saver {
   }
 
   // --- Any thread --------------------------------------------------------------------------
-  int64_t saved_rows(SeqId seq) const override {
-    const std::lock_guard lock(mutex_);
-    const auto it = saved_rows_.find(seq);
-    return it == saved_rows_.end() ? 0 : it->second;
-  }
   SaverStats stats() const override {
     const std::lock_guard lock(mutex_);
     SaverStats stats = stats_;
@@ -255,7 +250,6 @@ class SaverImpl : public Saver {
   mutable std::mutex mutex_;  // guards what stands up to the next gap
   std::unique_ptr<HostRing> ring_;
   std::deque<Command> commands_;
-  std::map<SeqId, int64_t> saved_rows_;
   SaverStats stats_;
   Status flush_error_;  // the first since the last flush
   uint64_t flushes_wanted_ = 0;
@@ -370,10 +364,6 @@ void SaverImpl::open_sequence(Begin& begin) {
       log::warn("sequence {} is not saved further: {}", sequence.seq, status.to_string());
       sequence.broken = true;
     }
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    saved_rows_[sequence.seq] = sequence.open.first_pos + sequence.open.n_rows;
   }
   const SeqId seq = sequence.seq;
   sequences_[seq] = std::move(sequence);
@@ -494,7 +484,6 @@ void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
   }
   const std::lock_guard lock(mutex_);
   stats_.rows_captured += rows.n_rows;
-  saved_rows_[sequence.seq] = sequence.open.first_pos + sequence.open.n_rows;
 }
 
 // Makes the open chunk ready for the store: a full one leaves, a tail stays open for more rows.

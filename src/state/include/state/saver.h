@@ -59,8 +59,6 @@ class Saver : public engine::CaptureSink {
   virtual Status flush() = 0;
   // No more rows will come; what was captured is written. Does not wait.
   virtual void end(engine::SeqId seq) = 0;
-  // Rows that were or will be saved for the sequence, from its first (for tests and reports).
-  [[nodiscard]] virtual int64_t saved_rows(engine::SeqId seq) const = 0;
   [[nodiscard]] virtual SaverStats stats() const = 0;
 };
 
