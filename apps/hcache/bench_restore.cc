@@ -160,6 +160,7 @@ class RestoreBench {
                             runtime_.start(part(tokens_, 0, history_ - decoded), start));
     reference_.seq = started.seq;
     for (int64_t i = history_ - decoded; i < history_; i++) {
+      if (interrupted()) return cancelled("interrupted");
       HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens_, i, i + 1)).status());
     }
     HCACHE_RETURN_IF_ERROR(runtime_.flush());
@@ -214,6 +215,7 @@ class RestoreBench {
       start.link_bytes_per_s = row.link_bytes_per_s;
       start.token_rounding = row.token_rounding;
       start.save = false;
+      start.progress = [](double) { return !interrupted(); };
       const double begin = now_s();
       HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(tokens_, start));
       ttft = now_s() - begin;

@@ -129,6 +129,7 @@ class ThroughputBench {
     HCACHE_RETURN_IF_ERROR(set_capture(capture));
     state::StartOptions start;
     start.save = capture;
+    start.progress = [](double) { return !interrupted(); };
     HCACHE_ASSIGN_OR_RETURN(const state::Started started, runtime_.start(chain, start));
 
     const double begin = now_s();
@@ -136,6 +137,7 @@ class ThroughputBench {
       HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens, 1, n + 1)).status());
     } else {
       for (int64_t i = 1; i <= n; i++) {
+        if (interrupted()) return cancelled("interrupted");
         HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens, i, i + 1)).status());
       }
     }

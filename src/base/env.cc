@@ -1,10 +1,18 @@
 // What works on top of any Env.
 #include "base/env.h"
 
+#include <sys/mman.h>
+
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
 namespace hcache {
+namespace {
+
+constexpr std::size_t kHugePage = 2 << 20;  // x86-64
+
+}  // namespace
 
 std::string join_path(const std::string& dir, const std::string& name) {
   if (dir.empty() || dir.back() == '/') return dir + name;
@@ -37,11 +45,22 @@ Status write_whole_file(Env& env, const std::string& path, const std::string& co
   return env.sync_dir(slash == std::string::npos ? "." : path.substr(0, slash));
 }
 
+void prefer_huge_pages(std::span<std::byte> memory) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const std::uintptr_t last = (begin + memory.size()) / kHugePage * kHugePage;
+  if (first >= last) return;
+  // Refused where the kernel has none: then pages stay small.
+  (void)madvise(memory.data() + (first - begin), last - first, MADV_HUGEPAGE);
+}
+
 AlignedBuffer::AlignedBuffer(std::size_t size) : size_(size) {
-  const std::size_t rounded = (size + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+  const std::size_t alignment = size < 2 * kHugePage ? kDirectAlignment : kHugePage;
+  const std::size_t rounded = (size + alignment - 1) / alignment * alignment;
   if (rounded == 0) return;
-  data_.reset(static_cast<std::byte*>(std::aligned_alloc(kDirectAlignment, rounded)));
+  data_.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, rounded)));
   if (data_ == nullptr) throw std::bad_alloc();
+  if (alignment == kHugePage) prefer_huge_pages({data_.get(), rounded});
 }
 
 void AlignedBuffer::Free::operator()(std::byte* p) const { std::free(p); }

@@ -1,12 +1,106 @@
 #include "engine/copy_queue.h"
 
+#include <ggml.h>
+
+#include <algorithm>
+#include <cstring>
 #include <deque>
 #include <vector>
 
 namespace hcache::engine {
 namespace {
 
-// Devices without events (CPU, RPC) copy synchronously: a ticket is done when it is given out.
+// On the CPU a copy is work of the same cores that compute. Uploads are gathered until something
+// needs them or a batch is full, and then made by all compute threads together: one thread alone
+// reaches half of the memory's bandwidth, while the others would spin until it is through.
+class HostCopyQueue : public CopyQueue {
+ public:
+  explicit HostCopyQueue(model::Device& device) : device_(device) {
+    ctx_ = ggml_init({.mem_size = 2 * ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false),
+                      .mem_buffer = nullptr,
+                      .no_alloc = true});
+    // A graph of one node which is no tensor operation: it only lends us ggml's threads.
+    ggml_tensor* node = ggml_custom_4d(ctx_, GGML_TYPE_I8, 1, 1, 1, 1, nullptr, 0, copy_part,
+                                       GGML_N_TASKS_MAX, this);
+    node->data = &unused_;
+    graph_ = ggml_new_graph_custom(ctx_, 1, false);
+    ggml_build_forward_expand(graph_, node);
+  }
+  HostCopyQueue(const HostCopyQueue&) = delete;
+  HostCopyQueue& operator=(const HostCopyQueue&) = delete;
+  ~HostCopyQueue() override {
+    run();
+    ggml_free(ctx_);
+  }
+
+  Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
+    return add(static_cast<std::byte*>(dst->data) + offset, src, n_bytes);
+  }
+  // At once: the compute queue may overwrite the source as soon as this returns.
+  Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) override {
+    add(dst, static_cast<const std::byte*>(src->data) + offset, n_bytes);
+    run();
+    return last_;
+  }
+  void after_compute() override { ggml_backend_synchronize(device_.compute()); }
+  void before_compute(Ticket ticket) override { wait(ticket); }
+  void wait(Ticket ticket) override {
+    if (ticket > done_) run();
+  }
+  bool done(Ticket ticket) override { return ticket <= done_; }
+
+ private:
+  struct Job {
+    std::byte* dst;
+    const std::byte* src;
+    size_t n_bytes;
+  };
+  static constexpr size_t kBatchBytes = 1 << 20;
+  static constexpr size_t kAloneBytes = 64 << 10;  // less is not worth waking the others
+
+  Ticket add(void* dst, const void* src, size_t n_bytes) {
+    jobs_.push_back({static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), n_bytes});
+    n_bytes_ += n_bytes;
+    ++last_;
+    if (n_bytes_ >= kBatchBytes) run();
+    return last_;
+  }
+
+  void run() {
+    const bool alone = n_bytes_ < kAloneBytes || device_.n_threads() == 1;
+    if (alone || ggml_backend_graph_compute(device_.compute(), graph_) != GGML_STATUS_SUCCESS) {
+      copy_range(0, n_bytes_);
+    }
+    jobs_.clear();
+    n_bytes_ = 0;
+    done_ = last_;
+  }
+  static void copy_part(ggml_tensor* /*dst*/, int ith, int nth, void* userdata) {
+    const auto& queue = *static_cast<const HostCopyQueue*>(userdata);
+    queue.copy_range(queue.n_bytes_ * ith / nth, queue.n_bytes_ * (ith + 1) / nth);
+  }
+  // Bytes [begin, end) of all jobs laid end to end.
+  void copy_range(size_t begin, size_t end) const {
+    size_t first = 0;  // of the job
+    for (const Job& job : jobs_) {
+      const size_t from = std::max(begin, first);
+      const size_t to = std::min(end, first + job.n_bytes);
+      if (from < to) std::memcpy(job.dst + (from - first), job.src + (from - first), to - from);
+      first += job.n_bytes;
+    }
+  }
+
+  model::Device& device_;
+  ggml_context* ctx_ = nullptr;
+  ggml_cgraph* graph_ = nullptr;
+  std::byte unused_{};
+  std::vector<Job> jobs_;  // not copied yet
+  size_t n_bytes_ = 0;     // of jobs_
+  Ticket last_ = 0;
+  Ticket done_ = 0;
+};
+
+// Devices without events (RPC) copy synchronously: a ticket is done when it is given out.
 class SynchronousCopyQueue : public CopyQueue {
  public:
   explicit SynchronousCopyQueue(model::Device& device) : device_(device) {}
@@ -104,6 +198,7 @@ class EventCopyQueue : public CopyQueue {
 }  // namespace
 
 std::unique_ptr<CopyQueue> make_device_copy_queue(model::Device& device) {
+  if (device.is_cpu()) return std::make_unique<HostCopyQueue>(device);
   ggml_backend_event_t event =
       device.copy() == device.compute() ? nullptr : ggml_backend_event_new(device.dev());
   if (event == nullptr) return std::make_unique<SynchronousCopyQueue>(device);

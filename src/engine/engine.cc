@@ -15,6 +15,7 @@
 
 #include "arena.h"
 #include "attention_op.h"
+#include "base/env.h"
 #include "engine/copy_queue.h"
 #include "model/graph.h"
 
@@ -58,6 +59,10 @@ class TensorPool {
       return resource_exhausted(fmt::format(
           "the device has no {} MiB for {}; make the arena (--ctx) or the batch smaller",
           n_bytes >> 20, what));
+    }
+    if (ggml_backend_buffer_is_host(buffer_)) {
+      prefer_huge_pages({static_cast<std::byte*>(ggml_backend_buffer_get_base(buffer_)),
+                         ggml_backend_buffer_get_size(buffer_)});
     }
     // A NaN in a masked cell would poison ggml's tiled flash attention.
     ggml_backend_buffer_clear(buffer_, 0);

@@ -2,12 +2,13 @@
 
 #include <fmt/format.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+
+#include "base/xxh3.h"
 
 namespace hcache::model {
 namespace {

@@ -2,13 +2,12 @@
 
 #include <fmt/format.h>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstring>
+
+#include "base/xxh3.h"
 
 namespace hcache::store {
 namespace {

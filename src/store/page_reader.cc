@@ -22,20 +22,41 @@ const PagePlace& place_of(const PageJob& job) { return job.chunk->record.places[
 
 }  // namespace
 
+AlignedBuffer RingPool::take(std::size_t bytes) {
+  {
+    MutexLock lock(mutex_);
+    const auto found = std::find_if(idle_.begin(), idle_.end(),
+                                    [&](const AlignedBuffer& b) { return b.size() == bytes; });
+    if (found != idle_.end()) {
+      AlignedBuffer ring = std::move(*found);
+      idle_.erase(found);
+      return ring;
+    }
+  }
+  return AlignedBuffer(bytes);
+}
+
+void RingPool::give_back(AlignedBuffer ring) {
+  MutexLock lock(mutex_);
+  if (idle_.size() == kMaxIdle) idle_.erase(idle_.begin());
+  idle_.push_back(std::move(ring));
+}
+
 // Why the ring can't lock up: it is given out in order of planning and comes back in that order, so
 // the oldest request must be deliverable with what fits beside it. Its last page is at most
 // window_bytes_ of pages after its first; those in between are in requests that overrun that window
 // by less than one request per disk. Oldest (1/4) + window (1/8) + overrun (less than 1/4) + what
 // is lost at the wrap (1/4) is less than the ring.
-PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, std::uint32_t disks,
+PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, RingPool& rings, std::uint32_t disks,
                                const ReaderOptions& options, std::unique_ptr<IoQueue> queue)
     : env_(env),
       source_(source),
+      rings_(rings),
       options_(options),
       request_bytes_(std::min<std::size_t>(options.request_bytes,
                                            options.ring_bytes / (4 * (disks + std::size_t{1})))),
       window_bytes_(options.ring_bytes / 8),
-      own_ring_(options.ring_memory == nullptr ? options.ring_bytes : 0),
+      own_ring_(options.ring_memory == nullptr ? rings.take(options.ring_bytes) : AlignedBuffer()),
       ring_(options.ring_memory == nullptr ? own_ring_.data() : options.ring_memory),
       queue_(std::move(queue)) {
   thread_ = std::thread([this] { run(); });
@@ -50,6 +71,7 @@ PageReaderImpl::~PageReaderImpl() {
     ready_.notify_all();
   }
   thread_.join();
+  if (own_ring_.size() > 0) rings_.give_back(std::move(own_ring_));
 }
 
 Status PageReaderImpl::submit(std::span<const PageRequest> pages) {

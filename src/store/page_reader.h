@@ -45,11 +45,26 @@ class PageSource {
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
 };
 
+// Rings that no reader uses at the moment: memory that is mapped already is worth keeping, since
+// faulting in a ring of 64 MiB takes as long as reading it from a fast disk. Threading: any thread.
+class RingPool {
+ public:
+  // A ring of exactly `bytes`.
+  [[nodiscard]] AlignedBuffer take(std::size_t bytes) HCACHE_EXCLUDES(mutex_);
+  void give_back(AlignedBuffer ring) HCACHE_EXCLUDES(mutex_);
+
+ private:
+  static constexpr std::size_t kMaxIdle = 2;
+
+  Mutex mutex_;
+  std::vector<AlignedBuffer> idle_ HCACHE_GUARDED_BY(mutex_);
+};
+
 class PageReaderImpl final : public PageReader {
  public:
   // `options` have been checked; `disks` bounds how many requests interleave.
-  PageReaderImpl(Env& env, PageSource& source, std::uint32_t disks, const ReaderOptions& options,
-                 std::unique_ptr<IoQueue> queue);
+  PageReaderImpl(Env& env, PageSource& source, RingPool& rings, std::uint32_t disks,
+                 const ReaderOptions& options, std::unique_ptr<IoQueue> queue);
   ~PageReaderImpl() override;
 
   [[nodiscard]] Status submit(std::span<const PageRequest> pages) override;
@@ -104,6 +119,7 @@ class PageReaderImpl final : public PageReader {
 
   Env& env_;
   PageSource& source_;
+  RingPool& rings_;
   const ReaderOptions options_;
   const std::size_t request_bytes_;
   const std::size_t window_bytes_;

@@ -461,8 +461,8 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
   options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
   options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);
   HCACHE_ASSIGN_OR_RETURN(auto queue, env_.new_io_queue(options.queue_depth));
-  return std::unique_ptr<PageReader>(
-      std::make_unique<PageReaderImpl>(env_, *this, segments_->disks(), options, std::move(queue)));
+  return std::unique_ptr<PageReader>(std::make_unique<PageReaderImpl>(
+      env_, *this, rings_, segments_->disks(), options, std::move(queue)));
 }
 
 Result<PageJob> StoreImpl::job(const PageRequest& page) const {

@@ -166,6 +166,7 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<FileLock> lock_;
   std::unique_ptr<Catalog> catalog_;
   std::unique_ptr<Segments> segments_;
+  RingPool rings_;
 
   Mutex write_mutex_;
   std::vector<Allocator> free_space_ HCACHE_GUARDED_BY(write_mutex_);  // per disk

@@ -204,8 +204,9 @@ TEST_P(InvarianceTest, RecomputesALayerPrefixOverReservedRows) {
     EXPECT_EQ(engine->length(seq), 30);
     const size_t half = 30 * engine->kv_row_bytes();
     for (int layer = 0; layer < n_layer; ++layer) {
+      Bytes kv;               // until the step has run through the layer
       if (layer >= prefix) {  // the others come from saved state
-        const Bytes kv = read_kv(*engine, whole, layer, 0, 30);
+        kv = read_kv(*engine, whole, layer, 0, 30);
         ASSERT_TRUE(engine->load_kv(seq, layer, 0, 30, kv.data(), kv.data() + half).ok());
       }
       HCACHE_EXPECT_OK(engine->run_layers(waiting, layer, layer + 1));

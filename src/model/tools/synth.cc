@@ -1,11 +1,11 @@
 #include <fmt/format.h>
-#include <xxhash.h>
 
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
 
+#include "base/xxh3.h"
 #include "gguf_file.h"
 #include "gguf_writer.h"
 #include "model/tools.h"

@@ -169,6 +169,11 @@ class Env {
 [[nodiscard]] Status write_whole_file(Env& env, const std::string& path,
                                       const std::string& content);
 
+// Asks the system to back a large piece of memory with huge pages, where whole ones lie in it:
+// fewer faults and less work per request of direct I/O. A hint; call it before the memory is
+// touched.
+void prefer_huge_pages(std::span<std::byte> memory);
+
 // Memory for direct I/O, aligned to kDirectAlignment. Its content starts undefined.
 class AlignedBuffer {
  public:
