@@ -42,7 +42,9 @@ class HostCopyQueue : public CopyQueue {
     run();
     return last_;
   }
-  void after_compute() override { ggml_backend_synchronize(device_.compute()); }
+  // Computing is through when it returns.
+  Mark mark_compute() override { return 0; }
+  void after_compute(Mark /*mark*/) override {}
   void before_compute(Ticket ticket) override { wait(ticket); }
   void wait(Ticket ticket) override {
     if (ticket > done_) run();
@@ -113,7 +115,12 @@ class SynchronousCopyQueue : public CopyQueue {
     ggml_backend_tensor_get(src, dst, offset, n_bytes);
     return ++last_;
   }
-  void after_compute() override { ggml_backend_synchronize(device_.compute()); }
+  Mark mark_compute() override { return ++last_mark_; }
+  void after_compute(Mark mark) override {
+    if (mark <= reached_) return;
+    ggml_backend_synchronize(device_.compute());
+    reached_ = last_mark_;
+  }
   void before_compute(Ticket /*ticket*/) override {}
   void wait(Ticket /*ticket*/) override {}
   bool done(Ticket /*ticket*/) override { return true; }
@@ -121,20 +128,24 @@ class SynchronousCopyQueue : public CopyQueue {
  private:
   model::Device& device_;
   Ticket last_ = 0;
+  Mark last_mark_ = 0;
+  Mark reached_ = 0;  // marks that have been waited for
 };
 
 // Two streams of one device, ordered by events.
 class EventCopyQueue : public CopyQueue {
  public:
-  EventCopyQueue(model::Device& device, ggml_backend_event_t compute_event)
-      : device_(device), compute_event_(compute_event) {}
+  EventCopyQueue(model::Device& device, ggml_backend_event_t first_mark) : device_(device) {
+    marks_.push_back(first_mark);
+    while (marks_.size() < kMarks) marks_.push_back(ggml_backend_event_new(device.dev()));
+  }
   EventCopyQueue(const EventCopyQueue&) = delete;
   EventCopyQueue& operator=(const EventCopyQueue&) = delete;
   ~EventCopyQueue() override {
     ggml_backend_synchronize(device_.copy());
     for (const Pending& p : pending_) ggml_backend_event_free(p.event);
     for (ggml_backend_event_t event : spare_) ggml_backend_event_free(event);
-    ggml_backend_event_free(compute_event_);
+    for (ggml_backend_event_t event : marks_) ggml_backend_event_free(event);
   }
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
@@ -145,9 +156,13 @@ class EventCopyQueue : public CopyQueue {
     ggml_backend_tensor_get_async(device_.copy(), src, dst, offset, n_bytes);
     return record();
   }
-  void after_compute() override {
-    ggml_backend_event_record(compute_event_, device_.compute());
-    ggml_backend_event_wait(device_.copy(), compute_event_);
+  Mark mark_compute() override {
+    ggml_backend_event_record(marks_[++last_mark_ % kMarks], device_.compute());
+    return last_mark_;
+  }
+  // The event of an old mark stands for a later one by now: waiting for that is safe as well.
+  void after_compute(Mark mark) override {
+    if (mark > 0) ggml_backend_event_wait(device_.copy(), marks_[mark % kMarks]);
   }
   void before_compute(Ticket ticket) override {
     for (const Pending& p : pending_) {
@@ -173,6 +188,7 @@ class EventCopyQueue : public CopyQueue {
     ggml_backend_event_t event;
   };
   static constexpr size_t kMaxPending = 256;
+  static constexpr size_t kMarks = 8;
 
   Ticket record() {
     if (pending_.size() >= kMaxPending) wait(pending_.front().ticket);
@@ -189,7 +205,8 @@ class EventCopyQueue : public CopyQueue {
   }
 
   model::Device& device_;
-  ggml_backend_event_t compute_event_;
+  std::vector<ggml_backend_event_t> marks_;  // of the last kMarks marks
+  Mark last_mark_ = 0;
   std::deque<Pending> pending_;  // oldest first; the copy stream completes in order
   std::vector<ggml_backend_event_t> spare_;
   Ticket last_ = 0;

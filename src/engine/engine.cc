@@ -160,7 +160,8 @@ struct Engine::Impl {
 
   // Restoration.
   TensorPool staging_pool;
-  std::array<ggml_tensor*, kStagingSlots> staging = {};  // I8 [max_rows * widest row]
+  std::array<ggml_tensor*, kStagingSlots> staging = {};          // I8 [max_rows * widest row]
+  std::array<CopyQueue::Mark, kStagingSlots> staging_mark = {};  // behind its last product
   int staging_slot = 0;
   bool staging_open = false;
   CopyQueue::Ticket staged_ticket = 0;
@@ -1116,8 +1117,8 @@ Result<Engine::Ticket> Engine::stage_hidden(int row_in_slice, int n_rows, ggml_t
         impl.staging_pool.allocate(impl.device.buffer_type(), "staged hidden states"));
   }
   if (!impl.staging_open) {
-    // The slot's previous slice must have been projected.
-    impl.queue->after_compute();
+    // The slot's previous slice must have been projected; the other slot's may still be.
+    impl.queue->after_compute(impl.staging_mark[impl.staging_slot]);
     impl.staging_open = true;
   }
   const size_t row = hidden_row_bytes(type);
@@ -1166,6 +1167,7 @@ Status Engine::project_staged(SeqId seq, int layer, int64_t first_pos, int n_row
   } else {
     impl.queue->before_compute(impl.staged_ticket);
     status = impl.project(rows, seq, layer, first_pos, n_rows);
+    impl.staging_mark[impl.staging_slot] = impl.queue->mark_compute();
   }
   ggml_free(ctx);
   impl.staging_slot = (impl.staging_slot + 1) % kStagingSlots;

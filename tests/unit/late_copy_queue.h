@@ -79,17 +79,28 @@ class LateCopyQueue : public CopyQueue {
     count(&Stats::downloads);
     return last_;
   }
-  void after_compute() override {
-    being_read_.clear();
-    for (auto& [tensor, bytes] : sources_) {
-      ggml_backend_tensor_get(tensor, bytes.data(), 0, bytes.size());
+  using CopyQueue::after_compute;
+  Mark mark_compute() override {
+    Sources& now = marks_[++last_mark_];
+    for (const auto& [tensor, bytes] : sources_) {
+      now[tensor].resize(bytes.size());
+      ggml_backend_tensor_get(tensor, now[tensor].data(), 0, bytes.size());
     }
+    return last_mark_;
+  }
+  void after_compute(Mark mark) override {
+    std::erase_if(being_read_, [&](const Region& r) { return r.given_at < mark; });
+    const auto taken = marks_.find(mark);
+    if (taken == marks_.end()) return;  // an earlier fence covers it
+    for (auto& [tensor, bytes] : taken->second) sources_[tensor] = std::move(bytes);
+    marks_.erase(marks_.begin(), std::next(taken));
   }
   void before_compute(Ticket ticket) override {
     run_up_to(ticket);
     for (auto it = finished_uploads_.begin(); it != finished_uploads_.end();) {
       if (it->ticket <= ticket) {
         being_read_.push_back(*it);
+        being_read_.back().given_at = last_mark_;
         it = finished_uploads_.erase(it);
       } else {
         ++it;
@@ -119,7 +130,9 @@ class LateCopyQueue : public CopyQueue {
     const ggml_tensor* tensor = nullptr;
     size_t offset = 0;
     size_t n_bytes = 0;
+    Mark given_at = 0;  // to a graph, behind this mark
   };
+  using Sources = std::map<const ggml_tensor*, std::vector<std::byte>>;
 
   static uint64_t hash(const void* data, size_t n_bytes) {
     uint64_t h = 14695981039346656037U;
@@ -163,10 +176,12 @@ class LateCopyQueue : public CopyQueue {
   std::mt19937 random_;
   Stats* stats_;
   Ticket last_ = 0;
-  std::deque<Copy> pending_;                                      // oldest first
-  std::vector<Region> finished_uploads_;                          // not yet given to a graph
-  std::vector<Region> being_read_;                                // by graphs since after_compute
-  std::map<const ggml_tensor*, std::vector<std::byte>> sources_;  // as of the last after_compute
+  std::deque<Copy> pending_;              // oldest first
+  std::vector<Region> finished_uploads_;  // not yet given to a graph
+  std::vector<Region> being_read_;        // by graphs that no fence covers
+  Sources sources_;                       // as of the last after_compute
+  std::map<Mark, Sources> marks_;         // as of marks not fenced yet
+  Mark last_mark_ = 0;
 };
 
 }  // namespace hcache::engine::testing

@@ -18,14 +18,19 @@ namespace hcache::engine {
 class CopyQueue {
  public:
   using Ticket = uint64_t;  // increasing; 0 is complete from the start
+  using Mark = uint64_t;    // a position in the compute queue, increasing; 0: its beginning
 
   virtual ~CopyQueue() = default;
   // Host to device. The host memory may be reused once the ticket is done.
   virtual Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) = 0;
-  // Device to host, behind everything computed so far (see compute_done()).
+  // Device to host; fence it with after_compute().
   virtual Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) = 0;
-  // Later copies start behind everything the compute queue has been given so far.
-  virtual void after_compute() = 0;
+  // Where the compute queue stands: behind everything it has been given so far.
+  virtual Mark mark_compute() = 0;
+  // Later copies start behind what the compute queue had been given when `mark` was taken.
+  virtual void after_compute(Mark mark) = 0;
+  // The same, behind everything up to now.
+  void after_compute() { after_compute(mark_compute()); }
   // Work given to the compute queue from now on starts behind the copies up to `ticket`.
   virtual void before_compute(Ticket ticket) = 0;
   // Blocks until all copies up to `ticket` are done.
