@@ -24,6 +24,8 @@ constexpr int kFormatVersion = 1;
 constexpr double kBudgetS = 5.0;         // of a measurement
 constexpr double kPointShare = 0.3;      // a size that would take more of the budget is left out
 constexpr int kMaxPasses = 7;            // over all sizes; see Samples
+constexpr int kMaxAttempts = 4;          // at a sample that can't be true
+constexpr double kDearer = 1.2;          // times the cost of a row: that can't be true
 constexpr int kMaxLayers = 8;            // layers that one sample runs through
 constexpr double kSampleS = 0.03;        // a sample runs through more layers until it takes this
 constexpr int64_t kMaxDepth = 4096;      // where attention's share is measured
@@ -100,13 +102,15 @@ class Measurement {
       HCACHE_RETURN_IF_ERROR(one_row_pass(true));
       for (const int64_t rows : {16, 64, 128, 256, 512}) {
         if (rows > max_rows_) break;
-        HCACHE_RETURN_IF_ERROR(time_projection(rows));
-        HCACHE_RETURN_IF_ERROR(time_load(rows));
+        HCACHE_RETURN_IF_ERROR(settle(project_, rows, [&] { return time_projection(rows); }));
+        HCACHE_RETURN_IF_ERROR(settle(load_, rows, [&] { return time_load(rows); }));
       }
       for (const int64_t rows : {1, 16, 64, 256, 512}) {
         if (rows > max_rows_ || too_slow(rows)) break;
-        HCACHE_RETURN_IF_ERROR(time_layers(rows, 0, &shallow_));
-        HCACHE_RETURN_IF_ERROR(time_layers(rows, depth_, &deep_));
+        HCACHE_RETURN_IF_ERROR(
+            settle(shallow_, rows, [&] { return time_layers(rows, 0, &shallow_); }));
+        HCACHE_RETURN_IF_ERROR(
+            settle(deep_, rows, [&] { return time_layers(rows, depth_, &deep_); }));
       }
       last_pass_s = elapsed_s() - begun_s;
     }
@@ -165,6 +169,24 @@ class Measurement {
     std::vector<policy::CostCurve::Point> points;
     for (const auto& [rows, samples] : timings) points.push_back({rows, samples.typical()});
     return policy::CostCurve::table(std::move(points));
+  }
+
+  // Measures once, and again where a row came out dearer than with fewer rows: no kernel does that,
+  // but a machine that had something else to do in that moment. On large models one sample a size
+  // is all that the budget allows.
+  template <typename F>
+  static Status settle(const Curve& timings, int64_t rows, F&& measure) {
+    for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+      HCACHE_RETURN_IF_ERROR(measure());
+      const auto now = timings.find(rows);
+      if (now == timings.begin()) return {};
+      const auto& [fewer_rows, fewer] = *std::prev(now);
+      if (now->second.typical() / static_cast<double>(rows) <
+          kDearer * fewer.typical() / static_cast<double>(fewer_rows)) {
+        return {};
+      }
+    }
+    return {};
   }
 
   // Layers before the last one, which is special: it serves only the rows whose logits are wanted.
