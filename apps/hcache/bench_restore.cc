@@ -4,11 +4,13 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 
 #include "base/env.h"
 #include "base/units.h"
 #include "bench.h"
 #include "commands.h"
+#include "model/logits.h"
 
 namespace hcache::cli {
 namespace {
@@ -33,28 +35,6 @@ Result<std::vector<float>> forward(engine::Engine& engine, engine::SeqId seq,
 std::vector<double> milliseconds(std::vector<double> seconds) {
   for (double& s : seconds) s *= 1e3;
   return seconds;
-}
-
-int32_t argmax(const std::vector<float>& logits) {
-  return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-// KL(p || q) in nats of two rows of logits.
-double divergence(const std::vector<float>& p, const std::vector<float>& q) {
-  const auto normalise = [](const std::vector<float>& x) {
-    const double top = *std::max_element(x.begin(), x.end());
-    double sum = 0;
-    for (const float v : x) sum += std::exp(static_cast<double>(v) - top);
-    return top + std::log(sum);
-  };
-  const double zp = normalise(p);
-  const double zq = normalise(q);
-  double kl = 0;
-  for (size_t i = 0; i < p.size(); i++) {
-    const double lp = static_cast<double>(p[i]) - zp;
-    kl += std::exp(lp) * (lp - (static_cast<double>(q[i]) - zq));
-  }
-  return std::max(kl, 0.0);
 }
 
 // What the uninterrupted run had and said.
@@ -108,11 +88,13 @@ class RestoreBench {
     for (int64_t rep = -1; rep < args_.reps; rep++) {
       wait_for_turn(args_);
       for (RestoreRow& row : rows) {
-        if (!line.update(fmt::format("history {}: {}", history, row.method),
-                         static_cast<double>(done++) / static_cast<double>(runs))) {
-          return cancelled("interrupted");
-        }
-        HCACHE_RETURN_IF_ERROR(run(row, rep < 0));
+        // One line for all of them: a restore that takes long shows how far it is itself.
+        const auto progress = [&, first = done++](double of_this) {
+          return line.update(fmt::format("history {}: restoring", history),
+                             (static_cast<double>(first) + of_this) / static_cast<double>(runs));
+        };
+        if (!progress(0)) return cancelled("interrupted");
+        HCACHE_RETURN_IF_ERROR(run(row, rep < 0, progress));
       }
     }
     for (const RestoreRow& row : rows) add_row(row);
@@ -170,7 +152,7 @@ class RestoreBench {
                             engine_.fork_sequence(reference_.seq, history_));
     HCACHE_ASSIGN_OR_RETURN(std::vector<float> logits, forward(engine_, fork, new_tokens()));
     for (int64_t i = 0; i < args_.greedy; i++) {
-      reference_.reply.push_back(argmax(logits));
+      reference_.reply.push_back(model::argmax(logits));
       reference_.logits.push_back(std::move(logits));
       if (i + 1 == args_.greedy) break;
       HCACHE_ASSIGN_OR_RETURN(logits,
@@ -195,7 +177,7 @@ class RestoreBench {
     return kv;
   }
 
-  Status run(RestoreRow& row, bool verify) {
+  Status run(RestoreRow& row, bool verify, const std::function<bool(double)>& progress) {
     engine::SeqId seq = -1;
     std::vector<float> logits;
     state::RestoreReport report;
@@ -215,7 +197,7 @@ class RestoreBench {
       start.link_bytes_per_s = row.link_bytes_per_s;
       start.token_rounding = row.token_rounding;
       start.save = false;
-      start.progress = [](double) { return !interrupted(); };
+      start.progress = progress;
       const double begin = now_s();
       HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(tokens_, start));
       ttft = now_s() - begin;
@@ -243,7 +225,7 @@ class RestoreBench {
     for (size_t i = 0; i < reference_.reply.size(); i++) {
       const std::vector<float>& expected = reference_.logits[i];
       f.greedy_total++;
-      const int32_t choice = argmax(logits);
+      const int32_t choice = model::argmax(logits);
       if (choice == reference_.reply[i]) {
         f.greedy_agree++;
       } else if (f.margin == 0) {
@@ -254,7 +236,7 @@ class RestoreBench {
         f.max_logit_diff = std::max(f.max_logit_diff, std::abs(static_cast<double>(expected[j]) -
                                                                static_cast<double>(logits[j])));
       }
-      f.mean_kl += divergence(expected, logits);
+      f.mean_kl += model::kl_divergence(expected, logits);
       if (i + 1 == reference_.reply.size()) break;
       HCACHE_ASSIGN_OR_RETURN(logits, forward(engine_, seq, std::span(&reference_.reply[i], 1)));
     }

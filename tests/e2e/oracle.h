@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "model/logits.h"
+
 namespace hcache::test {
 
 using Row = std::vector<float>;
@@ -84,23 +86,6 @@ class Oracle {
   int32_t length_ = 0;
 };
 
-// KL(p || q) of the next-token distributions.
-inline double kl_divergence(const Row& p, const Row& q) {
-  const auto log_sum = [](const Row& x) {
-    const double top = *std::max_element(x.begin(), x.end());
-    double sum = 0;
-    for (const float v : x) sum += std::exp(v - top);
-    return top + std::log(sum);
-  };
-  const double log_p = log_sum(p);
-  const double log_q = log_sum(q);
-  double kl = 0;
-  for (size_t i = 0; i < p.size(); i++) {
-    kl += std::exp(p[i] - log_p) * ((p[i] - log_p) - (q[i] - log_q));
-  }
-  return kl;
-}
-
 struct Difference {
   double max_logit = 0;  // largest absolute difference of a logit
   double mean_kl = 0;
@@ -118,7 +103,7 @@ inline Difference compare(const std::vector<Row>& expected, const std::vector<Ro
       d.finite = d.finite && std::isfinite(actual[i][j]);
       d.max_logit = std::max(d.max_logit, std::abs(double{expected[i][j]} - actual[i][j]));
     }
-    d.mean_kl += kl_divergence(expected[i], actual[i]) / static_cast<double>(d.n_rows);
+    d.mean_kl += model::kl_divergence(expected[i], actual[i]) / static_cast<double>(d.n_rows);
   }
   return d;
 }

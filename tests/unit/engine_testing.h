@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "model/logits.h"
 #include "model/tools.h"
 
 namespace hcache::engine::testing {
@@ -222,32 +223,12 @@ inline ::testing::AssertionResult same_kv(const std::vector<Bytes>& a,
   return ::testing::AssertionSuccess() << "identical";
 }
 
-// KL(softmax(reference) || softmax(other)), in nats.
-inline double kl_divergence(std::span<const float> reference, std::span<const float> other) {
-  const auto log_sum = [](std::span<const float> x) {
-    const double top = *std::max_element(x.begin(), x.end());
-    double sum = 0;
-    for (const float v : x) sum += std::exp(v - top);
-    return top + std::log(sum);
-  };
-  const double p_norm = log_sum(reference);
-  const double q_norm = log_sum(other);
-  double kl = 0;
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const double log_p = reference[i] - p_norm;
-    kl += std::exp(log_p) * (log_p - (other[i] - q_norm));
-  }
-  return kl;
-}
 inline double mean_kl(const std::vector<Row>& reference, const std::vector<Row>& other) {
   double sum = reference.size() == other.size() ? 0 : INFINITY;
   for (size_t i = 0; i < std::min(reference.size(), other.size()); ++i) {
-    sum += kl_divergence(reference[i], other[i]);
+    sum += model::kl_divergence(reference[i], other[i]);
   }
   return sum / static_cast<double>(reference.size());
-}
-inline int32_t best_token(const Row& row) {
-  return static_cast<int32_t>(std::max_element(row.begin(), row.end()) - row.begin());
 }
 
 }  // namespace hcache::engine::testing

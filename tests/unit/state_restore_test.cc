@@ -7,6 +7,7 @@
 #include <fstream>
 #include <numeric>
 
+#include "model/logits.h"
 #include "model_fixtures.h"
 #include "state/runtime.h"
 
@@ -24,25 +25,6 @@ std::vector<int32_t> random_tokens(int n, uint32_t seed) {
     token = static_cast<int32_t>((seed >> 8) % 200);
   }
   return tokens;
-}
-
-int32_t argmax(const std::vector<float>& logits) {
-  return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-// KL(p || q) of the softmax of two rows of logits.
-double kl_divergence(const std::vector<float>& p, const std::vector<float>& q) {
-  const auto log_sum = [](const std::vector<float>& x) {
-    const double max = *std::max_element(x.begin(), x.end());
-    double sum = 0;
-    for (const float v : x) sum += std::exp(v - max);
-    return max + std::log(sum);
-  };
-  const double zp = log_sum(p);
-  const double zq = log_sum(q);
-  double kl = 0;
-  for (size_t i = 0; i < p.size(); ++i) kl += std::exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
-  return kl;
 }
 
 // Costs under which no method is out of the question.
@@ -99,7 +81,7 @@ struct Continued {
 std::vector<int32_t> decode(Runtime& runtime, engine::SeqId seq, std::vector<float> logits, int n) {
   std::vector<int32_t> tokens;
   for (int i = 0; i < n; ++i) {
-    tokens.push_back(argmax(logits));
+    tokens.push_back(model::argmax(logits));
     auto next = runtime.append(seq, {&tokens.back(), 1});
     EXPECT_TRUE(next.ok()) << next.status().to_string();
     if (!next.ok()) break;
@@ -212,7 +194,7 @@ TEST_P(RestoreTest, ContinuesAsIfNeverInterrupted) {
       EXPECT_EQ(restored.continued.logits, ref.continued.logits) << restored.report.schedule;
       EXPECT_EQ(restored.continued.answer, ref.continued.answer);
     }
-    EXPECT_LT(kl_divergence(ref.continued.logits, restored.continued.logits), 1e-3)
+    EXPECT_LT(model::kl_divergence(ref.continued.logits, restored.continued.logits), 1e-3)
         << restored.report.schedule;
   }
 }
