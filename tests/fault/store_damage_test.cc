@@ -183,7 +183,7 @@ TEST_F(DamageTest, NoMutilatedFileLeadsToACrashOrAWrongAnswer) {
       if (!file.ok()) continue;  // removed by an earlier wound
       const std::uint64_t size = *(*file)->size();
       if (size == 0) continue;
-      std::vector<std::byte> junk(1 + random() % 5000);
+      std::vector<std::byte> junk(16 + random() % 5000);
       for (std::byte& b : junk) b = static_cast<std::byte>(random());
       switch (random() % 5) {
         case 0: ASSERT_OK((*file)->truncate(random() % size)); break;

@@ -44,7 +44,9 @@ ChunkId id_of(std::string_view body) {
   const auto n_tokens = load<std::uint16_t>(body, kTokensAt);
   if (body.size() < kFixed + 4U * n_tokens) return {};
   std::vector<std::int32_t> tokens(n_tokens);
-  std::memcpy(tokens.data(), body.data() + kFixed, 4U * n_tokens);
+  for (std::size_t i = 0; i < n_tokens; ++i) {
+    tokens[i] = load<std::int32_t>(body, kFixed + 4 * i);
+  }
   return chunk_id(load<Fingerprint>(body, 0), load<SaltId>(body, 16), load<ChunkId>(body, 32),
                   tokens);
 }
