@@ -30,7 +30,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", default="llama2-7b", help="made up where no model is given")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--type", default="f16")
-    parser.add_argument("--history", type=int, default=512)
+    parser.add_argument("--history", type=int, default=256)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--points", type=int, default=9)
@@ -119,7 +119,7 @@ def plot(results: dict, path: Path) -> None:
     name = Path(first["model"]).stem
     axes.set_title(f"{name}, {first['history']} tokens of history, {first['new']} new", fontsize=10)
     axes.grid(True, which="both", color="#eeeeee", linewidth=0.6)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
