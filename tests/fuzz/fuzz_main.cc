@@ -1,6 +1,5 @@
 // fuzz_main [ROUNDS [SEED]]: runs a fuzz target on its seeds and on ROUNDS mutations of them, the
-// same ones every time. A crash prints nothing but what a sanitizer says; with the round in hand
-// (--gdb, or a smaller ROUNDS) it comes again.
+// same ones every time, so that a crash comes again under a debugger.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
