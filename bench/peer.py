@@ -2,6 +2,7 @@
 """Compares hcache with llama.cpp on the same model, prompt and threads.
 
 Engine: llama-bench against `hcache bench throughput`, prompt and decode at several depths.
+Decode: the same for decoding from nothing alone, which is short and wants many pairs.
 Restart: llama-server saves a slot, erases it, restores it from disk and answers, against
 `hcache bench restore`. Both take turns, repetition by repetition; what is printed are the medians
 of the paired ratios and a bootstrap lower bound (95 %, one-sided).
@@ -26,7 +27,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
-    parser.add_argument("--what", default="engine,restart", help="engine, restart, or both")
+    parser.add_argument("--what", default="engine,decode,restart",
+                        help="engine, decode, restart, or several of them")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--prompt", default="512,2048", help="prompt lengths")
     parser.add_argument("--gen", type=int, default=64, help="tokens to decode")
@@ -62,12 +64,17 @@ def llama_bench(args: argparse.Namespace, options: list[str], flash: str) -> dic
     return {(r["n_prompt"], r["n_gen"], r["n_depth"]): r["avg_ts"] for r in json.loads(out.stdout)}
 
 
-def engine(args: argparse.Namespace) -> list[dict]:
+def engine_plan(args: argparse.Namespace) -> list[tuple]:
     prompts = [int(p) for p in args.prompt.split(",")]
-    plan = [  # (prompt lengths, depth); decoding goes with each
-        (sorted({*prompts, args.depth}), 0),
-        (sorted({*prompts, args.new}), args.depth),
-    ]
+    return [(sorted({*prompts, args.depth}), 0), (sorted({*prompts, args.new}), args.depth)]
+
+
+def decode_plan(args: argparse.Namespace) -> list[tuple]:
+    return [([args.gen], 0)]
+
+
+def engine(args: argparse.Namespace, plan: list[tuple]) -> list[dict]:
+    """`plan`: (prompt lengths, depth); decoding goes with each."""
     hcache = lib.Hcache(args)
     runs = [lib.Paced(hcache, "throughput", "-m", args.model, "--text", args.text, "--prompt",
                       ",".join(map(str, lengths)), "--gen", args.gen, "--depth", depth,
@@ -212,13 +219,15 @@ def main() -> None:
     machine = hcache.bench("throughput", "-m", args.model, "--prompt", 16, "--gen", 1, "--depth",
                            0, "--reps", 1)["machine"]
     results = {"machine": machine, "model": Path(args.model).name}
-    if "engine" in args.what:
-        results["engine"] = engine(args)
+    for what, plan in (("engine", engine_plan(args)), ("decode", decode_plan(args))):
+        if what not in args.what.split(","):
+            continue
+        results[what] = engine(args, plan)
         print(lib.table(["tokens/s", "peer", "hcache", "llama.cpp", "ratio", "at least"],
                         [[r["name"], r["peer"], f"{r['ours']:.1f}", f"{r['theirs']:.1f}",
                           f"{r['ratio']:.3f}", f"{r['lower_bound']:.3f}"]
-                         for r in results["engine"]]), flush=True)
-    if "restart" in args.what:
+                         for r in results[what]]), flush=True)
+    if "restart" in args.what.split(","):
         results["restart"] = restart(args)
         print(lib.table(["seconds", "hcache", "other", "ratio", "at most"],
                         [[r["name"], f"{r['ours']:.3f}", f"{r['theirs']:.3f}",
