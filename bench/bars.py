@@ -204,9 +204,11 @@ class Bars:
         ttft = {r["method"]: r["ttft_samples_ms"] for r in f16["rows"]}
         for other, target in (("kv", 1.8), ("recompute", 4.0), ("naive-hybrid", 1.28)):
             self.ratio_bar(5, f"f16: TTFT {other} / plan", ttft[other], ttft["plan"], target)
-        if self.args.gpu:
-            return
-        rate = next(r["link_bytes_per_s"] for r in f16["rows"])
+        if not self.args.gpu:
+            self.bar5_quantised(common, f16["rows"][0]["link_bytes_per_s"])
+
+    def bar5_quantised(self, common: list, rate: float) -> None:
+        """The plan for Q8_0 weights against loading the same model's KV in F16, at the same link."""
         for share, target in ((1.0, 2.4), (0.5, 3.3)):
             options = [*common, "--link", f"{rate * share:.0f}"]
             pair = [lib.Paced(self.hcache, "restore", "-m", self.big(kind), "--text", TEXT,

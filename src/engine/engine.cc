@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "arena.h"
@@ -18,6 +19,7 @@
 #include "base/env.h"
 #include "engine/copy_queue.h"
 #include "model/graph.h"
+#include "projection.h"
 
 namespace hcache::engine {
 namespace {
@@ -167,6 +169,7 @@ struct Engine::Impl {
   CopyQueue::Ticket staged_ticket = 0;
   std::vector<CopyQueue::Ticket> layer_ticket;  // last upload into each layer's arena
   std::map<ggml_type, bool> projectable;
+  std::set<ggml_type> fast_product_equals;  // weight types whose fast product was seen to be ggml's
 
   std::vector<float> logits;
 
@@ -306,6 +309,12 @@ struct Engine::Impl {
     return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
                                      device.name(), ggml_type_name(type)));
   }
+  [[nodiscard]] bool takes_fast_product(const ggml_tensor* weight, ggml_type rows) const {
+    return device.is_cpu() && ggml_backend_buffer_is_host(weight->buffer) &&
+           can_project_fast(weight->type, rows);
+  }
+  // Which of K's and V's weights may take it with rows of `type`. x holds n_rows rows to try with.
+  void check_fast_products(ggml_type type, int n_rows);
   Status project(ggml_tensor* rows, SeqId seq, int layer, int64_t first_pos, int n_rows);
 };
 
@@ -1140,8 +1149,15 @@ Status Engine::Impl::project(ggml_tensor* rows, SeqId seq, int layer, int64_t fi
   const int64_t width = model.hparams().n_embd_kv();
   const int64_t cell = extents.extent(seq).first + first_pos;
   ggml_tensor* rotation = ggml_view_1d(g.ctx, positions, n_rows, 0);
-  ggml_tensor* k = model::build_k(g.ctx, model, layer, product_input(g.ctx, w.k.w, rows), rotation);
-  ggml_tensor* v = model::build_v(g.ctx, model, layer, product_input(g.ctx, w.v.w, rows));
+  const model::Product product = [this](ggml_context* ctx, ggml_tensor* weight,
+                                        ggml_tensor* input) {
+    return fast_product_equals.contains(weight->type) && takes_fast_product(weight, input->type)
+               ? build_fast_product(ctx, weight, input)
+               : ggml_mul_mat(ctx, weight, input);
+  };
+  ggml_tensor* k =
+      model::build_k(g.ctx, model, layer, product_input(g.ctx, w.k.w, rows), rotation, product);
+  ggml_tensor* v = model::build_v(g.ctx, model, layer, product_input(g.ctx, w.v.w, rows), product);
   ggml_tensor* step_rows = ggml_view_1d(g.ctx, iota, n_rows, 0);
   // The same row conversion as in a step, into a view of the extent.
   g.add(ggml_set_rows(g.ctx, arena_rows(g.ctx, k_arena[layer], cell, n_rows),
@@ -1240,7 +1256,35 @@ bool Engine::can_project(ggml_type type) {
     norm += std::pow(static_cast<double>(b[i]), 2);
   }
   answer = error <= 1e-3 * norm;
+  if (answer) impl.check_fast_products(type, n_rows);
   return answer;
+}
+
+void Engine::Impl::check_fast_products(ggml_type type, int n_rows) {
+  const int64_t n_embd = model.hparams().n_embd;
+  const LayerWeights& w = model.weights().layers[0];
+  for (ggml_tensor* weight : {w.k.w, w.v.w}) {
+    if (!takes_fast_product(weight, type)) continue;
+    const Graph g(*this, 64);
+    ggml_tensor* target = ggml_new_tensor_2d(g.ctx, type, n_embd, n_rows);
+    ggml_set_input(target);
+    ggml_tensor* saved =
+        ggml_set_rows(g.ctx, target, ggml_view_2d(g.ctx, x, n_embd, n_rows, x->nb[1], 0),
+                      ggml_view_1d(g.ctx, iota, n_rows, 0));
+    std::array<ggml_tensor*, 2> products = {ggml_mul_mat(g.ctx, weight, saved),
+                                            build_fast_product(g.ctx, weight, saved)};
+    for (ggml_tensor* product : products) {
+      ggml_set_output(product);
+      g.add(product);
+    }
+    if (!compute(g).ok()) return;
+    ggml_backend_synchronize(backend);
+    if (std::memcmp(products[0]->data, products[1]->data, ggml_nbytes(products[0])) == 0) {
+      fast_product_equals.insert(weight->type);
+    } else {
+      fast_product_equals.erase(weight->type);
+    }
+  }
 }
 
 Status Engine::wait(Ticket ticket) {

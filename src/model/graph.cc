@@ -14,8 +14,9 @@ ggml_tensor* apply_norm(ggml_context* ctx, const Model& model, Norm kind, const 
   return y;
 }
 
-ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* x) {
-  ggml_tensor* y = ggml_mul_mat(ctx, linear.w, x);
+ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* x,
+                          const Product& product = ggml_mul_mat) {
+  ggml_tensor* y = product(ctx, linear.w, x);
   if (linear.b != nullptr) y = ggml_add(ctx, y, linear.b);
   return y;
 }
@@ -33,8 +34,9 @@ ggml_tensor* apply_rope(ggml_context* ctx, const Model& model, int layer, ggml_t
 // One of Q or K: projection, head norm, RoPE.
 ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int layer,
                                  ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
-                                 const NormWeights& head_norm, int n_head) {
-  ggml_tensor* heads = ggml_reshape_3d(ctx, apply_linear(ctx, linear, hidden),
+                                 const NormWeights& head_norm, int n_head,
+                                 const Product& product = ggml_mul_mat) {
+  ggml_tensor* heads = ggml_reshape_3d(ctx, apply_linear(ctx, linear, hidden, product),
                                        model.hparams().head_dim, n_head, hidden->ne[1]);
   if (model.spec().qk_norm) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
   return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
@@ -56,16 +58,18 @@ ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tens
 }
 
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions) {
+                     ggml_tensor* positions, const Product& product) {
   const LayerWeights& w = model.weights().layers[layer];
   return build_rotated_heads(ctx, model, layer, hidden, positions, w.k, w.k_norm,
-                             model.hparams().n_head_kv);
+                             model.hparams().n_head_kv, product);
 }
 
-ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden) {
+ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     const Product& product) {
   const HParams& hp = model.hparams();
-  return ggml_reshape_3d(ctx, apply_linear(ctx, model.weights().layers[layer].v, hidden),
-                         hp.head_dim, hp.n_head_kv, hidden->ne[1]);
+  const Linear& v = model.weights().layers[layer].v;
+  return ggml_reshape_3d(ctx, apply_linear(ctx, v, hidden, product), hp.head_dim, hp.n_head_kv,
+                         hidden->ne[1]);
 }
 
 ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,

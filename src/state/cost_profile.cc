@@ -364,12 +364,15 @@ Result<CostProfile> parse_profile(const std::string& text) {
 
 }  // namespace
 
+// Raised when our own kernels change what a profile measures.
+constexpr int kProfileVersion = 2;
+
 std::string profile_key(const Engine& engine, const std::string& content_digest,
                         ggml_type state_type) {
   const model::Device& device = engine.model().device();
   return fmt::format(
-      "model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
-      content_digest, device.name(), device.kernel_identity(), device.n_threads(),
+      "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
+      kProfileVersion, content_digest, device.name(), device.kernel_identity(), device.n_threads(),
       ggml_type_name(engine.options().kv_type), ggml_type_name(state_type),
       engine.uses_own_attention() ? "own" : "ggml", engine.options().max_batch_rows);
 }

@@ -7,9 +7,14 @@
 
 #include <ggml.h>
 
+#include <functional>
+
 #include "model/model.h"
 
 namespace hcache::model {
+
+// weight [n_in, n_out] times x [n_in, n]: F32 [n_out, n].
+using Product = std::function<ggml_tensor*(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x)>;
 
 // Normed input of the attention block: [n_embd, n]. This is the `hidden` that is saved: the very
 // tensor W_q, W_k and W_v multiply, free of positions in rotary models.
@@ -21,8 +26,9 @@ ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml
 ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
                      ggml_tensor* positions);
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions);
-ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden);
+                     ggml_tensor* positions, const Product& product = ggml_mul_mat);
+ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
+                     const Product& product = ggml_mul_mat);
 
 // Re-rotates cached K by `deltas` (I32 [n]) positions: k is F32 [head_dim, n_head_kv, n].
 ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
