@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <utility>
 
 #include "state/identity.h"
 
@@ -71,25 +72,51 @@ struct Segment {
   std::vector<PlannedPage> pages;
 };
 
-class Restore {
+class RestorationImpl : public Restoration {
  public:
-  Restore(Env& env, Engine& engine, store::Store* store, const RestoreRun& run)
+  RestorationImpl(Env& env, Engine& engine, store::Store* store, const RestoreRun& run)
       : env_(env), engine_(engine), store_(store), run_(run), plan_(*run.plan) {}
+  RestorationImpl(const RestorationImpl&) = delete;
+  RestorationImpl& operator=(const RestorationImpl&) = delete;
+  ~RestorationImpl() override {
+    if (phase_ != Phase::kDone) abandon();
+  }
 
-  Result<RestoreOutcome> execute();
+  // Reads begin here.
+  Status open();
+  Result<Phase> advance(const Slice& slice) override;
+  double fraction() const override {
+    return static_cast<double>(cursor_.layer) / static_cast<double>(engine_.n_layer());
+  }
+  const RestoreReport& report() const override { return report_; }
+  const std::optional<PageFailure>& failure() const override { return failure_; }
 
- private:
-  Status collect_pages();
-  Status open_reader();
+  // --- run_restore's ---
+  Status reserve();
   Status recompute_prefix();
-  Status begin_new_tokens();
   Status restore_layer(int layer);
-  Status stage_pages(int layer, const Segment& segment);
-  Status load_pages(int layer, const Segment& segment);
-  Status finish_new_tokens();
-  // The next page of the schedule; kDataLoss and others with failure_ set when it can't be used.
-  Result<store::PageView> next_page(const PlannedPage& page, int layer);
-  Status release_done(bool all);
+  // Nothing of the ring is read any more.
+  Status finish();
+  // Runs an engine call and counts its time as compute.
+  template <typename F>
+  auto timed(F&& call) {
+    const int64_t start = env_.monotonic_ns();
+    auto result = call();
+    report_.compute_busy_s += elapsed(start);
+    return result;
+  }
+  // The same for layers [begin, end) of the restore.
+  template <typename F>
+  auto timed_layers(int begin, int end, F&& call) {
+    const double begin_s = elapsed(start_ns_);
+    auto result = timed(std::forward<F>(call));
+    for (int layer = begin; layer < end; ++layer) {
+      LayerTimes& times = report_.layers[layer];
+      if (times.compute_end_s == 0) times.compute_begin_s = begin_s;
+      times.compute_end_s = elapsed(start_ns_);
+    }
+    return result;
+  }
   Status report_progress(double fraction) {
     if (run_.progress && !run_.progress(fraction)) return cancelled("the restore was cancelled");
     return {};
@@ -97,37 +124,93 @@ class Restore {
   [[nodiscard]] double elapsed(int64_t since_ns) const {
     return static_cast<double>(env_.monotonic_ns() - since_ns) * 1e-9;
   }
-  // Runs an engine call and counts its time as compute.
-  template <typename F>
-  auto timed(F&& call) {
-    const int64_t start = env_.monotonic_ns();
-    auto result = call();
-    compute_s_ += elapsed(start);
-    return result;
-  }
+  // The sequence is empty again and nothing reads the ring.
+  void abandon();
+
+ private:
+  // The next row to be restored: layer, segment of the layer, page of the segment, row of the page.
+  struct Cursor {
+    int layer = 0;
+    size_t segment = 0;
+    size_t page = 0;
+    int64_t row = 0;
+  };
+  // Hidden rows that wait for their projection.
+  struct Staged {
+    int64_t begin = 0;
+    int64_t rows = 0;
+    ggml_type type = GGML_TYPE_COUNT;
+  };
+
+  Status collect_pages();
+  Status open_reader();
+  Status recompute_rows(int64_t n);
+  // One page, or the part of it that fills a slice. False: the page has not been read yet.
+  Result<bool> restore_some(const Slice& slice);
+  Status stage(const PlannedPage& page, int64_t slice_rows);
+  Status load(const PlannedPage& page);
+  Status project();
+  void next_page();
+  // Makes view_ the cursor's page. False: it has not been read yet, and `wait` is false. An error
+  // with failure_ set: the page can't be used.
+  Result<bool> fetch_page(const PlannedPage& page, bool wait);
+  void note_read();  // view_'s times, as its layer's
+  Status release_done(bool all);
 
   Env& env_;
   Engine& engine_;
   store::Store* store_;
-  const RestoreRun& run_;
+  const RestoreRun run_;
   const policy::Plan& plan_;
 
+  Phase phase_ = Phase::kWorking;
+  int64_t start_ns_ = 0;
+  bool reserved_ = false;
+  int64_t recomputed_rows_ = 0;
   std::vector<std::vector<Segment>> layers_;  // per layer
+  Cursor cursor_;
+  Staged staged_;
   std::unique_ptr<store::PageReader> reader_;
+  std::optional<store::PageView> view_;  // of the cursor's page
   struct Held {
     Engine::Ticket ticket = 0;
     size_t index = 0;
   };
-  std::deque<Held> held_;     // pages the device may still be reading
-  std::optional<Step> step_;  // the first batch of new tokens
-  int64_t step_tokens_ = 0;
-  int step_layer_ = 0;
+  std::deque<Held> held_;  // pages the device may still be reading
   std::optional<PageFailure> failure_;
-  std::vector<float> logits_;
-  double compute_s_ = 0;
+  RestoreReport report_;
 };
 
-Status Restore::collect_pages() {
+Status RestorationImpl::open() {
+  start_ns_ = env_.monotonic_ns();
+  HCACHE_RETURN_IF_ERROR(collect_pages());
+  HCACHE_RETURN_IF_ERROR(open_reader());
+  report_.layers.resize(engine_.n_layer());
+  for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
+    report_.layers[layer].method = plan_.runs[0].layers[layer];
+  }
+  report_.schedule = plan_.schedule;
+  report_.restored_tokens = plan_.restored_tokens;
+  report_.predicted_s = plan_.predicted.makespan_s;
+  for (const policy::PlanRun& run : plan_.runs) {
+    const auto count = [&](Method m) {
+      return std::count(run.layers.begin(), run.layers.end(), m);
+    };
+    const auto hidden = count(Method::kHidden);
+    const auto kv = count(Method::kKv);
+    const auto recomputed = count(Method::kRecompute);
+    if (recomputed > hidden && recomputed > kv) {
+      report_.tokens_recomputed += run.tokens;
+    } else if (hidden >= kv) {
+      report_.tokens_hidden += run.tokens;
+    } else {
+      report_.tokens_kv += run.tokens;
+    }
+  }
+  return {};
+}
+
+Status RestorationImpl::collect_pages() {
   const int n_layer = engine_.n_layer();
   layers_.assign(n_layer, {});
   if (plan_.runs.empty()) return {};
@@ -148,13 +231,13 @@ Status Restore::collect_pages() {
         }
         segment.pages.push_back({page, &info, begin, end - begin, begin - span.begin});
       }
-      layers_[layer].push_back(std::move(segment));
+      if (!segment.pages.empty()) layers_[layer].push_back(std::move(segment));
     }
   }
   return {};
 }
 
-Status Restore::open_reader() {
+Status RestorationImpl::open_reader() {
   std::vector<store::PageRequest> requests;
   size_t largest = 0;
   const std::vector<ChunkSpan> spans = chunk_spans(*run_.match, plan_.restored_tokens);
@@ -178,8 +261,14 @@ Status Restore::open_reader() {
   return reader_->submit(requests);
 }
 
+Status RestorationImpl::reserve() {
+  HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(run_.seq, plan_.restored_tokens));
+  reserved_ = true;
+  return {};
+}
+
 // Gives back ring memory that the device has read; `all` waits for the rest.
-Status Restore::release_done(bool all) {
+Status RestorationImpl::release_done(bool all) {
   while (!held_.empty()) {
     if (!engine_.done(held_.front().ticket)) {
       if (!all) return {};
@@ -191,218 +280,281 @@ Status Restore::release_done(bool all) {
   return {};
 }
 
-Result<store::PageView> Restore::next_page(const PlannedPage& page, int layer) {
+Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
+  if (view_) return true;
   HCACHE_RETURN_IF_ERROR(release_done(false));
-  HCACHE_ASSIGN_OR_RETURN(std::optional<store::PageView> view, reader_->try_next());
-  if (!view) {
+  HCACHE_ASSIGN_OR_RETURN(view_, reader_->try_next());
+  if (!view_) {
     // The reader may be out of ring space because of pages that are still held.
     HCACHE_RETURN_IF_ERROR(release_done(true));
-    HCACHE_ASSIGN_OR_RETURN(view, reader_->next());
+    if (wait) {
+      HCACHE_ASSIGN_OR_RETURN(view_, reader_->next());
+    } else {
+      HCACHE_ASSIGN_OR_RETURN(view_, reader_->try_next());
+      if (!view_) return false;
+    }
   }
-  if (!view->status.ok()) {
-    failure_ = PageFailure{.chunk = page.chunk->id,
-                           .layer = static_cast<uint16_t>(layer),
-                           .encoding = page.info->encoding,
-                           .status = view->status};
-    reader_->release(view->index);
-    return view->status;
+  if (view_->status.ok()) {
+    note_read();
+    return true;
   }
-  return *view;
+  const Status status = view_->status;
+  failure_ = PageFailure{.chunk = page.chunk->id,
+                         .layer = page.info->layer,
+                         .encoding = page.info->encoding,
+                         .status = status};
+  reader_->release(view_->index);
+  view_.reset();
+  return status;
 }
 
-Status Restore::load_pages(int layer, const Segment& segment) {
+void RestorationImpl::note_read() {
+  if (view_->read_end_ns == 0) return;  // from host memory
+  const auto since_start = [&](int64_t ns) {
+    return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
+  };
+  LayerTimes& times = report_.layers[cursor_.layer];
+  if (times.io_end_s == 0) times.io_begin_s = since_start(view_->read_begin_ns);
+  times.io_begin_s = std::min(times.io_begin_s, since_start(view_->read_begin_ns));
+  times.io_end_s = std::max(times.io_end_s, since_start(view_->read_end_ns));
+}
+
+Status RestorationImpl::load(const PlannedPage& page) {
   const size_t row_bytes = engine_.kv_row_bytes();
-  for (const PlannedPage& page : segment.pages) {
-    HCACHE_ASSIGN_OR_RETURN(const store::PageView view, next_page(page, layer));
-    const std::byte* k = view.bytes.data() + page.row * row_bytes;
-    const std::byte* v = k + page.chunk->tokens.size() * row_bytes;
-    HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed([&] {
-                              return engine_.load_kv(run_.seq, layer, page.begin,
-                                                     static_cast<int>(page.n_rows), k, v);
-                            }));
-    held_.push_back({ticket, view.index});
-  }
+  const std::byte* k = view_->bytes.data() + page.row * row_bytes;
+  const std::byte* v = k + page.chunk->tokens.size() * row_bytes;
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket,
+                          timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
+                            return engine_.load_kv(run_.seq, cursor_.layer, page.begin,
+                                                   static_cast<int>(page.n_rows), k, v);
+                          }));
+  held_.push_back({ticket, view_->index});
+  next_page();
   return {};
 }
 
-// Projects in slices of consecutive rows in one encoding.
-Status Restore::stage_pages(int layer, const Segment& segment) {
-  const int64_t slice_rows = std::min<int64_t>(run_.slice_rows, engine_.options().max_batch_rows);
-  int64_t slice_begin = 0;
-  int64_t n_staged = 0;
-  ggml_type type = GGML_TYPE_COUNT;
-  const auto project = [&]() -> Status {
-    if (n_staged == 0) return {};
-    const int n = static_cast<int>(n_staged);
-    n_staged = 0;
-    return timed([&] { return engine_.project_staged(run_.seq, layer, slice_begin, n, type); });
-  };
-  for (const PlannedPage& page : segment.pages) {
-    const ggml_type page_type = *hidden_type(page.info->encoding);
-    if (page_type != type) {
-      HCACHE_RETURN_IF_ERROR(project());
-      type = page_type;
-    }
-    HCACHE_ASSIGN_OR_RETURN(const store::PageView view, next_page(page, layer));
-    const size_t row_bytes = engine_.hidden_row_bytes(type);
-    Engine::Ticket ticket = 0;
-    for (int64_t done = 0; done < page.n_rows;) {
-      if (n_staged == slice_rows) HCACHE_RETURN_IF_ERROR(project());
-      if (n_staged == 0) slice_begin = page.begin + done;
-      const int64_t n = std::min(slice_rows - n_staged, page.n_rows - done);
-      HCACHE_ASSIGN_OR_RETURN(ticket, timed([&] {
-                                return engine_.stage_hidden(
-                                    static_cast<int>(n_staged), static_cast<int>(n), type,
-                                    view.bytes.data() + (page.row + done) * row_bytes);
-                              }));
-      n_staged += n;
-      done += n;
-    }
-    held_.push_back({ticket, view.index});
+// Projections are done in slices of consecutive rows in one encoding.
+Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
+  const ggml_type type = *hidden_type(page.info->encoding);
+  if (type != staged_.type) HCACHE_RETURN_IF_ERROR(project());
+  if (staged_.rows == 0) staged_ = {.begin = page.begin + cursor_.row, .rows = 0, .type = type};
+  const int64_t n = std::min(slice_rows - staged_.rows, page.n_rows - cursor_.row);
+  const std::byte* rows =
+      view_->bytes.data() + (page.row + cursor_.row) * engine_.hidden_row_bytes(type);
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket,
+                          timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
+                            return engine_.stage_hidden(static_cast<int>(staged_.rows),
+                                                        static_cast<int>(n), type, rows);
+                          }));
+  staged_.rows += n;
+  cursor_.row += n;
+  if (cursor_.row == page.n_rows) {
+    held_.push_back({ticket, view_->index});
+    next_page();
   }
-  return project();
+  // At a segment's end the next rows are another layer's, or another method's.
+  const bool segment_ends = cursor_.page == 0 && cursor_.row == 0;
+  return staged_.rows >= slice_rows || segment_ends ? project() : Status();
+}
+
+Status RestorationImpl::project() {
+  if (staged_.rows == 0) return {};
+  const Staged staged = std::exchange(staged_, {});
+  return timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
+    return engine_.project_staged(run_.seq, cursor_.layer, staged.begin,
+                                  static_cast<int>(staged.rows), staged.type);
+  });
+}
+
+void RestorationImpl::next_page() {
+  view_.reset();
+  cursor_.row = 0;
+  if (++cursor_.page < layers_[cursor_.layer][cursor_.segment].pages.size()) return;
+  cursor_.page = 0;
+  ++cursor_.segment;
+}
+
+Result<bool> RestorationImpl::restore_some(const Slice& slice) {
+  const std::vector<Segment>& segments = layers_[cursor_.layer];
+  if (cursor_.segment == segments.size()) {
+    cursor_ = {.layer = cursor_.layer + 1};
+    return true;
+  }
+  const Segment& segment = segments[cursor_.segment];
+  const PlannedPage& page = segment.pages[cursor_.page];
+  HCACHE_ASSIGN_OR_RETURN(const bool ready, fetch_page(page, slice.wait));
+  if (!ready) {
+    HCACHE_RETURN_IF_ERROR(project());  // rather than idle
+    return false;
+  }
+  if (segment.method != Method::kHidden) {
+    HCACHE_RETURN_IF_ERROR(load(page));
+    return true;
+  }
+  const int64_t most = engine_.options().max_batch_rows;
+  HCACHE_RETURN_IF_ERROR(stage(page, std::clamp<int64_t>(slice.rows, 1, most)));
+  return true;
 }
 
 // The layer prefix that no page covers: the history's tokens run through it, batch by batch; of the
 // last such layer only K and V are needed.
-Status Restore::recompute_prefix() {
-  const int n = plan_.recompute_layers;
-  if (n == 0) return {};
-  const int64_t batch = engine_.options().max_batch_rows;
-  for (int64_t begin = 0; begin < plan_.restored_tokens; begin += batch) {
-    const int64_t rows = std::min(batch, plan_.restored_tokens - begin);
-    const BatchItem item{.seq = run_.seq,
-                         .tokens = run_.tokens.subspan(begin, rows),
-                         .first_pos = begin,
-                         .output = BatchItem::Output::kNone};
-    HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-    HCACHE_RETURN_IF_ERROR(timed([&]() -> Status {
-      HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, n - 1));
-      return engine_.finish_with_kv(step, n - 1);
-    }));
-    HCACHE_RETURN_IF_ERROR(report_progress(0.5 * static_cast<double>(begin + rows) /
+Status RestorationImpl::recompute_rows(int64_t n) {
+  const int layers = plan_.recompute_layers;
+  n = std::min(n, plan_.restored_tokens - recomputed_rows_);
+  const BatchItem item{.seq = run_.seq,
+                       .tokens = run_.tokens.subspan(recomputed_rows_, n),
+                       .first_pos = recomputed_rows_,
+                       .output = BatchItem::Output::kNone};
+  HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
+  HCACHE_RETURN_IF_ERROR(timed_layers(0, layers, [&]() -> Status {
+    HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layers - 1));
+    return engine_.finish_with_kv(step, layers - 1);
+  }));
+  recomputed_rows_ += n;
+  return {};
+}
+
+Status RestorationImpl::recompute_prefix() {
+  if (plan_.recompute_layers == 0) return {};
+  while (recomputed_rows_ < plan_.restored_tokens) {
+    HCACHE_RETURN_IF_ERROR(recompute_rows(engine_.options().max_batch_rows));
+    HCACHE_RETURN_IF_ERROR(report_progress(0.5 * static_cast<double>(recomputed_rows_) /
                                            static_cast<double>(plan_.restored_tokens)));
   }
   return {};
 }
 
-Status Restore::begin_new_tokens() {
-  const int64_t first = plan_.restored_tokens;
-  const auto n_new = static_cast<int64_t>(run_.tokens.size()) - first;
-  step_tokens_ = std::min<int64_t>(n_new, engine_.options().max_batch_rows);
-  const auto tokens = run_.tokens.subspan(first, step_tokens_);
-  if (run_.before_step) run_.before_step(first, tokens);
-  const BatchItem item{
-      .seq = run_.seq,
-      .tokens = tokens,
-      .first_pos = first,
-      .output = step_tokens_ == n_new ? BatchItem::Output::kLast : BatchItem::Output::kNone};
-  HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-  step_.emplace(std::move(step));
+Status RestorationImpl::restore_layer(int layer) {
+  const Slice whole{.rows = run_.slice_rows};
+  while (cursor_.layer <= layer) HCACHE_RETURN_IF_ERROR(restore_some(whole).status());
   return {};
 }
 
-Status Restore::restore_layer(int layer) {
-  for (const Segment& segment : layers_[layer]) {
-    if (segment.pages.empty()) continue;
-    HCACHE_RETURN_IF_ERROR(segment.method == Method::kHidden ? stage_pages(layer, segment)
-                                                             : load_pages(layer, segment));
-  }
+Status RestorationImpl::finish() {
+  HCACHE_RETURN_IF_ERROR(release_done(true));
+  phase_ = Phase::kDone;
+  if (!reader_) return {};
+  const store::ReaderStats stats = reader_->stats();
+  report_.bytes_read = stats.disk_bytes;
+  report_.bytes_dram = stats.dram_bytes;
+  report_.page_bytes = stats.page_bytes;
+  report_.io_busy_s = stats.busy_s;
   return {};
 }
 
-// The rest of the new tokens, batch by batch, and the logits of the last one.
-Status Restore::finish_new_tokens() {
-  const auto n_tokens = static_cast<int64_t>(run_.tokens.size());
-  int64_t done = plan_.restored_tokens + step_tokens_;
-  while (true) {
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits,
-                            timed([&] { return engine_.finish(*step_); }));
-    if (!logits.rows.empty()) logits_.assign(logits.rows[0].begin(), logits.rows[0].end());
-    HCACHE_RETURN_IF_ERROR(
-        report_progress(static_cast<double>(done) / static_cast<double>(n_tokens)));
-    if (done == n_tokens) return {};
-    const int64_t n = std::min<int64_t>(n_tokens - done, engine_.options().max_batch_rows);
-    const auto tokens = run_.tokens.subspan(done, n);
-    if (run_.before_step) run_.before_step(done, tokens);
+void RestorationImpl::abandon() {
+  phase_ = Phase::kFailed;
+  if (reader_) reader_->cancel();
+  if (!reserved_) return;
+  reserved_ = false;
+  // Nothing may still be reading the ring.
+  engine_.synchronize().ignore("the first error is the one to report");
+  engine_.trim_sequence(run_.seq, 0).ignore("the first error is the one to report");
+}
+
+Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
+  if (phase_ == Phase::kDone || phase_ == Phase::kFailed) return phase_;
+  const Status status = [&]() -> Status {
+    const int64_t begin = env_.monotonic_ns();
+    phase_ = Phase::kWorking;
+    if (!reserved_) HCACHE_RETURN_IF_ERROR(reserve());
+    do {
+      if (plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens) {
+        HCACHE_RETURN_IF_ERROR(
+            recompute_rows(std::clamp<int64_t>(slice.rows, 1, engine_.options().max_batch_rows)));
+      } else if (cursor_.layer < engine_.n_layer()) {
+        HCACHE_ASSIGN_OR_RETURN(const bool ready, restore_some(slice));
+        if (!ready) {
+          phase_ = Phase::kWaitingForIo;
+          return {};
+        }
+      } else {
+        report_.restore_s = elapsed(start_ns_);
+        return finish();
+      }
+    } while (elapsed(begin) < slice.budget_s);
+    return {};
+  }();
+  if (status.ok()) return phase_;
+  abandon();
+  if (failure_) return phase_;
+  return status;
+}
+
+// The prefill of what is not restored, the first batch of it layer by layer.
+class NewTokens {
+ public:
+  NewTokens(Engine& engine, const RestoreRun& run, int64_t first)
+      : engine_(engine), run_(run), next_(first) {}
+
+  // Prepares the next batch.
+  Status begin() {
+    const auto n_tokens = static_cast<int64_t>(run_.tokens.size());
+    const int64_t n = std::min<int64_t>(n_tokens - next_, engine_.options().max_batch_rows);
+    const auto tokens = run_.tokens.subspan(next_, n);
+    if (run_.before_step) run_.before_step(next_, tokens);
     const BatchItem item{
         .seq = run_.seq,
         .tokens = tokens,
-        .first_pos = -1,
-        .output = done + n == n_tokens ? BatchItem::Output::kLast : BatchItem::Output::kNone};
+        .first_pos = next_,
+        .output = next_ + n == n_tokens ? BatchItem::Output::kLast : BatchItem::Output::kNone};
     HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
     step_.emplace(std::move(step));
-    HCACHE_RETURN_IF_ERROR(timed([&] { return engine_.run_layers(*step_, 0, engine_.n_layer()); }));
-    done += n;
+    next_ += n;
+    return {};
+  }
+  Status run_layers(int begin, int end) { return engine_.run_layers(*step_, begin, end); }
+  Status finish() {
+    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_.finish(*step_));
+    if (!logits.rows.empty()) logits_.assign(logits.rows[0].begin(), logits.rows[0].end());
+    return {};
+  }
+  [[nodiscard]] bool done() const { return next_ == static_cast<int64_t>(run_.tokens.size()); }
+  [[nodiscard]] double fraction() const {
+    return static_cast<double>(next_) / static_cast<double>(run_.tokens.size());
+  }
+  std::vector<float> take_logits() { return std::move(logits_); }
+
+ private:
+  Engine& engine_;
+  const RestoreRun& run_;
+  int64_t next_;  // position behind the batch in hand
+  std::optional<Step> step_;
+  std::vector<float> logits_;
+};
+
+Status restore_and_prefill(RestorationImpl& restore, NewTokens& fresh, const policy::Plan& plan,
+                           int n_layer, int64_t start_ns, double* restore_s) {
+  HCACHE_RETURN_IF_ERROR(restore.reserve());
+  HCACHE_RETURN_IF_ERROR(restore.recompute_prefix());
+  HCACHE_RETURN_IF_ERROR(fresh.begin());
+  if (plan.runs.empty()) {
+    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(0, n_layer); }));
+  }
+  for (int layer = 0; layer < n_layer && !plan.runs.empty(); ++layer) {
+    HCACHE_RETURN_IF_ERROR(restore.restore_layer(layer));
+    if (layer == n_layer - 1) *restore_s = restore.elapsed(start_ns);
+    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(layer, layer + 1); }));
+    HCACHE_RETURN_IF_ERROR(
+        restore.report_progress(static_cast<double>(layer + 1) / static_cast<double>(n_layer)));
+  }
+  while (true) {
+    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.finish(); }));
+    HCACHE_RETURN_IF_ERROR(restore.report_progress(fresh.fraction()));
+    if (fresh.done()) return restore.finish();
+    HCACHE_RETURN_IF_ERROR(fresh.begin());
+    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(0, n_layer); }));
   }
 }
 
-Result<RestoreOutcome> Restore::execute() {
-  const int64_t start = env_.monotonic_ns();
-  const int n_layer = engine_.n_layer();
-  RestoreOutcome outcome;
-  RestoreReport& report = outcome.report;
-
-  const Status status = [&]() -> Status {
-    HCACHE_RETURN_IF_ERROR(collect_pages());
-    HCACHE_RETURN_IF_ERROR(open_reader());  // reads begin here
-    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(run_.seq, plan_.restored_tokens));
-    HCACHE_RETURN_IF_ERROR(recompute_prefix());
-    HCACHE_RETURN_IF_ERROR(begin_new_tokens());
-    if (plan_.runs.empty()) {
-      HCACHE_RETURN_IF_ERROR(timed([&] { return engine_.run_layers(*step_, 0, n_layer); }));
-    } else {
-      for (int layer = 0; layer < n_layer; ++layer) {
-        HCACHE_RETURN_IF_ERROR(restore_layer(layer));
-        if (layer == n_layer - 1) report.restore_s = elapsed(start);
-        HCACHE_RETURN_IF_ERROR(timed([&] { return engine_.run_layers(*step_, layer, layer + 1); }));
-        HCACHE_RETURN_IF_ERROR(report_progress(static_cast<double>(layer + 1) / n_layer));
-      }
-      HCACHE_RETURN_IF_ERROR(release_done(true));
-    }
-    return finish_new_tokens();
-  }();
-
-  if (!status.ok()) {
-    step_.reset();
-    // Nothing may still be reading the ring, and the sequence goes back to empty.
-    engine_.synchronize().ignore("the first error is the one to report");
-    if (reader_) reader_->cancel();
-    engine_.trim_sequence(run_.seq, 0).ignore("the first error is the one to report");
-    if (!failure_) return status;
-    outcome.failure = failure_;
-    return outcome;
+Status check_run(const store::Store* store, const RestoreRun& run) {
+  if (run.plan == nullptr || run.plan->restored_tokens > static_cast<int64_t>(run.tokens.size())) {
+    return invalid_argument("a restore needs a plan for its tokens");
   }
-
-  report.ttft_s = elapsed(start);
-  report.schedule = plan_.schedule;
-  report.restored_tokens = plan_.restored_tokens;
-  report.prefilled_tokens = static_cast<int64_t>(run_.tokens.size()) - plan_.restored_tokens;
-  report.predicted_s = plan_.predicted.makespan_s;
-  report.compute_busy_s = compute_s_;
-  for (const policy::PlanRun& run : plan_.runs) {
-    const auto count = [&](Method m) {
-      return std::count(run.layers.begin(), run.layers.end(), m);
-    };
-    const auto hidden = count(Method::kHidden);
-    const auto kv = count(Method::kKv);
-    const auto recomputed = count(Method::kRecompute);
-    if (recomputed > hidden && recomputed > kv) {
-      report.tokens_recomputed += run.tokens;
-    } else if (hidden >= kv) {
-      report.tokens_hidden += run.tokens;
-    } else {
-      report.tokens_kv += run.tokens;
-    }
+  if (!run.plan->runs.empty() && (store == nullptr || run.match == nullptr)) {
+    return invalid_argument("a plan that restores needs a store and a match");
   }
-  if (reader_) {
-    const store::ReaderStats stats = reader_->stats();
-    report.bytes_read = stats.disk_bytes;
-    report.page_bytes = stats.page_bytes;
-    report.io_busy_s = stats.busy_s;
-  }
-  outcome.logits = std::move(logits_);
-  return outcome;
+  return {};
 }
 
 }  // namespace
@@ -427,16 +579,42 @@ policy::Availability availability(Engine& engine, const store::Match& match, int
   return result;
 }
 
+Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine,
+                                                        store::Store* store,
+                                                        const RestoreRun& run) {
+  HCACHE_RETURN_IF_ERROR(check_run(store, run));
+  auto restoration = std::make_unique<RestorationImpl>(env, engine, store, run);
+  HCACHE_RETURN_IF_ERROR(restoration->open());
+  return std::unique_ptr<Restoration>(std::move(restoration));
+}
+
 Result<RestoreOutcome> run_restore(Env& env, Engine& engine, store::Store* store,
                                    const RestoreRun& run) {
-  if (run.plan == nullptr || run.tokens.empty() ||
-      run.plan->restored_tokens >= static_cast<int64_t>(run.tokens.size())) {
-    return invalid_argument("a restore needs a plan that leaves at least the last token");
+  HCACHE_RETURN_IF_ERROR(check_run(store, run));
+  const policy::Plan& plan = *run.plan;
+  if (plan.restored_tokens >= static_cast<int64_t>(run.tokens.size())) {
+    return invalid_argument("a prefill needs a plan that leaves at least the last token");
   }
-  if (!run.plan->runs.empty() && (store == nullptr || run.match == nullptr)) {
-    return invalid_argument("a plan that restores needs a store and a match");
+  const int64_t start = env.monotonic_ns();
+  RestorationImpl restore(env, engine, store, run);
+  HCACHE_RETURN_IF_ERROR(restore.open());
+  NewTokens fresh(engine, run, plan.restored_tokens);
+  double restore_s = 0;
+  const Status status =
+      restore_and_prefill(restore, fresh, plan, engine.n_layer(), start, &restore_s);
+  RestoreOutcome outcome;
+  if (!status.ok()) {
+    restore.abandon();
+    if (!restore.failure()) return status;
+    outcome.failure = restore.failure();
+    return outcome;
   }
-  return Restore(env, engine, store, run).execute();
+  outcome.report = restore.report();
+  outcome.report.restore_s = restore_s;
+  outcome.report.ttft_s = restore.elapsed(start);
+  outcome.report.prefilled_tokens = static_cast<int64_t>(run.tokens.size()) - plan.restored_tokens;
+  outcome.logits = fresh.take_logits();
+  return outcome;
 }
 
 }  // namespace hcache::state

@@ -24,6 +24,10 @@ class RuntimeImpl : public Runtime {
 
   Status init();
 
+  Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
+                              const StartOptions& options) override;
+  bool discard(const PageFailure& failure) override;
+  void observe(const RestoreReport& report) override;
   Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) override;
   Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) override;
   Status finish(engine::SeqId seq) override {
@@ -64,7 +68,7 @@ class RuntimeImpl : public Runtime {
     return join_path(options_.state_dir, "profiles");
   }
   Result<Started> attempt(std::span<const int32_t> tokens, const StartOptions& options,
-                          bool use_pages, std::optional<PageFailure>* failure);
+                          const PlannedRestore& planned, std::optional<PageFailure>* failure);
 
   Env& env_;
   RuntimeOptions options_;
@@ -121,6 +125,7 @@ Status RuntimeImpl::open_store() {
   options.dirs = options_.store_dirs;
   if (options.dirs.empty()) options.dirs = {join_path(options_.state_dir, "store")};
   options.quota_bytes = options_.store_quota_bytes;
+  options.dram_bytes = options_.dram_bytes;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));
   return {};
@@ -212,74 +217,85 @@ bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
   return true;
 }
 
-Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartOptions& options) {
-  if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
-  uint64_t damaged = 0;
-  for (int i = 0; i < kMaxRestoreAttempts; ++i) {
-    std::optional<PageFailure> failure;
-    // After many damaged pages, or one that can't be dropped, nothing saved is trusted any more.
-    const bool use_pages = i + 1 < kMaxRestoreAttempts;
-    HCACHE_ASSIGN_OR_RETURN(Started started, attempt(tokens, options, use_pages, &failure));
-    if (!failure) {
-      started.report.damaged_pages = damaged;
-      return started;
-    }
-    ++damaged;
-    log::warn("saved state is not used, it is computed again: {}", failure->status.to_string());
-    const bool droppable = failure->status.code() == Code::kDataLoss && !options_.read_only_store;
-    if (!droppable || !store_->quarantine(failure->chunk, failure->layer, failure->encoding).ok()) {
-      i = std::max(i, kMaxRestoreAttempts - 2);
-    }
-  }
-  return internal_error("a restore without saved pages reported a damaged page");
-}
-
-Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const StartOptions& options,
-                                     bool use_pages, std::optional<PageFailure>* failure) {
-  const auto n_tokens = static_cast<int64_t>(tokens.size());
-  const bool save = options.save && saver_ != nullptr;
-  store::Match match;
-  if (store_ && use_pages && options.mode != policy::Mode::kRecompute) {
-    Result<store::Match> found = store_->match(fingerprint_, salt_, tokens);
+Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const SaltId& salt,
+                                         const StartOptions& options) {
+  PlannedRestore planned;
+  if (store_ && options.mode != policy::Mode::kRecompute) {
+    Result<store::Match> found = store_->match(fingerprint_, salt, tokens);
     if (found.ok()) {
-      match = std::move(*found);
+      planned.match = std::move(*found);
     } else {
       log::warn("the store can't be searched: {}", found.status().to_string());
     }
   }
-
-  // The last token is always computed: its logits are what the caller wants.
-  int64_t max_rows = std::min<int64_t>(static_cast<int64_t>(match.n_tokens), n_tokens - 1);
+  const auto n_tokens = static_cast<int64_t>(tokens.size());
+  int64_t max_rows = std::min<int64_t>(static_cast<int64_t>(planned.match.n_tokens), n_tokens - 1);
   const auto chunk_at = [&](int64_t row) {
-    return match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
+    return planned.match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
   };
   // A partial chunk that the saver could not complete is computed again from its first row.
+  const bool save = options.save && saver_ != nullptr;
   const int64_t partial = max_rows % store::kChunkTokens;
   if (save && partial != 0 && !completes(chunk_at(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
-  request.available = availability(*engine_, match, max_rows);
+  request.available = availability(*engine_, planned.match, max_rows);
   request.new_tokens = n_tokens - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;
-  HCACHE_ASSIGN_OR_RETURN(const policy::Plan plan,
+  HCACHE_ASSIGN_OR_RETURN(planned.plan,
                           policy::plan_restore(costs(options.link_bytes_per_s), request));
+  const int64_t rows = planned.plan.restored_tokens;
+  if (save && rows % store::kChunkTokens != 0) planned.tail = chunk_at(rows);
+  return planned;
+}
 
-  HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_->create_sequence());
-  if (save) {
-    const int64_t rows = plan.restored_tokens;
-    store::ChunkRef tail;
-    if (rows % store::kChunkTokens != 0) tail = chunk_at(rows);
-    saver_->begin(seq, fingerprint_, salt_, tokens.first(rows), std::move(tail));
+bool RuntimeImpl::discard(const PageFailure& failure) {
+  log::warn("saved state is not used, it is computed again: {}", failure.status.to_string());
+  const bool droppable = failure.status.code() == Code::kDataLoss && !options_.read_only_store;
+  return droppable && store_->quarantine(failure.chunk, failure.layer, failure.encoding).ok();
+}
+
+void RuntimeImpl::observe(const RestoreReport& report) {
+  if (options_.profile || report.bytes_read < kMinObservedBytes) return;
+  observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
+  profile_dirty_ = true;
+}
+
+Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartOptions& options) {
+  if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
+  uint64_t damaged = 0;
+  StartOptions attempted = options;
+  while (true) {
+    HCACHE_ASSIGN_OR_RETURN(const PlannedRestore planned, plan(tokens, salt_, attempted));
+    std::optional<PageFailure> failure;
+    HCACHE_ASSIGN_OR_RETURN(Started started, attempt(tokens, options, planned, &failure));
+    if (!failure) {
+      started.report.damaged_pages = damaged;
+      return started;
+    }
+    // After many damaged pages, or one that can't be dropped, nothing saved is trusted any more.
+    if (!discard(*failure) || ++damaged + 1 >= kMaxRestoreAttempts) {
+      attempted.mode = policy::Mode::kRecompute;
+    }
   }
+}
+
+Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const StartOptions& options,
+                                     const PlannedRestore& planned,
+                                     std::optional<PageFailure>* failure) {
+  HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_->create_sequence());
   RestoreRun run;
   run.seq = seq;
   run.tokens = tokens;
-  run.match = &match;
-  run.plan = &plan;
+  run.match = &planned.match;
+  run.plan = &planned.plan;
   run.link_bytes_per_s = options.link_bytes_per_s;
   run.progress = options.progress;
+  const bool save = options.save && saver_ != nullptr;
   if (save) {
+    saver_->begin(seq, fingerprint_, salt_, tokens.first(planned.plan.restored_tokens),
+                  planned.tail);
     run.before_step = [&](int64_t first_pos, std::span<const int32_t> rows) {
       saver_->set_tokens(seq, first_pos, rows);
     };
@@ -292,13 +308,8 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
     *failure = outcome->failure;
     return Started{};
   }
-  const RestoreReport& report = outcome->report;
-  if (!options_.profile && options.link_bytes_per_s <= 0 &&
-      report.bytes_read >= kMinObservedBytes) {
-    observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
-    profile_dirty_ = true;
-  }
-  return Started{.seq = seq, .logits = std::move(outcome->logits), .report = report};
+  if (options.link_bytes_per_s <= 0) observe(outcome->report);
+  return Started{.seq = seq, .logits = std::move(outcome->logits), .report = outcome->report};
 }
 
 Result<std::vector<float>> RuntimeImpl::append(engine::SeqId seq, std::span<const int32_t> tokens) {

@@ -156,13 +156,20 @@ struct Tokens {
   int64_t first_pos = 0;
   std::vector<int32_t> tokens;
 };
+struct Fork {
+  SeqId source = -1;
+  SeqId seq = -1;
+  int64_t n_tokens = 0;
+};
 struct End {
   SeqId seq = -1;
 };
+constexpr SeqId kAllSequences = -1;
 struct Flush {
-  uint64_t number = 0;
+  uint64_t number = 0;  // 0: nobody waits
+  SeqId seq = kAllSequences;
 };
-using Command = std::variant<Begin, Tokens, Captured, End, Flush>;
+using Command = std::variant<Begin, Tokens, Fork, Captured, End, Flush>;
 
 class SaverImpl : public Saver {
  public:
@@ -191,12 +198,27 @@ class SaverImpl : public Saver {
     sequence.fingerprint = fingerprint;
     sequence.salt = salt;
     sequence.tokens.assign(tokens.begin(), tokens.end());
+    open_durable(seq, static_cast<int64_t>(tokens.size()));
     give(Begin{std::move(sequence), std::move(tail)});
   }
   void set_tokens(SeqId seq, int64_t first_pos, std::span<const int32_t> tokens) override {
     give(Tokens{seq, first_pos, {tokens.begin(), tokens.end()}});
   }
-  void end(SeqId seq) override { give(End{seq}); }
+  void fork(SeqId source, SeqId seq, int64_t n_tokens) override {
+    open_durable(seq, 0);
+    give(Fork{source, seq, n_tokens});
+  }
+  void end(SeqId seq) override {
+    give(End{seq});
+    const std::lock_guard lock(mutex_);
+    durable_.erase(seq);
+  }
+  void request_flush(SeqId seq) override { give(Flush{.number = 0, .seq = seq}); }
+  int64_t durable_tokens(SeqId seq) const override {
+    const std::lock_guard lock(mutex_);
+    const auto it = durable_.find(seq);
+    return it == durable_.end() ? kNotSaved : it->second;
+  }
   Status flush() override;
 
   std::byte* reserve(size_t n_bytes) override {
@@ -232,7 +254,9 @@ class SaverImpl : public Saver {
   // Stage two: the worker's thread, or the engine's with options_.direct.
   void run(Command& command);
   void open_sequence(Begin& begin);
+  void fork_sequence(const Fork& fork);
   void replace_tokens(SavedSequence& sequence, const Tokens& tokens);
+  Status rewind(SavedSequence& sequence, int64_t n_tokens);
   Status read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows);
   void cut(const Captured& captured);
   void take_rows(SavedSequence& sequence, const Captured& captured, const CapturedRows& rows);
@@ -241,7 +265,22 @@ class SaverImpl : public Saver {
     if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
   }
   void write_ready();
+  void note_durable();
   void lose(SavedSequence& sequence, int64_t n_rows);
+  void give_up(SavedSequence& sequence, const Status& why) {
+    log::warn("sequence {} is not saved further: {}", sequence.seq, why.to_string());
+    lose(sequence, 0);
+  }
+  // The engine's thread: from now on the sequence has an answer for durable_tokens().
+  void open_durable(SeqId seq, int64_t n_tokens) {
+    const std::lock_guard lock(mutex_);
+    durable_[seq] = n_tokens;
+  }
+  // Stage two: unless the sequence has ended meanwhile.
+  void set_durable(SeqId seq, int64_t n_tokens) {
+    const std::lock_guard lock(mutex_);
+    if (const auto it = durable_.find(seq); it != durable_.end()) it->second = n_tokens;
+  }
 
   Env& env_;
   store::Store& store_;
@@ -250,6 +289,7 @@ class SaverImpl : public Saver {
   mutable std::mutex mutex_;  // guards what stands up to the next gap
   std::unique_ptr<HostRing> ring_;
   std::deque<Command> commands_;
+  std::map<SeqId, int64_t> durable_;  // leading tokens of what is being saved; kNotSaved: given up
   SaverStats stats_;
   Status flush_error_;  // the first since the last flush
   uint64_t flushes_wanted_ = 0;
@@ -288,7 +328,7 @@ Status SaverImpl::flush() {
     const std::lock_guard lock(mutex_);
     number = ++flushes_wanted_;
   }
-  give(Flush{number});
+  give(Flush{number, kAllSequences});
   std::unique_lock lock(mutex_);
   flushed_.wait(lock, [&] { return flushes_done_ >= number; });
   return std::exchange(flush_error_, Status());
@@ -326,6 +366,8 @@ void SaverImpl::run(Command& command) {
     const auto it = sequences_.find(tokens->seq);
     if (it == sequences_.end()) return;
     replace_tokens(it->second, *tokens);
+  } else if (const auto* fork = std::get_if<Fork>(&command)) {
+    fork_sequence(*fork);
   } else if (auto* captured = std::get_if<Captured>(&command)) {
     cut(*captured);
     const std::lock_guard lock(mutex_);
@@ -336,8 +378,11 @@ void SaverImpl::run(Command& command) {
     emit_tail(it->second);
     sequences_.erase(it);
   } else if (auto* flush = std::get_if<Flush>(&command)) {
-    for (auto& [seq, sequence] : sequences_) emit_tail(sequence);
+    for (auto& [seq, sequence] : sequences_) {
+      if (flush->seq == kAllSequences || flush->seq == seq) emit_tail(sequence);
+    }
     write_ready();
+    if (flush->number == 0) return;
     {
       const std::lock_guard lock(mutex_);
       flushes_done_ = flush->number;
@@ -360,26 +405,73 @@ void SaverImpl::open_sequence(Begin& begin) {
     const Status status = begin.tail
                               ? read_tail(sequence, begin.tail, n_tail)
                               : failed_precondition("the rows of a partial chunk are not saved");
-    if (!status.ok()) {
-      log::warn("sequence {} is not saved further: {}", sequence.seq, status.to_string());
-      sequence.broken = true;
-    }
+    if (!status.ok()) give_up(sequence, status);
   }
   const SeqId seq = sequence.seq;
   sequences_[seq] = std::move(sequence);
 }
 
-void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
-  OpenChunk& open = sequence.open;
-  const int64_t first = tokens.first_pos;
-  if (first > static_cast<int64_t>(sequence.tokens.size()) || first < open.first_pos) {
-    lose(sequence, static_cast<int64_t>(tokens.tokens.size()));
+void SaverImpl::fork_sequence(const Fork& fork) {
+  const auto it = sequences_.find(fork.source);
+  if (it == sequences_.end()) {  // never begun: not to be saved
+    set_durable(fork.seq, kNotSaved);
     return;
   }
-  open.n_rows = std::min(open.n_rows, first - open.first_pos);
-  open.n_emitted = std::min(open.n_emitted, open.n_rows);
-  sequence.tokens.resize(first);
+  SavedSequence copy = it->second;
+  copy.seq = fork.seq;
+  const int64_t durable = durable_tokens(fork.source);
+  if (copy.broken) {
+    set_durable(fork.seq, kNotSaved);
+  } else if (const Status status = rewind(copy, fork.n_tokens); !status.ok()) {
+    give_up(copy, status);
+  } else {
+    set_durable(fork.seq, std::min(durable, fork.n_tokens));
+  }
+  sequences_[fork.seq] = std::move(copy);
+}
+
+void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
+  if (sequence.broken) return;
+  if (const Status status = rewind(sequence, tokens.first_pos); !status.ok()) {
+    give_up(sequence, status);
+    return;
+  }
   sequence.tokens.insert(sequence.tokens.end(), tokens.tokens.begin(), tokens.tokens.end());
+  set_durable(sequence.seq, std::min(durable_tokens(sequence.seq), tokens.first_pos));
+}
+
+// Keeps the first n_tokens. Rows of a chunk that was complete are read back from the store.
+Status SaverImpl::rewind(SavedSequence& sequence, int64_t n_tokens) {
+  if (n_tokens < 0 || n_tokens > static_cast<int64_t>(sequence.tokens.size())) {
+    return out_of_range(
+        fmt::format("{} tokens of {} can't be kept", n_tokens, sequence.tokens.size()));
+  }
+  OpenChunk& open = sequence.open;
+  // What was cut before counts as durable when it is written: not after rows were taken back.
+  if (n_tokens < open.first_pos + open.n_emitted) write_ready();
+  if (n_tokens >= open.first_pos) {
+    open.n_rows = std::min(open.n_rows, n_tokens - open.first_pos);
+    open.n_emitted = std::min(open.n_emitted, open.n_rows);
+    sequence.tokens.resize(n_tokens);
+    return {};
+  }
+  const std::span<const int32_t> tokens = sequence.tokens;
+  const auto id_behind = [&](const ChunkId& parent, int64_t chunk) {
+    return chunk_id(sequence.fingerprint, sequence.salt, parent,
+                    tokens.subspan(chunk * kChunk, kChunk));
+  };
+  const int64_t n_full = n_tokens / kChunk;
+  ChunkId parent;
+  for (int64_t i = 0; i < n_full; ++i) parent = id_behind(parent, i);
+  open = {.first_pos = n_full * kChunk, .n_rows = 0, .n_emitted = 0, .layers = {}};
+  sequence.parent = parent;
+  if (n_tokens % kChunk != 0) {
+    HCACHE_ASSIGN_OR_RETURN(const store::ChunkRef cut, store_.find(id_behind(parent, n_full)));
+    HCACHE_RETURN_IF_ERROR(read_tail(sequence, cut, n_tokens % kChunk));
+    open.n_emitted = 0;  // the shorter tail is not in the store
+  }
+  sequence.tokens.resize(n_tokens);
+  return {};
 }
 
 // Reads the rows that exist already back into the chunk that new rows will complete.
@@ -556,6 +648,8 @@ void SaverImpl::write_ready() {
         lose(it->second, static_cast<int64_t>(chunk.tokens.size()));
       }
     }
+  } else {
+    note_durable();
   }
   ready_.clear();
   ready_bytes_ = 0;
@@ -576,9 +670,20 @@ void SaverImpl::write_ready() {
   if (flush_error_.ok()) flush_error_ = report.status();
 }
 
+// Everything in ready_ is on disk.
+void SaverImpl::note_durable() {
+  const std::lock_guard lock(mutex_);
+  for (const ReadyChunk& chunk : ready_) {
+    const auto it = durable_.find(chunk.seq);
+    if (it == durable_.end() || it->second == kNotSaved) continue;  // ended, or given up
+    it->second = std::max(it->second, chunk.first_pos + static_cast<int64_t>(chunk.tokens.size()));
+  }
+}
+
 void SaverImpl::lose(SavedSequence& sequence, int64_t n_rows) {
   sequence.broken = true;
   const std::lock_guard lock(mutex_);
+  if (const auto it = durable_.find(sequence.seq); it != durable_.end()) it->second = kNotSaved;
   stats_.rows_skipped += static_cast<uint64_t>(n_rows);
 }
 

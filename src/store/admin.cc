@@ -27,6 +27,7 @@ Result<StoreStat> StoreImpl::stat() {
   StoreStat out;
   out.format_version = kFormatVersion;
   out.quota_bytes = options_.quota_bytes;
+  cache_.describe(&out);
   for (std::uint32_t disk = 0; disk < segments_->disks(); ++disk) {
     DiskStat& d = out.disks.emplace_back();
     d.dir = segments_->dir(disk);
@@ -356,6 +357,7 @@ Result<std::uint64_t> StoreImpl::remove(const RemoveFilter& filter) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   settle_deferred();
+  cache_.clear();  // what is removed is nowhere
   std::unordered_map<ChunkId, std::int64_t> touched;
   {
     MutexLock state(mutex_);

@@ -19,6 +19,10 @@ std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kB
 
 const PageInfo& page_of(const PageJob& job) { return job.chunk->record.info.pages[job.page]; }
 const PagePlace& place_of(const PageJob& job) { return job.chunk->record.places[job.page]; }
+PageKey key_of(const PageJob& job) {
+  const PageInfo& page = page_of(job);
+  return {job.chunk->record.info.id, page.layer, page.encoding, place_of(job).checksum};
+}
 
 }  // namespace
 
@@ -128,8 +132,23 @@ bool PageReaderImpl::take_ring(std::size_t length, std::size_t* at) {
   return true;
 }
 
+void PageReaderImpl::take_from_cache() {
+  for (; next_plan_ < first_item_ + items_.size(); ++next_plan_) {
+    Item& next = item(next_plan_);
+    if (next.planned) continue;
+    if (next.missed) return;
+    next.cached = source_.cache().find(key_of(next.job));
+    next.missed = !next.cached || next.cached->size() != page_of(next.job).bytes;
+    if (next.missed) return;
+    next.bytes = {next.cached->data(), next.cached->size()};
+    next.planned = true;
+    next.ready = true;
+    ready_.notify_all();
+  }
+}
+
 bool PageReaderImpl::start_request() {
-  while (next_plan_ < first_item_ + items_.size() && item(next_plan_).planned) ++next_plan_;
+  take_from_cache();
   deliver_over_link();
   if (next_plan_ == first_item_ + items_.size() || in_flight_ == queue_->depth()) return false;
 
@@ -203,7 +222,7 @@ void PageReaderImpl::deliver_over_link() {
   const std::size_t before = next_link_;
   while (next_link_ < first_item_ + items_.size() && item(next_link_).planned) {
     Item& now = item(next_link_++);
-    if (now.request == nullptr) {  // failed without reading
+    if (now.request == nullptr) {  // failed without reading, or in host memory
       now.due_ns = link_free_ns_;
       continue;
     }
@@ -286,7 +305,11 @@ void PageReaderImpl::finish(Request* request) {
   MutexLock lock(mutex_);
   request->complete = true;
   stats_.disk_bytes += read_again;
-  for (Item* member : request->items) member->ready = true;
+  for (Item* member : request->items) {
+    member->begin_ns = request->submitted_ns;
+    member->end_ns = env_.monotonic_ns();
+    member->ready = true;
+  }
   if (--in_flight_ == 0) {
     busy_ns_ += env_.monotonic_ns() - busy_since_ns_;
     busy_since_ns_ = -1;
@@ -299,7 +322,10 @@ void PageReaderImpl::check_page(Item* checked) const {
   const ChunkRecord& record = job.chunk->record;
   const PageInfo& page = page_of(job);
   const PagePlace& place = place_of(job);
-  if (job.status.ok() && checksum(checked->bytes) == place.checksum) return;
+  if (job.status.ok() && checksum(checked->bytes) == place.checksum) {
+    if (source_.cache().enabled()) source_.cache().insert(key_of(job), checked->bytes);
+    return;
+  }
   const std::string what = fmt::format("chunk {} layer {} {}", to_hex(record.info.id), page.layer,
                                        encoding_name(page.encoding));
   if (job.status.ok()) {
@@ -332,8 +358,11 @@ PageView PageReaderImpl::take_next() {
   view.status = taken.job.status;
   if (view.status.ok()) {
     view.bytes = taken.bytes;
+    view.read_begin_ns = taken.begin_ns;
+    view.read_end_ns = std::max(taken.end_ns, taken.due_ns);
     ++stats_.pages;
     stats_.page_bytes += view.bytes.size();
+    if (taken.cached) stats_.dram_bytes += view.bytes.size();
   } else {
     ++stats_.failed_pages;
   }
@@ -370,6 +399,7 @@ void PageReaderImpl::release(std::size_t index) {
   given.released = true;
   if (given.request != nullptr) --given.request->unreleased;
   given.job.chunk.reset();
+  given.cached.reset();
   bool room = false;
   while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
     requests_.pop_front();

@@ -12,6 +12,7 @@
 #include "base/env.h"
 #include "base/sync.h"
 #include "format.h"
+#include "page_cache.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -43,6 +44,7 @@ class PageSource {
   [[nodiscard]] virtual std::string segment_path(const PagePlace& place) const = 0;
   // Whether the catalog does not name this place for this page any more.
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
+  [[nodiscard]] virtual PageCache& cache() = 0;
 };
 
 // Rings that no reader uses at the moment: memory that is mapped already is worth keeping, since
@@ -80,8 +82,12 @@ class PageReaderImpl final : public PageReader {
   struct Request;
   struct Item {
     PageJob job;
-    Request* request = nullptr;  // once planned
+    Request* request = nullptr;  // once planned; stays null for what needs no reading
+    std::shared_ptr<const AlignedBuffer> cached;
+    bool missed = false;  // not in host memory when it was looked for
     std::span<const std::byte> bytes;
+    std::int64_t begin_ns = 0;  // of its request
+    std::int64_t end_ns = 0;
     std::int64_t due_ns = 0;  // not delivered earlier (simulated link)
     bool planned = false;
     bool ready = false;
@@ -103,6 +109,8 @@ class PageReaderImpl final : public PageReader {
   };
 
   void run() HCACHE_EXCLUDES(mutex_);
+  // Marks the pages from next_plan_ on that host memory holds, up to the first that it does not.
+  void take_from_cache() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
   bool start_request() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);

@@ -431,6 +431,19 @@ void StoreImpl::settle_runs(std::vector<Run>* runs) {
   }
 }
 
+void StoreImpl::keep_in_memory(const PutDraft& draft) {
+  if (!cache_.enabled()) return;
+  for (const Draft& chunk : draft.chunks) {
+    for (std::size_t i = 0; i < chunk.sources.size(); ++i) {
+      if (chunk.sources[i].empty()) continue;  // was there already
+      const PageInfo& page = chunk.record.info.pages[i];
+      cache_.insert(
+          {chunk.record.info.id, page.layer, page.encoding, chunk.record.places[i].checksum},
+          chunk.sources[i]);
+    }
+  }
+}
+
 // ---- Put --------------------------------------------------------------------------------------
 
 Result<PutReport> StoreImpl::put(std::span<const ChunkWrite> batch) {
@@ -484,6 +497,7 @@ Result<PutReport> StoreImpl::put(std::span<const ChunkWrite> batch) {
     return committed;
   }
   settle_runs(&runs);
+  keep_in_memory(draft);
   bury(draft.superseded, true);
   superseded_.insert(superseded_.end(), pinned_tails.begin(), pinned_tails.end());
   report.tails_superseded += static_cast<std::uint32_t>(tails);

@@ -91,7 +91,8 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
   return remove_if_there(join_path(catalog_dir, kLockName));
 }
 
-StoreImpl::StoreImpl(Env& env, StoreOptions options) : env_(env), options_(std::move(options)) {}
+StoreImpl::StoreImpl(Env& env, StoreOptions options)
+    : env_(env), options_(std::move(options)), cache_(options_.dram_bytes) {}
 
 StoreImpl::~StoreImpl() {
   if (catalog_ == nullptr) return;
@@ -547,6 +548,7 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   settle_deferred();
+  cache_.clear();  // what is deleted is nowhere
   auto found = catalog_->find_session(name);
   if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
   if (found.ok() && !found->has_value()) {

@@ -55,6 +55,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Result<std::shared_ptr<File>> segment(const PagePlace& place) override;
   [[nodiscard]] std::string segment_path(const PagePlace& place) const override;
   [[nodiscard]] bool page_moved(const ChunkRecord& record, std::size_t page) override;
+  [[nodiscard]] PageCache& cache() override { return cache_; }
 
  private:
   struct Pin;
@@ -131,6 +132,7 @@ class StoreImpl final : public Store, public PageSource {
                                                                std::uint32_t segment, bool fresh)
       HCACHE_REQUIRES(write_mutex_);
   void cancel_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
+  void keep_in_memory(const PutDraft& draft);
   // After a commit that failed.
   void abandon_runs(std::vector<Run>* runs, const Status& why) HCACHE_REQUIRES(write_mutex_);
   // Turns reservations into the pages' own use of their blocks.
@@ -167,6 +169,7 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<Catalog> catalog_;
   std::unique_ptr<Segments> segments_;
   RingPool rings_;
+  PageCache cache_;
 
   Mutex write_mutex_;
   std::vector<Allocator> free_space_ HCACHE_GUARDED_BY(write_mutex_);  // per disk

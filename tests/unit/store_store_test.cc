@@ -264,6 +264,58 @@ TEST_F(StoreTest, AdjacentPagesAreReadTogether) {
   EXPECT_GT(stats.busy_s, 0);
 }
 
+TEST_F(StoreTest, HostMemoryServesWhatWasWrittenAndWhatWasRead) {
+  const auto read = [&](const Chain& chain) {
+    auto match = store_->match(kModel, kSalt, chain.tokens());
+    EXPECT_OK(match);
+    EXPECT_EQ(match->n_tokens, chain.tokens().size());
+    auto reader = store_->new_reader({});
+    EXPECT_OK(reader);
+    const auto requests = requests_of(*match);
+    EXPECT_OK((*reader)->submit(requests));
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      auto view = (*reader)->next();
+      EXPECT_OK(view);
+      EXPECT_OK(view->status);
+      (*reader)->release(i);
+    }
+    EXPECT_EQ(read_back(*store_, *match).good, requests.size());  // with the right bytes
+    return (*reader)->stats();
+  };
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 640};
+  const Chain first(kModel, kSalt, tokens_of(512, 1), shape);
+  const Chain second(kModel, kSalt, tokens_of(512, 2), shape);
+  options_.dram_bytes = first.bytes() * 3 / 2;
+  open();
+  put(first);
+  const ReaderStats written = read(first);
+  EXPECT_EQ(written.dram_bytes, first.bytes());
+  EXPECT_EQ(written.disk_bytes, 0U);
+  EXPECT_EQ(written.page_bytes, first.bytes());
+
+  open();  // another process: nothing is in memory
+  const ReaderStats cold = read(first);
+  EXPECT_EQ(cold.dram_bytes, 0U);
+  EXPECT_GE(cold.disk_bytes, first.bytes());
+  EXPECT_EQ(read(first).dram_bytes, first.bytes());
+
+  put(second);  // more than fits: what was used longest ago goes
+  EXPECT_EQ(read(second).dram_bytes, second.bytes());
+  const ReaderStats pushed_out = read(first);
+  EXPECT_LT(pushed_out.dram_bytes, first.bytes());
+  EXPECT_GT(pushed_out.disk_bytes, 0U);
+  auto stat = store_->stat();
+  ASSERT_OK(stat);
+  EXPECT_LE(stat->dram_bytes, options_.dram_bytes);
+  EXPECT_GT(stat->dram_hits, 0U);
+  EXPECT_GT(stat->dram_misses, 0U);
+
+  ASSERT_OK(store_->remove({}));
+  stat = store_->stat();
+  ASSERT_OK(stat);
+  EXPECT_EQ(stat->dram_bytes, 0U);
+}
+
 TEST_F(StoreTest, ASmallRingStillDeliversEverythingInAnyOrderOfLayers) {
   options_.dirs = {dir_ / "a", dir_ / "b", dir_ / "c"};
   open();

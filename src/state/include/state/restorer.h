@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -31,6 +33,15 @@ struct RestoreRun {
   std::function<void(int64_t first_pos, std::span<const int32_t>)> before_step;
 };
 
+// When a layer was read and computed, in seconds from the restore's begin.
+struct LayerTimes {
+  policy::Method method = policy::Method::kRecompute;  // of its first rows
+  double io_begin_s = 0;                               // both 0: nothing was read from disk
+  double io_end_s = 0;
+  double compute_begin_s = 0;
+  double compute_end_s = 0;
+};
+
 struct RestoreReport {
   std::string schedule;       // "RE:4 H:26 KV:2"
   int64_t tokens_hidden = 0;  // restored rows, by what most of their layers used
@@ -39,12 +50,14 @@ struct RestoreReport {
   int64_t restored_tokens = 0;
   int64_t prefilled_tokens = 0;
   uint64_t bytes_read = 0;  // from disk
+  uint64_t bytes_dram = 0;  // found in host memory
   uint64_t page_bytes = 0;
   double restore_s = 0;    // until the last layer's history was in the arena
   double ttft_s = 0;       // until the logits of the last token
   double predicted_s = 0;  // the plan's makespan
   double io_busy_s = 0;
   double compute_busy_s = 0;
+  std::vector<LayerTimes> layers;
   uint64_t damaged_pages = 0;  // found, dropped and recomputed on the way
 };
 
@@ -67,6 +80,42 @@ struct RestoreOutcome {
 // `max_rows` cuts it (the last token is always computed).
 policy::Availability availability(engine::Engine& engine, const store::Match& match,
                                   int64_t max_rows);
+
+// A restore in slices, so that other sequences' steps can run between them ("a phase of the
+// request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's.
+// Reads run ahead in the background from begin() on, as far as the ring has room.
+//
+// Of the restorations of one engine only one may be between begin's first advance() and its end
+// with hidden rows to project: they share the engine's staging slice.
+// Threading: the engine's thread. The engine and what `run` points to must outlive it.
+class Restoration {
+ public:
+  enum class Phase {
+    kWorking,       // the budget is used up
+    kWaitingForIo,  // the next page has not been read yet
+    kDone,
+    kFailed,  // see failure(); the sequence is empty again
+  };
+  struct Slice {
+    int64_t rows = 512;  // of one projection or recomputation: the unit of work
+    // Seconds of compute after which no further unit is begun; 0: one unit.
+    double budget_s = std::numeric_limits<double>::infinity();
+    bool wait = true;  // false: kWaitingForIo instead of waiting for a page
+  };
+
+  // Opens the reader; no row of the arena is taken before the first advance().
+  static Result<std::unique_ptr<Restoration>> begin(Env& env, engine::Engine& engine,
+                                                    store::Store* store, const RestoreRun& run);
+  // An unfinished one is cancelled: reading stops, and the sequence is emptied.
+  virtual ~Restoration() = default;
+  // An error other than a page's (kResourceExhausted: the arena is full) ends it as well.
+  virtual Result<Phase> advance(const Slice& slice) = 0;
+  // Of its layers, how many are done.
+  [[nodiscard]] virtual double fraction() const = 0;
+  // Complete when done; ttft_s and prefilled_tokens are the caller's.
+  [[nodiscard]] virtual const RestoreReport& report() const = 0;
+  [[nodiscard]] virtual const std::optional<PageFailure>& failure() const = 0;
+};
 
 // Restores the plan's rows and prefills the rest. The sequence must be empty; after any error it
 // is empty again. Threading: the engine's thread.

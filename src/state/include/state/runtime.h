@@ -31,6 +31,7 @@ struct RuntimeOptions {
   std::string state_dir;                // profiles, digests; created (0700)
   std::vector<std::string> store_dirs;  // empty: state_dir/store
   uint64_t store_quota_bytes = 0;       // 0: no quota
+  uint64_t dram_bytes = 0;              // saved state kept in host memory as well
   bool use_store = true;                // false: nothing is saved or matched
   bool read_only_store = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
@@ -51,6 +52,14 @@ struct StartOptions {
   std::function<bool(double)> progress;
 };
 
+// What of a chain is going to be restored, and how.
+struct PlannedRestore {
+  store::Match match;  // pins what the plan reads
+  policy::Plan plan;
+  // The partial last chunk that the saver completes; empty where the plan ends on a whole one.
+  store::ChunkRef tail;
+};
+
 // A sequence brought to the point where its next token can be sampled.
 struct Started {
   engine::SeqId seq = -1;
@@ -66,6 +75,15 @@ class Runtime {
   static Result<std::unique_ptr<Runtime>> open(Env& env, const RuntimeOptions& options);
   virtual ~Runtime() = default;
 
+  // Finds what the store has of `tokens` (all but the last one, which is always computed) and plans
+  // its restoration. What can't be searched or used counts as absent.
+  virtual Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
+                                      const StartOptions& options) = 0;
+  // Drops a page that could not be used. False when it can't be dropped: nothing saved should be
+  // used for this chain then.
+  virtual bool discard(const PageFailure& failure) = 0;
+  // Corrects the profile by what a restore observed of the store's speed.
+  virtual void observe(const RestoreReport& report) = 0;
   // Match, plan, restore and prefill: a new sequence holding `tokens` (at least one). Damaged pages
   // are dropped and planned around; with no usable page everything is recomputed.
   virtual Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) = 0;

@@ -34,8 +34,8 @@ struct SaverStats {
   Status last_error;   // of the store; said once, serving goes on
 };
 
-// Threading: begin, set_tokens, end, flush and the CaptureSink calls belong to the engine's thread;
-// stats() may be called from any.
+// Threading: begin, fork, set_tokens, end, flush and the CaptureSink calls belong to the engine's
+// thread; stats() may be called from any.
 class Saver : public engine::CaptureSink {
  public:
   // `store` and `env` must outlive the saver.
@@ -51,12 +51,20 @@ class Saver : public engine::CaptureSink {
   // 64 only and computes the rest again.
   virtual void begin(engine::SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
                      std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
-  // The tokens of the rows about to be computed from first_pos on. Given again for the same
-  // position (a step that failed, a sequence that was trimmed), they replace what was there.
+  // `seq` begins with the first n_tokens rows of `source`, which is being saved.
+  virtual void fork(engine::SeqId source, engine::SeqId seq, int64_t n_tokens) = 0;
+  // The tokens of the rows about to be computed from first_pos on. Given for a position that has
+  // tokens already (a step that failed, a sequence that was trimmed), they replace what was there.
   virtual void set_tokens(engine::SeqId seq, int64_t first_pos,
                           std::span<const int32_t> tokens) = 0;
   // Writes everything captured so far, tail chunks included, and waits until it is durable.
   virtual Status flush() = 0;
+  // Asks for the same of one sequence and returns at once; durable_tokens() tells when it is done.
+  virtual void request_flush(engine::SeqId seq) = 0;
+  // How many leading tokens of a sequence are durable. kNotSaved: it was never begun, or is saved
+  // no further. Any thread.
+  static constexpr int64_t kNotSaved = -1;
+  [[nodiscard]] virtual int64_t durable_tokens(engine::SeqId seq) const = 0;
   // No more rows will come; what was captured is written. Does not wait.
   virtual void end(engine::SeqId seq) = 0;
   [[nodiscard]] virtual SaverStats stats() const = 0;

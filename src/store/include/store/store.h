@@ -176,6 +176,9 @@ struct PageRequest {
 struct PageView {
   std::size_t index = 0;             // in order of submission over the reader's life, from 0
   std::span<const std::byte> bytes;  // valid until release(index); empty unless status is ok
+  // When its request began and when it was there, on the monotonic clock; 0: nothing was read.
+  std::int64_t read_begin_ns = 0;
+  std::int64_t read_end_ns = 0;
   // data_loss (checksum; names chunk, layer, file and offset: quarantine it), not_found (no such
   // page), unavailable (the file is gone or another process evicted the page).
   Status status;
@@ -184,6 +187,7 @@ struct PageView {
 struct ReaderStats {
   std::uint64_t pages = 0;       // delivered ok
   std::uint64_t page_bytes = 0;  // of those
+  std::uint64_t dram_bytes = 0;  // of those pages, found in host memory
   std::uint64_t disk_bytes = 0;  // read from disks: alignment and gaps included
   std::uint64_t requests = 0;
   std::uint64_t failed_pages = 0;
@@ -192,6 +196,7 @@ struct ReaderStats {
 
 // Reads pages ahead of their use, in the order submitted.
 //
+// Pages that host memory holds are delivered from there, without the disks and the simulated link.
 // An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
 // and verifies each page's checksum. A failed page fails alone.
 // Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
@@ -262,6 +267,11 @@ struct StoreStat {
   std::uint64_t catalog_bytes = 0;    // disk blocks of the catalog and its log
   std::uint64_t quota_bytes = 0;
   std::vector<DiskStat> disks;
+  // The host memory in front of the disks (StoreOptions::dram_bytes), of this process alone.
+  std::uint64_t dram_capacity_bytes = 0;
+  std::uint64_t dram_bytes = 0;
+  std::uint64_t dram_hits = 0;  // pages, since the store was opened
+  std::uint64_t dram_misses = 0;
 };
 
 struct Damage {
@@ -301,6 +311,7 @@ struct StoreOptions {
   std::vector<std::string> dirs;
   std::string catalog_dir;        // empty: dirs[0]
   std::uint64_t quota_bytes = 0;  // page blocks and catalog; 0: as much as the disks have
+  std::uint64_t dram_bytes = 0;   // pages kept in host memory as well, least recently used; 0: none
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
   std::uint64_t segment_bytes = 256ULL << 20;  // size at which a new segment file is begun
