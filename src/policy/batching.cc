@@ -1,0 +1,142 @@
+#include "policy/batching.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+namespace hcache::policy {
+
+namespace {
+
+// What is left of a step while it is filled.
+struct StepRoom {
+  int64_t tokens;
+  int64_t sequences;
+  int64_t cells;
+};
+
+void add_piece(const ReadyRequest& request, int32_t index, StepRoom& room, StepPlan& plan) {
+  const int64_t wanted = std::min(request.pending, room.tokens);
+  if (wanted < 1 || room.sequences < 1) return;
+  plan.wanted_cells += wanted;
+  room.tokens -= wanted;
+  --room.sequences;
+  const int64_t rows = std::min(wanted, room.cells);
+  if (rows < 1) {
+    if (request.decoding) ++plan.stalled;
+    return;
+  }
+  room.cells -= rows;
+  plan.pieces.push_back({index, static_cast<int32_t>(rows)});
+  plan.rows += static_cast<int32_t>(rows);
+  if (request.decoding) ++plan.decode_rows;
+}
+
+// What a candidate offers now, and how it would be used.
+struct Offer {
+  int32_t candidate = -1;
+  int64_t rows = 0;
+  Reuse action = Reuse::kCompute;
+};
+
+Offer offer_of(const ReuseSnapshot& snapshot, int32_t index, const ReuseLimits& limits) {
+  const ReuseCandidate& candidate = snapshot.candidates[static_cast<size_t>(index)];
+  Offer offer{index, std::min({candidate.shared, candidate.held, snapshot.tokens - 1})};
+  if (offer.rows < 1) return {};
+  const int64_t cut = candidate.held - offer.rows;
+  if (candidate.idle && 2 * cut <= offer.rows) {
+    offer.action = Reuse::kTakeOver;
+  } else if (offer.rows >= limits.min_fork_tokens) {
+    const bool both_fit = snapshot.slots >= 2 && snapshot.tokens + candidate.held <= snapshot.room;
+    offer.action = candidate.idle && !both_fit ? Reuse::kTakeOver : Reuse::kFork;
+  } else {
+    return {};
+  }
+  return offer;
+}
+
+}  // namespace
+
+StepPlan plan_step(const BatchSnapshot& snapshot, const BatchLimits& limits) {
+  StepPlan plan;
+  plan.wanted_cells = snapshot.reserve_cells;
+  StepRoom room{limits.max_step_tokens, limits.max_sequences, snapshot.free_cells};
+  for (bool decoding : {true, false}) {
+    if (!decoding) room.cells -= snapshot.reserve_cells;
+    for (size_t i = 0; i < snapshot.ready.size(); ++i) {
+      if (snapshot.ready[i].decoding != decoding) continue;
+      add_piece(snapshot.ready[i], static_cast<int32_t>(i), room, plan);
+    }
+  }
+  if (plan.pieces.empty() && !snapshot.ready.empty()) plan.stalled = std::max(plan.stalled, 1);
+  return plan;
+}
+
+double restore_budget_s(bool decoding, double step_s, double debt_s, const RestoreLimits& limits) {
+  return decoding ? limits.share * step_s - debt_s : limits.idle_slice_s;
+}
+
+double restore_debt_s(bool decoding, double budget_s, double used_s) {
+  return decoding ? std::max(0.0, used_s - budget_s) : 0;
+}
+
+ReuseChoice choose_reuse(const ReuseSnapshot& snapshot, const ReuseLimits& limits) {
+  Offer best;
+  int32_t awaited = -1;
+  int64_t soon = 0;
+  for (size_t i = 0; i < snapshot.candidates.size(); ++i) {
+    const ReuseCandidate& candidate = snapshot.candidates[i];
+    const Offer offer = offer_of(snapshot, static_cast<int32_t>(i), limits);
+    const bool free_of_charge = offer.action == Reuse::kTakeOver && best.action != Reuse::kTakeOver;
+    if (offer.rows > best.rows || (offer.rows == best.rows && free_of_charge)) best = offer;
+    const int64_t later = std::min({candidate.shared, candidate.coming, snapshot.tokens - 1});
+    if (later > soon) {
+      soon = later;
+      awaited = static_cast<int32_t>(i);
+    }
+  }
+
+  const int64_t saved = std::min(snapshot.saved, snapshot.tokens - 1);
+  if (awaited >= 0 && soon >= best.rows + limits.min_fork_tokens &&
+      soon + limits.cheap_tokens >= saved) {
+    return {Reuse::kWait, awaited, soon};
+  }
+  if (saved > best.rows + limits.cheap_tokens) return {Reuse::kRestore, -1, saved};
+  return {best.action, best.candidate, best.rows};
+}
+
+int64_t level(int32_t priority, double waited_s, double aging_s) {
+  if (aging_s <= 0 || waited_s <= 0) return priority;
+  return priority + static_cast<int64_t>(std::floor(waited_s / aging_s));
+}
+
+bool admitted_before(const QueueKey& a, const QueueKey& b) {
+  return std::tuple(!a.preempted, -a.level, a.arrival) <
+         std::tuple(!b.preempted, -b.level, b.arrival);
+}
+
+int32_t choose_victim(std::span<const ActiveRequest> active) {
+  int32_t victim = -1;
+  for (size_t i = 0; i < active.size(); ++i) {
+    const bool first = victim < 0;
+    if (first || std::tuple(active[i].level, ~active[i].arrival) <
+                     std::tuple(active[static_cast<size_t>(victim)].level,
+                                ~active[static_cast<size_t>(victim)].arrival)) {
+      victim = static_cast<int32_t>(i);
+    }
+  }
+  return victim;
+}
+
+int32_t choose_eviction(std::span<const IdleSequence> idle) {
+  int32_t victim = -1;
+  for (size_t i = 0; i < idle.size(); ++i) {
+    if (!idle[i].durable || idle[i].pinned) continue;
+    if (victim < 0 || idle[i].last_used < idle[static_cast<size_t>(victim)].last_used) {
+      victim = static_cast<int32_t>(i);
+    }
+  }
+  return victim;
+}
+
+}  // namespace hcache::policy

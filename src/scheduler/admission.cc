@@ -1,0 +1,245 @@
+// From the queue into the arena. A request is admitted when the arena, idle sequences counted as
+// free, can hold its chain beside what the running ones still need; how its chain gets there –
+// taken over, forked, restored, computed – is policy::choose_reuse's choice.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/log.h"
+#include "core.h"
+
+namespace hcache::scheduler {
+
+namespace {
+
+// A look into the catalog is believed for so long.
+constexpr double kLookupAgeS = 1;
+
+int64_t common_prefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  const size_t n = std::min(a.size(), b.size());
+  return std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(n), b.begin()).first -
+         a.begin();
+}
+
+}  // namespace
+
+void Core::sort_queue() {
+  const int64_t now_ns = executor_.now_ns();  // one time for all, or the order is none
+  auto key = [&](const std::unique_ptr<Task>& task) {
+    return policy::QueueKey{task->preempted, level_of(*task, now_ns), task->id};
+  };
+  std::sort(queue_.begin(), queue_.end(),
+            [&](const auto& a, const auto& b) { return policy::admitted_before(key(a), key(b)); });
+}
+
+void Core::admit() {
+  sort_queue();
+  const auto max_active = static_cast<size_t>(options_.batch.max_sequences);
+  size_t at = 0;
+  while (at < queue_.size() && active_.size() < max_active) {
+    const Admission admission = try_admit(*queue_[at]);
+    if (admission == Admission::kBlocked) break;
+    if (admission != Admission::kAdmitted) {
+      ++at;
+      continue;
+    }
+    auto task = std::move(queue_[at]);
+    queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(at));
+    const auto place = std::upper_bound(active_.begin(), active_.end(), task,
+                                        [](const auto& a, const auto& b) { return a->id < b->id; });
+    active_.insert(place, std::move(task));
+  }
+  look_ahead();
+}
+
+void Core::look_ahead() {
+  const size_t n = std::min(queue_.size(), static_cast<size_t>(options_.lookahead));
+  for (size_t i = 0; i < n; ++i) {
+    Task& task = *queue_[i];
+    if (task.ended() || std::exchange(task.looked_ahead, true)) continue;
+    const policy::ReuseChoice choice = choose(task, executor_.limits().arena_cells);
+    if (choice.action != policy::Reuse::kRestore) continue;
+    executor_.prefetch(task.request.salt,
+                       std::span(task.chain).first(static_cast<size_t>(choice.rows)));
+  }
+}
+
+Core::Admission Core::try_admit(Task& task) {
+  if (!inbox_.may_run(task.request.key)) return Admission::kLater;
+  const int64_t spare = room() - headroom(task);
+  if (spare < task.length()) {
+    if (!active_.empty()) return Admission::kBlocked;
+    end(task,
+        resource_exhausted(fmt::format("{} cells are wanted, and the empty arena has {}",
+                                       task.length() + headroom(task), room())),
+        "");
+    return Admission::kEnded;
+  }
+  const Admission admission = apply(task, choose(task, spare));
+  if (admission == Admission::kAdmitted) admitted(task);
+  return admission;
+}
+
+void Core::admitted(Task& task) {
+  task.preempted = false;
+  Outcome& outcome = task.outcome;
+  if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);
+  if (outcome.generated_tokens == 0) {
+    outcome.resident_tokens = task.computed;
+    outcome.hidden_tokens = outcome.kv_tokens = outcome.recomputed_tokens = 0;
+  }
+  progressed_ = true;
+  inbox_.started(task);
+}
+
+int64_t Core::headroom(const Task& task) const {
+  return std::clamp<int64_t>(task.remaining_new() - 1, 0, options_.decode_headroom);
+}
+
+// What the arena could still give away: idle sequences count as free, and what admitted requests
+// will need as taken. Stays the same while they prefill, whatever they reuse.
+int64_t Core::room() const {
+  int64_t room = executor_.free_cells() + residents_.cells();
+  for (const auto& task : active_) {
+    room -= std::max<int64_t>(0, task->length() - task->cells()) + headroom(*task);
+  }
+  return room;
+}
+
+int32_t Core::restores_in_flight() const {
+  return static_cast<int32_t>(std::count_if(active_.begin(), active_.end(),
+                                            [](const auto& task) { return task->in_restore(); }));
+}
+
+int64_t Core::saved_prefix(Task& task) {
+  const int64_t now_ns = executor_.now_ns();
+  if (task.saved >= 0 && seconds_between(task.saved_ns, now_ns) < kLookupAgeS) return task.saved;
+  const Result<int64_t> saved = executor_.saved_prefix(task.request.salt, task.chain);
+  if (!saved.ok()) log::warn("saved state not looked up: {}", saved.status().to_string());
+  task.saved = saved.value_or(0);
+  task.saved_ns = now_ns;
+  return task.saved;
+}
+
+// Candidates: the idle sequences, then the active ones.
+policy::ReuseChoice Core::choose(Task& task, int64_t room) {
+  if (task.compute_only) return {};
+  policy::ReuseSnapshot snapshot;
+  snapshot.tokens = task.length();
+  snapshot.saved = saved_prefix(task);
+  snapshot.room = room;
+  snapshot.slots = executor_.limits().max_sequences - static_cast<int64_t>(active_.size());
+  const Request& request = task.request;
+  for (const Resident& resident : residents_.all()) {
+    policy::ReuseCandidate candidate;
+    candidate.held = candidate.coming = static_cast<int64_t>(resident.tokens.size());
+    candidate.idle = true;
+    if (resident.salt == request.salt && resident.save == request.save) {
+      candidate.shared = common_prefix(task.chain, resident.tokens);
+    }
+    snapshot.candidates.push_back(candidate);
+  }
+  for (const auto& other : active_) {
+    policy::ReuseCandidate candidate;
+    candidate.held = other->computed;
+    candidate.coming = other->length();
+    if (other->request.salt == request.salt && other->request.save == request.save) {
+      candidate.shared = common_prefix(task.chain, other->chain);
+    }
+    snapshot.candidates.push_back(candidate);
+  }
+  return policy::choose_reuse(snapshot, options_.reuse);
+}
+
+Core::Admission Core::apply(Task& task, const policy::ReuseChoice& choice) {
+  const auto index = static_cast<size_t>(std::max(choice.candidate, 0));
+  switch (choice.action) {
+    case policy::Reuse::kCompute: return start_new(task, 0);
+    case policy::Reuse::kRestore:
+      if (restores_in_flight() >= options_.max_restores) return Admission::kLater;
+      return start_new(task, choice.rows);
+    case policy::Reuse::kTakeOver: return take_over(task, index, choice.rows);
+    case policy::Reuse::kFork:
+      return fork(task,
+                  index < residents_.count() ? residents_.all()[index].seq
+                                             : active_[index - residents_.count()]->seq,
+                  choice.rows);
+    case policy::Reuse::kWait: break;
+  }
+  return Admission::kLater;
+}
+
+bool Core::make_slot(SeqId pinned) {
+  const size_t sequences = active_.size() + residents_.count();
+  return sequences < static_cast<size_t>(executor_.limits().max_sequences) ||
+         residents_.free_slot(pinned);
+}
+
+Core::Admission Core::take_over(Task& task, size_t index, int64_t rows) {
+  const Resident resident = residents_.take(index);
+  if (rows < static_cast<int64_t>(resident.tokens.size())) {
+    if (const Status status = executor_.trim(resident.seq, rows); !status.ok()) {
+      log::warn("a resident sequence is given up: {}", status.to_string());
+      executor_.release(resident.seq);
+      task.compute_only = true;
+      return start_new(task, 0);
+    }
+  }
+  task.seq = resident.seq;
+  task.computed = rows;
+  enter(task, Phase::kPrefill);
+  return Admission::kAdmitted;
+}
+
+Core::Admission Core::fork(Task& task, SeqId source, int64_t rows) {
+  if (!make_slot(source)) return Admission::kBlocked;
+  residents_.free_up(rows, EvictionReason::kAdmission, source);
+  if (executor_.free_cells() < rows) return Admission::kBlocked;
+  const Result<SeqId> seq = executor_.fork(source, rows);
+  if (!seq.ok()) {
+    log::warn("a prefix is computed instead of forked: {}", seq.status().to_string());
+    task.compute_only = true;
+    return start_new(task, 0);
+  }
+  task.seq = *seq;
+  task.computed = rows;
+  enter(task, Phase::kPrefill);
+  return Admission::kAdmitted;
+}
+
+Core::Admission Core::start_new(Task& task, int64_t restore_rows) {
+  if (!make_slot()) return Admission::kBlocked;
+  residents_.free_up(restore_rows, EvictionReason::kAdmission);
+  if (executor_.free_cells() < restore_rows) return Admission::kBlocked;
+  const Result<SeqId> seq = executor_.create(task.request.salt, task.request.save);
+  if (!seq.ok()) return no_sequence(task, seq.status());
+  task.seq = *seq;
+  if (restore_rows > 0) {
+    begin_restore(task, restore_rows);
+  } else {
+    enter(task, Phase::kPrefill);
+  }
+  return Admission::kAdmitted;
+}
+
+// Room may come while there is anything that can go away.
+Core::Admission Core::no_sequence(Task& task, const Status& status) {
+  if (status.code() == Code::kResourceExhausted && !(active_.empty() && residents_.empty())) {
+    if (residents_.free_slot()) progressed_ = true;
+    return Admission::kBlocked;
+  }
+  end(task, status, "");
+  return Admission::kEnded;
+}
+
+void Core::begin_restore(Task& task, int64_t rows) {
+  task.restore_begin_ns = executor_.now_ns();
+  task.restore_number = ++last_restore_;
+  const Status status = executor_.begin_restore(task.seq, task.chain, rows);
+  if (!status.ok()) return restore_failed(task, status);
+  task.reserved = rows;
+  enter(task, Phase::kFetching);
+}
+
+}  // namespace hcache::scheduler

@@ -1,0 +1,136 @@
+#include "core.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hcache::scheduler {
+
+Core::Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox)
+    : executor_(executor),
+      options_(options),
+      inbox_(inbox),
+      residents_(executor, options.flush_wait_s) {}
+
+Core::~Core() {
+  take_inbox();
+  end_all(unavailable("the scheduler has ended"));
+  residents_.release_all();
+}
+
+Activity Core::run_once() {
+  progressed_ = false;
+  take_inbox();
+  admit();
+  step();
+  restore();
+  sweep();
+  publish();
+  if (progressed_) return Activity::kWorked;
+  return active_.empty() && queue_.empty() ? Activity::kIdle : Activity::kWaiting;
+}
+
+void Core::take_inbox() {
+  Inbox::Delivery delivery = inbox_.take();
+  for (auto& task : delivery.submitted) queue_.push_back(std::move(task));
+  for (RequestId id : delivery.cancelled) {
+    for (TaskList* list : {&queue_, &active_}) {
+      for (auto& task : *list) {
+        if (task->id == id && !task->ended()) end(*task, cancelled("cancelled"), "");
+      }
+    }
+  }
+  if (!delivery.stop.ok()) end_all(delivery.stop);
+  sweep();
+}
+
+void Core::end_all(const Status& reason) {
+  for (TaskList* list : {&queue_, &active_}) {
+    for (auto& task : *list) {
+      if (!task->ended()) end(*task, reason, "");
+    }
+  }
+}
+
+void Core::end(Task& task, const Status& status, std::string finish_reason, bool keep_state) {
+  const bool was_running = task.phase != Phase::kQueued;
+  leave_sequence(task, keep_state);
+  Outcome& outcome = task.outcome;
+  outcome.status = status;
+  outcome.finish_reason = std::move(finish_reason);
+  outcome.total_s = since_submit_s(task);
+  if (status.ok()) {
+    ++totals_.done;
+    task.phase = Phase::kDone;
+  } else if (status.code() == Code::kCancelled) {
+    ++totals_.cancelled;
+    task.phase = Phase::kCancelled;
+  } else {
+    ++totals_.failed;
+    task.phase = Phase::kFailed;
+  }
+  outcome.phase = task.phase;
+  progressed_ = true;
+  inbox_.ended(task, was_running);
+  if (task.request.on_state) task.request.on_state(task.phase, 1);
+  if (task.request.on_done) task.request.on_done(outcome);
+}
+
+void Core::leave_sequence(Task& task, bool keep_state) {
+  if (task.seq == kNoSeq) return;
+  if (keep_state && !task.in_restore() && task.computed > 0) {
+    Resident resident;
+    resident.seq = task.seq;
+    resident.tokens.assign(task.chain.begin(), task.chain.begin() + task.computed);
+    resident.salt = task.request.salt;
+    resident.save = task.request.save;
+    residents_.add(std::move(resident));
+  } else {
+    executor_.release(task.seq);
+  }
+  task.seq = kNoSeq;
+  task.computed = 0;
+  task.reserved = 0;
+}
+
+void Core::sweep() {
+  for (TaskList* list : {&queue_, &active_}) {
+    std::erase_if(*list, [](const auto& task) { return task->ended(); });
+  }
+}
+
+void Core::enter(Task& task, Phase phase, double fraction) {
+  task.phase = phase;
+  if (task.request.on_state) task.request.on_state(phase, fraction);
+}
+
+int64_t Core::level_of(const Task& task, int64_t now_ns) const {
+  return policy::level(task.request.priority, seconds_between(task.submit_ns, now_ns),
+                       options_.aging_s);
+}
+
+double Core::since_submit_s(const Task& task) const {
+  return seconds_between(task.submit_ns, executor_.now_ns());
+}
+
+void Core::publish() {
+  Snapshot snapshot = totals_;
+  snapshot.arena_cells = executor_.limits().arena_cells;
+  snapshot.evictions = residents_.evictions();
+  snapshot.evicted_unsaved = residents_.evicted_unsaved();
+  for (const auto& task : active_) {
+    snapshot.fetching += task->phase == Phase::kFetching ? 1 : 0;
+    snapshot.restoring += task->phase == Phase::kRestoring ? 1 : 0;
+    snapshot.prefill += task->phase == Phase::kPrefill ? 1 : 0;
+    snapshot.decoding += task->phase == Phase::kDecoding ? 1 : 0;
+    snapshot.active_cells += task->cells();
+    snapshot.resident.push_back({task->seq, task->cells(), false});
+  }
+  for (const Resident& resident : residents_.all()) {
+    const auto rows = static_cast<int64_t>(resident.tokens.size());
+    snapshot.idle_cells += rows;
+    snapshot.resident.push_back({resident.seq, rows, true});
+  }
+  inbox_.publish(std::move(snapshot));
+}
+
+}  // namespace hcache::scheduler

@@ -1,0 +1,113 @@
+// The owner thread's side of the scheduler: the queue, the admitted requests, the idle sequences.
+//
+//   core.cc       one iteration, how requests end, the snapshot
+//   admission.cc  from the queue into the arena: order, room, reuse, the beginning of a restore
+//   stepping.cc   steps and slices: rows, tokens, preemption, failures
+//
+// Threading: the owner thread's.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "inbox.h"
+#include "policy/batching.h"
+#include "residents.h"
+#include "scheduler/scheduler.h"
+#include "task.h"
+
+namespace hcache::scheduler {
+
+class Core {
+ public:
+  Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  Activity run_once();
+
+ private:
+  using TaskList = std::vector<std::unique_ptr<Task>>;
+
+  // ---- core.cc
+  void take_inbox();
+  void end_all(const Status& reason);
+  // Ends a request and gives its state to the idle sequences, or back (`keep_state` false: it is
+  // suspect). The task stays in its list until sweep().
+  void end(Task& task, const Status& status, std::string finish_reason, bool keep_state = true);
+  void leave_sequence(Task& task, bool keep_state);
+  void sweep();
+  void enter(Task& task, Phase phase, double fraction = 0);
+  void publish();
+  [[nodiscard]] int64_t level_of(const Task& task, int64_t now_ns) const;
+  [[nodiscard]] double since_submit_s(const Task& task) const;
+
+  // ---- admission.cc
+  enum class Admission : uint8_t {
+    kAdmitted,
+    kLater,    // others may overtake: its key is at its limit, or it waits for what another makes
+    kBlocked,  // nobody may overtake: it needs room
+    kEnded,    // it failed
+  };
+  void sort_queue();
+  void look_ahead();
+  void admit();
+  void admitted(Task& task);
+  [[nodiscard]] Admission try_admit(Task& task);
+  [[nodiscard]] Admission apply(Task& task, const policy::ReuseChoice& choice);
+  [[nodiscard]] Admission take_over(Task& task, size_t index, int64_t rows);
+  [[nodiscard]] Admission fork(Task& task, SeqId source, int64_t rows);
+  [[nodiscard]] Admission start_new(Task& task, int64_t restore_rows);
+  [[nodiscard]] Admission no_sequence(Task& task, const Status& status);
+  void begin_restore(Task& task, int64_t rows);
+  [[nodiscard]] bool make_slot(SeqId pinned = kNoSeq);
+  [[nodiscard]] policy::ReuseChoice choose(Task& task, int64_t room);
+  [[nodiscard]] int64_t saved_prefix(Task& task);
+  [[nodiscard]] int64_t headroom(const Task& task) const;
+  [[nodiscard]] int64_t room() const;
+  [[nodiscard]] int32_t restores_in_flight() const;
+
+  // ---- stepping.cc
+  void step();
+  [[nodiscard]] policy::StepPlan plan_with_room();
+  [[nodiscard]] policy::BatchSnapshot snapshot_batch();
+  [[nodiscard]] double predict_s(const policy::StepPlan& plan);
+  void run(std::span<const policy::StepPiece> pieces);
+  void step_failed(Task& task, const Status& status);
+  [[nodiscard]] bool make_way_for(Task& task);
+  void deliver(Task& task, int32_t rows, std::span<const float> logits);
+  void sample(Task& task, std::span<const float> logits);
+  [[nodiscard]] bool preempt_one();
+  void preempt(Task& task);
+  void restore();
+  [[nodiscard]] Task* oldest_restore() const;
+  [[nodiscard]] double advance(Task& task, double budget_s);
+  void restored(Task& task, const RestoreStatus& status);
+  void restore_failed(Task& task, const Status& status);
+  void count_time(bool restoring, double slices_s);
+
+  Executor& executor_;
+  const SchedulerOptions options_;
+  Inbox& inbox_;
+  Residents residents_;
+  TaskList queue_;
+  TaskList active_;           // in order of arrival
+  std::vector<Task*> ready_;  // of the step being planned
+  bool progressed_ = false;   // something changed in this iteration
+
+  // The current iteration's step.
+  bool stepped_ = false;
+  bool decoding_ = false;  // it has decode rows
+  double predicted_s_ = 0;
+  double step_s_ = 0;  // as the Executor measured it
+  double restore_debt_s_ = 0;
+  uint64_t last_restore_ = 0;
+
+  Snapshot totals_;  // counters; publish() adds what is now
+};
+
+}  // namespace hcache::scheduler

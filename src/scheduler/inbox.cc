@@ -1,0 +1,186 @@
+#include "inbox.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace hcache::scheduler {
+
+namespace {
+
+constexpr size_t kCompletions = 16;  // that the estimate of retry_after_s looks back on
+constexpr double kMinRetryS = 1;
+constexpr double kMaxRetryS = 60;
+
+}  // namespace
+
+Inbox::Inbox(const Executor& executor, const SchedulerOptions& options)
+    : executor_(executor),
+      options_(options),
+      context_(executor.limits().context),
+      arena_cells_(executor.limits().arena_cells) {
+  snapshot_.arena_cells = arena_cells_;
+}
+
+Status Inbox::check(const Request& request) const {
+  if (request.tokens.empty()) return invalid_argument("the prompt has no tokens");
+  if (!request.next && request.max_new_tokens > 0) {
+    return invalid_argument("the request has no next()");
+  }
+  const auto n = static_cast<int64_t>(request.tokens.size());
+  if (n > context_) {
+    return out_of_range(
+        fmt::format("the prompt has {} tokens, the context window {}", n, context_));
+  }
+  if (n > arena_cells_) {
+    return out_of_range(
+        fmt::format("the prompt has {} tokens, the KV arena {} cells", n, arena_cells_));
+  }
+  return {};
+}
+
+Status Inbox::check_room(const std::string& key) {
+  if (draining_) return unavailable("shutting down: no new requests");
+  if (total_.queued >= options_.max_queued) {
+    return resource_exhausted(fmt::format("{} requests are queued", total_.queued));
+  }
+  const auto count = keys_.find(key);
+  if (options_.max_queued_per_key > 0 && count != keys_.end() &&
+      count->second.queued >= options_.max_queued_per_key) {
+    return resource_exhausted(
+        fmt::format("{} requests of this key are queued", count->second.queued));
+  }
+  return {};
+}
+
+double Inbox::retry_after_s() const {
+  if (completions_ns_.size() < 2) return kMinRetryS;
+  // One request that ends makes room for one in the queue. The time since the last end counts, so
+  // that the estimate grows while nothing ends.
+  const double interval = seconds_between(completions_ns_.front(), executor_.now_ns()) /
+                          static_cast<double>(completions_ns_.size());
+  return std::clamp(interval, kMinRetryS, kMaxRetryS);
+}
+
+Result<RequestId> Inbox::submit(Request request, double* retry_after_s) {
+  const Status valid = check(request);
+  MutexLock lock(mutex_);
+  const Status status = valid.ok() ? check_room(request.key) : valid;
+  if (!status.ok()) {
+    ++refused_;
+    if (retry_after_s != nullptr) *retry_after_s = this->retry_after_s();
+    return status;
+  }
+  auto task = std::make_unique<Task>();
+  task->id = ++last_id_;
+  task->submit_ns = executor_.now_ns();
+  task->chain = std::move(request.tokens);
+  // The last generated token takes no cell.
+  task->max_new = std::clamp<int64_t>(request.max_new_tokens, 0,
+                                      std::min(context_, arena_cells_) - task->length() + 1);
+  task->request = std::move(request);
+  task->outcome.id = task->id;
+  task->outcome.prompt_tokens = task->length();
+  ++total_.queued;
+  ++keys_[task->request.key].queued;
+  delivery_.submitted.push_back(std::move(task));
+  signalled_ = true;
+  changed_.notify_one();
+  return last_id_;
+}
+
+void Inbox::cancel(RequestId id) {
+  MutexLock lock(mutex_);
+  delivery_.cancelled.push_back(id);
+  signalled_ = true;
+  changed_.notify_one();
+}
+
+void Inbox::drain() {
+  MutexLock lock(mutex_);
+  draining_ = true;
+}
+
+void Inbox::stop_all(Status reason) {
+  MutexLock lock(mutex_);
+  draining_ = true;
+  delivery_.stop = std::move(reason);
+  signalled_ = true;
+  changed_.notify_one();
+}
+
+void Inbox::wake() {
+  MutexLock lock(mutex_);
+  signalled_ = true;
+  changed_.notify_one();
+}
+
+int64_t Inbox::queued() const {
+  MutexLock lock(mutex_);
+  return total_.queued;
+}
+
+int64_t Inbox::running() const {
+  MutexLock lock(mutex_);
+  return total_.running;
+}
+
+Snapshot Inbox::stats() const {
+  MutexLock lock(mutex_);
+  Snapshot snapshot = snapshot_;
+  snapshot.queued = total_.queued;
+  snapshot.submitted = last_id_;
+  snapshot.refused = refused_;
+  return snapshot;
+}
+
+Inbox::Delivery Inbox::take() {
+  MutexLock lock(mutex_);
+  signalled_ = false;
+  return std::exchange(delivery_, {});
+}
+
+bool Inbox::wait(int64_t timeout_ns) {
+  MutexLock lock(mutex_);
+  if (!signalled_) changed_.wait_for_ns(mutex_, timeout_ns);
+  return signalled_;
+}
+
+bool Inbox::may_run(const std::string& key) const {
+  if (options_.max_running_per_key <= 0) return true;
+  MutexLock lock(mutex_);
+  const auto count = keys_.find(key);
+  return count == keys_.end() || count->second.running < options_.max_running_per_key;
+}
+
+void Inbox::started(const Task& task) {
+  MutexLock lock(mutex_);
+  Count& key = keys_[task.request.key];
+  --total_.queued, ++total_.running;
+  --key.queued, ++key.running;
+}
+
+void Inbox::requeued(const Task& task) {
+  MutexLock lock(mutex_);
+  Count& key = keys_[task.request.key];
+  ++total_.queued, --total_.running;
+  ++key.queued, --key.running;
+}
+
+void Inbox::ended(const Task& task, bool was_running) {
+  MutexLock lock(mutex_);
+  const auto key = keys_.find(task.request.key);
+  --(was_running ? total_.running : total_.queued);
+  --(was_running ? key->second.running : key->second.queued);
+  if (key->second.queued == 0 && key->second.running == 0) keys_.erase(key);
+  completions_ns_.push_back(executor_.now_ns());
+  if (completions_ns_.size() > kCompletions) completions_ns_.pop_front();
+}
+
+void Inbox::publish(Snapshot snapshot) {
+  MutexLock lock(mutex_);
+  snapshot_ = std::move(snapshot);
+}
+
+}  // namespace hcache::scheduler

@@ -1,0 +1,94 @@
+// A generation request as the scheduler sees it – tokens in, tokens out, no text – and the record
+// of what became of it.
+//
+// Threading: plain values. The functions of a Request are called on the scheduler's owner thread,
+// never while a lock is held: they may submit and cancel. They must not throw.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hcache::scheduler {
+
+using RequestId = uint64_t;
+
+// The life of a request. A preempted one is queued again.
+enum class Phase : uint8_t {
+  kQueued,
+  kFetching,   // its saved state is being read, nothing can be computed yet
+  kRestoring,  // slices of the restore are computed
+  kPrefill,
+  kDecoding,
+  kDone,
+  kCancelled,
+  kFailed,
+};
+[[nodiscard]] std::string_view phase_name(Phase phase);  // "queued", …
+
+struct NextToken {
+  int32_t token = 0;
+  bool stop = false;          // this was the last one
+  std::string finish_reason;  // with stop: for the Outcome
+};
+
+// Where the tokens of the prompt came from, what it cost, and how it ended.
+struct Outcome {
+  RequestId id = 0;
+  Phase phase = Phase::kQueued;  // kDone, kCancelled or kFailed
+  Status status;                 // ok, kCancelled, or what failed
+  std::string finish_reason;     // as next() said, or "length"; empty unless done
+
+  int64_t prompt_tokens = 0;
+  int64_t generated_tokens = 0;
+  // The prompt by source; the sum is prompt_tokens once a first token has come.
+  int64_t resident_tokens = 0;    // were in the arena
+  int64_t hidden_tokens = 0;      // restored from hidden states
+  int64_t kv_tokens = 0;          // loaded as KV
+  int64_t recomputed_tokens = 0;  // by the restore, as part of its schedule
+  int64_t new_tokens = 0;         // prefilled
+
+  // Restores, those after a preemption included.
+  uint64_t bytes_dram = 0;
+  uint64_t bytes_disk = 0;
+  uint64_t bytes_remote = 0;
+  double restore_s = 0;       // from its beginning to its end
+  double restore_busy_s = 0;  // compute that it took
+  double overlap = 0;         // of the last one; see RestoreReport
+  std::string schedule;       // of the last one
+
+  double queue_s = 0;                  // until it was first admitted
+  double ttft_s = 0;                   // until its first token; 0: none came
+  double total_s = 0;                  // until it ended
+  std::vector<double> preempted_at_s;  // seconds after it was submitted
+};
+
+struct Request {
+  std::vector<int32_t> tokens;  // the prompt; at least one
+  // Tokens to generate at most; cut to what fits. 0: the prompt is computed and kept, no more.
+  int64_t max_new_tokens = std::numeric_limits<int64_t>::max();
+  std::string salt;      // cache salt: state is shared only between equal ones
+  bool save = true;      // whether its state may be saved; restoring is possible either way
+  std::string key;       // whom limits per key count
+  int32_t priority = 0;  // higher is more urgent
+
+  // Samples from the logits of the last token (valid during the call) and consumes the token. An
+  // error ends the request with that status.
+  std::function<Result<NextToken>(std::span<const float> logits)> next;
+  // May be empty. Once, before the first next(): the prompt is computed, and where it came from is
+  // known.
+  std::function<void(const Outcome&)> on_first;
+  // Exactly once for every request that submit() accepted, whatever becomes of it.
+  std::function<void(const Outcome&)> on_done;
+  // May be empty. Called when the phase changes, and as restore and prefill go on with the fraction
+  // of that phase that is done. Not for every token.
+  std::function<void(Phase phase, double fraction)> on_state;
+};
+
+}  // namespace hcache::scheduler

@@ -1,0 +1,162 @@
+// Continuous batching with a restoration phase (hcache.txt §4, §5): the life of every request
+// between the server and the engine.
+//
+//   queued → fetching → restoring → prefill → decoding → done (or cancelled, failed)
+//
+// One thread owns a Scheduler and turns the crank:
+//
+//   while (serving) {
+//     if (scheduler->run_once() != Activity::kWorked) scheduler->wait_for_work(1'000'000);
+//   }
+//
+// What a request is answered never depends on what else happens to it: restored, forked, preempted
+// or not, next() sees the logits of its own chain of tokens.
+//
+// Rules that callers may rely on (the decisions themselves are in policy/batching.h):
+//  - A step has at most max_step_tokens rows: decode rows first, then prefill in order of arrival.
+//  - While anything decodes, restores make a step at most restore.share longer; what one slice
+//    overdraws is taken from the following steps. They are worked on one after the other, in the
+//    order in which they began; those behind the first read ahead meanwhile.
+//  - A sequence stays in the arena when its request ends, and a later request with the same salt
+//    goes on from it. Idle sequences go, least recently used first, when room is wanted; what is
+//    not durable yet is flushed first, while other work goes on.
+//  - When decoding finds no room even so, the youngest request is preempted: it goes to the front
+//    of the queue and is resumed later. A request is admitted only if the arena can hold its chain
+//    beside those of the others, so this is rare.
+//  - Nothing waits for ever: the queue is in order of level and arrival, levels rise with waiting,
+//    and whoever comes first and does not fit keeps the others from overtaking.
+//
+// Threading: submit, cancel, drain, stop_all, wake, queued, running and stats may be called from
+// any thread; everything else, construction and destruction included, belongs to the owner thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+#include "policy/batching.h"
+#include "scheduler/executor.h"
+#include "scheduler/request.h"
+
+namespace hcache::scheduler {
+
+struct SchedulerOptions {
+  // max_step_tokens and max_sequences are cut to the Executor's limits.
+  policy::BatchLimits batch = {};
+  policy::RestoreLimits restore = {};
+  policy::ReuseLimits reuse = {};
+  int32_t max_restores = 4;  // in flight; each holds buffers of the Executor
+  // Cells kept for every running request to decode into: the next one is admitted, and prefill goes
+  // on, only beside them.
+  int64_t decode_headroom = 32;
+  int64_t max_queued = 256;
+  int64_t max_queued_per_key = 0;   // 0: no such limit
+  int64_t max_running_per_key = 0;  // 0: no such limit
+  double aging_s = 30;              // waiting this long raises a request's level by one
+  int32_t lookahead = 8;            // queued requests whose saved state is looked up ahead
+  double flush_wait_s = 5;          // an eviction waits so long for a flush at most
+};
+
+enum class Activity : uint8_t {
+  kWorked,   // call again at once
+  kWaiting,  // requests wait for storage: call again in about a millisecond, or on wake()
+  kIdle,     // nothing to do until something is submitted
+};
+
+enum class EvictionReason : uint8_t { kAdmission, kGrowth, kSlots };
+inline constexpr size_t kEvictionReasons = 3;
+[[nodiscard]] std::string_view eviction_reason_name(EvictionReason reason);  // "admission", …
+
+struct ResidentSequence {
+  SeqId seq = kNoSeq;
+  int64_t tokens = 0;  // rows it holds or has reserved
+  bool idle = false;
+};
+
+// As of the end of the last run_once(); queued is up to date.
+struct Snapshot {
+  // Requests now.
+  int64_t queued = 0;
+  int64_t fetching = 0;
+  int64_t restoring = 0;
+  int64_t prefill = 0;
+  int64_t decoding = 0;
+  // Requests so far.
+  uint64_t submitted = 0;
+  uint64_t refused = 0;
+  uint64_t done = 0;
+  uint64_t cancelled = 0;
+  uint64_t failed = 0;
+  uint64_t preemptions = 0;
+  // The arena, in cells.
+  int64_t arena_cells = 0;
+  int64_t active_cells = 0;
+  int64_t idle_cells = 0;
+  std::vector<ResidentSequence> resident;
+  std::array<uint64_t, kEvictionReasons> evictions{};  // by EvictionReason
+  uint64_t evicted_unsaved = 0;                        // of those: state that has to be recomputed
+  // Steps so far, apart from those with a restore in flight.
+  uint64_t steps = 0;
+  double step_s = 0;
+  uint64_t restore_steps = 0;   // steps with a restore in flight
+  double restore_step_s = 0;    // their time, slices included
+  double restore_slices_s = 0;  // slices in those steps
+  double restore_alone_s = 0;   // slices in iterations without a step
+  uint64_t failed_steps = 0;
+  uint64_t decode_rows = 0;
+  uint64_t prefill_rows = 0;
+};
+
+class Inbox;
+class Core;
+
+class Scheduler {
+ public:
+  // The Executor must outlive the scheduler. kInvalidArgument names the option.
+  static Result<std::unique_ptr<Scheduler>> create(Executor& executor,
+                                                   const SchedulerOptions& options);
+  // Ends what is left as by stop_all(), and releases every sequence.
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // ---- Any thread
+
+  // Queues a request. Errors, after which none of its functions is called:
+  //   kInvalidArgument    no tokens, or no next()
+  //   kOutOfRange         the prompt is longer than the context or the arena; names both numbers
+  //   kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if given, is
+  //                       set to an estimate of when there will be room, from recent completions
+  //   kUnavailable        draining
+  [[nodiscard]] Result<RequestId> submit(Request request, double* retry_after_s = nullptr);
+  // Ends a request with kCancelled in the next run_once(); its state stays resident if useful.
+  // Nothing happens if it has ended.
+  void cancel(RequestId id);
+  // Accepts nothing more; what is there goes on to its end.
+  void drain();
+  // drain(), and the next run_once() ends everything with `reason` (not ok).
+  void stop_all(Status reason);
+  // Ends a wait_for_work(): something became ready in the background.
+  void wake();
+  [[nodiscard]] int64_t queued() const;   // preempted ones included
+  [[nodiscard]] int64_t running() const;  // admitted
+  [[nodiscard]] Snapshot stats() const;
+
+  // ---- Owner thread
+
+  // One iteration: takes submissions and cancellations, admits, runs one step, hands out its
+  // tokens, and gives restores their slices.
+  Activity run_once();
+  // Blocks until something is submitted, cancelled or woken, at most timeout_ns. True if so.
+  bool wait_for_work(int64_t timeout_ns);
+
+ private:
+  Scheduler(std::unique_ptr<Inbox> inbox, std::unique_ptr<Core> core);
+  std::unique_ptr<Inbox> inbox_;
+  std::unique_ptr<Core> core_;
+};
+
+}  // namespace hcache::scheduler

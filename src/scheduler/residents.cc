@@ -1,0 +1,96 @@
+#include "residents.h"
+
+#include <utility>
+
+#include "task.h"
+
+namespace hcache::scheduler {
+
+namespace {
+
+int64_t rows(const Resident& resident) { return static_cast<int64_t>(resident.tokens.size()); }
+
+}  // namespace
+
+void Residents::add(Resident resident) {
+  resident.last_used = ++uses_;
+  resident.flush_begin_ns = -1;
+  if (resident.save) executor_.request_flush(resident.seq);
+  residents_.push_back(std::move(resident));
+}
+
+Resident Residents::take(size_t index) {
+  Resident resident = std::move(residents_[index]);
+  residents_.erase(residents_.begin() + static_cast<std::ptrdiff_t>(index));
+  return resident;
+}
+
+int64_t Residents::cells() const {
+  int64_t cells = 0;
+  for (const Resident& resident : residents_) cells += rows(resident);
+  return cells;
+}
+
+bool Residents::may_go(const Resident& resident) {
+  const int64_t durable = executor_.durable_tokens(resident.seq);
+  if (durable == kNotSaving || durable >= rows(resident)) return true;
+  return resident.flush_begin_ns >= 0 &&
+         seconds_between(resident.flush_begin_ns, executor_.now_ns()) > flush_wait_s_;
+}
+
+int32_t Residents::victim(SeqId pinned) {
+  std::vector<policy::IdleSequence> idle;
+  for (const Resident& resident : residents_) {
+    idle.push_back({resident.last_used, may_go(resident), resident.seq == pinned});
+  }
+  return policy::choose_eviction(idle);
+}
+
+void Residents::evict(size_t index, EvictionReason reason) {
+  const Resident resident = take(index);
+  if (executor_.durable_tokens(resident.seq) < rows(resident)) ++evicted_unsaved_;
+  ++evictions_.at(static_cast<size_t>(reason));
+  executor_.release(resident.seq);
+}
+
+void Residents::ask_for_flushes(int64_t cells, SeqId pinned) {
+  for (Resident& resident : residents_) {
+    if (cells <= 0) return;
+    if (resident.seq == pinned) continue;
+    cells -= rows(resident);
+    if (resident.flush_begin_ns >= 0) continue;
+    resident.flush_begin_ns = executor_.now_ns();
+    executor_.request_flush(resident.seq);
+  }
+}
+
+bool Residents::free_up(int64_t cells, EvictionReason reason, SeqId pinned) {
+  bool evicted = false;
+  while (executor_.free_cells() < cells) {
+    const int32_t index = victim(pinned);
+    if (index < 0) {
+      ask_for_flushes(cells - executor_.free_cells(), pinned);
+      break;
+    }
+    evict(static_cast<size_t>(index), reason);
+    evicted = true;
+  }
+  return evicted;
+}
+
+bool Residents::free_slot(SeqId pinned) {
+  const int32_t index = victim(pinned);
+  if (index < 0) {
+    ask_for_flushes(1, pinned);
+    return false;
+  }
+  evict(static_cast<size_t>(index), EvictionReason::kSlots);
+  return true;
+}
+
+void Residents::release_all() {
+  for (const Resident& resident : residents_) executor_.release(resident.seq);
+  residents_.clear();
+}
+
+}  // namespace hcache::scheduler

@@ -1,0 +1,54 @@
+// A request inside the scheduler: what was asked, how far it is, and what it has cost.
+//
+// Threading: belongs to the owner thread once Inbox::take() has handed it out.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "scheduler/executor.h"
+#include "scheduler/request.h"
+
+namespace hcache::scheduler {
+
+struct Task {
+  RequestId id = 0;            // ids rise with arrival
+  Request request;             // its tokens have moved to `chain`
+  std::vector<int32_t> chain;  // the prompt, then what was generated
+  int64_t max_new = 0;         // cut to what fits
+  int64_t submit_ns = 0;
+  Phase phase = Phase::kQueued;
+  bool preempted = false;  // queued again
+
+  SeqId seq = kNoSeq;
+  int64_t computed = 0;  // rows of the chain that the sequence holds
+  int64_t reserved = 0;  // rows that its restore in flight has taken
+
+  int64_t saved = -1;  // saved prefix as last looked up; -1: not yet
+  int64_t saved_ns = 0;
+  bool looked_ahead = false;
+  int64_t restore_begin_ns = 0;
+  uint64_t restore_number = 0;  // in the order of their beginnings
+  bool compute_only = false;    // reuse or restore failed: prefill everything this time
+  int step_failures = 0;        // in a row
+
+  Outcome outcome;
+
+  [[nodiscard]] int64_t length() const { return static_cast<int64_t>(chain.size()); }
+  [[nodiscard]] int64_t cells() const { return computed + reserved; }
+  [[nodiscard]] int64_t remaining_new() const { return max_new - outcome.generated_tokens; }
+  [[nodiscard]] bool in_restore() const {
+    return phase == Phase::kFetching || phase == Phase::kRestoring;
+  }
+  [[nodiscard]] bool ready() const { return phase == Phase::kPrefill || phase == Phase::kDecoding; }
+  [[nodiscard]] bool ended() const {
+    return phase == Phase::kDone || phase == Phase::kCancelled || phase == Phase::kFailed;
+  }
+};
+
+inline double seconds_between(int64_t from_ns, int64_t to_ns) {
+  return static_cast<double>(to_ns - from_ns) * 1e-9;
+}
+
+}  // namespace hcache::scheduler

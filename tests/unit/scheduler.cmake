@@ -1,0 +1,3 @@
+foreach(part life arena restore property threads)
+  hcache_test(scheduler_${part}_test unit/scheduler_${part}_test.cc LIBS hcache_scheduler)
+endforeach()

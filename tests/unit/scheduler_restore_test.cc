@@ -1,0 +1,204 @@
+// Restores beside running requests: phases, budgets, order, I/O, failures.
+#include <gmock/gmock.h>
+
+#include "scheduler_testing.h"
+
+namespace hcache::scheduler {
+namespace {
+
+using testing::Bench;
+using testing::FakeOptions;
+using testing::Record;
+using testing::tokens;
+using testing::Tokens;
+using testing::operator+;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::Not;
+
+TEST(SchedulerRestore, FetchesRestoresPrefillsDecodes) {
+  FakeOptions fake;
+  fake.restore_row_s = 1e-3;  // several slices of 50 ms
+  Bench bench(fake);
+  bench.executor.save("", tokens(300));
+  const Record& record = bench.submit(tokens(300) + tokens(40, 2), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_THAT(record.phases, ElementsAre(Phase::kFetching, Phase::kRestoring, Phase::kPrefill,
+                                         Phase::kDecoding, Phase::kDone));
+  EXPECT_EQ(record.answer, bench.expected(record));
+  const Outcome& outcome = record.outcome;
+  EXPECT_EQ(outcome.hidden_tokens, 150);
+  EXPECT_EQ(outcome.kv_tokens, 150);
+  EXPECT_EQ(outcome.new_tokens, 40);
+  EXPECT_EQ(outcome.resident_tokens, 0);
+  EXPECT_EQ(outcome.bytes_disk, 30'000U);
+  EXPECT_EQ(outcome.schedule, "H:1 KV:1");
+  EXPECT_EQ(outcome.overlap, 0.5);
+  EXPECT_NEAR(outcome.restore_busy_s, 300 * 1e-3, 1e-6);
+  EXPECT_GE(outcome.restore_s, 2e-3 + 300 * 1e-3);
+  EXPECT_LT(outcome.restore_s, outcome.ttft_s);
+}
+
+TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
+  FakeOptions fake;
+  fake.restore_row_s = 1e-4;  // a slice of 32 rows takes 3.2 ms, a step about 1.1
+  Bench bench(fake, {.restore = {.share = 0.25}});
+  bench.executor.save("", tokens(400));
+  const Record& running = bench.submit(tokens(10, 2), 400);
+  bench.run_once();
+  const Record& restored = bench.submit(tokens(400) + tokens(5, 3), 5);
+  double excess_s = 0;
+  double slices_s = 0;
+  while (restored.phases.empty() || restored.phases.back() != Phase::kPrefill) {
+    bench.run_once();
+    const auto& trace = bench.executor.trace;
+    ASSERT_EQ(trace.steps.size(), 1U);  // never a step without the running request
+    EXPECT_LE(trace.slices_s, 3.2e-3 + 1e-9);
+    excess_s = std::max(0.0, excess_s + trace.slices_s - 0.25 * trace.predicted_s);
+    EXPECT_LE(excess_s, 3.2e-3 + 1e-9);
+    slices_s += trace.slices_s;
+    ASSERT_EQ(running.ended, 0);
+  }
+  EXPECT_NEAR(slices_s, 400 * 1e-4, 1e-6);
+  const Snapshot stats = bench.scheduler->stats();
+  EXPECT_NEAR(stats.restore_slices_s, slices_s, 1e-6);
+  EXPECT_LE(stats.restore_step_s, 1.25 * (stats.restore_step_s - slices_s) + 3.2e-3);
+  // And it takes its share: about 0.27 ms of every step.
+  EXPECT_LE(stats.restore_steps, static_cast<uint64_t>(400 * 1e-4 / (0.25 * 1.1e-3)) + 15);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(restored.answer, bench.expected(restored));
+}
+
+TEST(SchedulerRestore, TakesLargeSlicesWhenNothingDecodes) {
+  FakeOptions fake;
+  fake.restore_row_s = 1e-3;  // the whole restore takes 0.4 s
+  fake.io_start_s = 0;
+  fake.io_row_s = 1e-7;
+  Bench bench(fake, {.restore = {.idle_slice_s = 0.05}});
+  bench.executor.save("", tokens(400));
+  const Record& record = bench.submit(tokens(400) + tokens(5, 3), 5);
+  int iterations = 0;
+  while (record.phases.empty() || record.phases.back() != Phase::kPrefill) {
+    const Activity activity = bench.run_once();
+    ++iterations;
+    EXPECT_TRUE(activity == Activity::kWorked || bench.executor.trace.slices_s == 0)
+        << "the owner would sleep between slices";
+    EXPECT_LE(bench.executor.trace.slices_s, 0.05 + 0.032 + 1e-9);
+  }
+  EXPECT_LE(iterations, 10);
+  ASSERT_TRUE(bench.run_all());
+}
+
+TEST(SchedulerRestore, IoStallsNobody) {
+  FakeOptions fake;
+  fake.io_start_s = 1;
+  Bench bench(fake);
+  bench.executor.save("", tokens(200));
+  const Record& slow = bench.submit(tokens(200) + tokens(5, 3), 5);
+  const Record& running = bench.submit(tokens(50, 2), 100);
+  bench.run_until([&] { return running.ended == 1; });
+  EXPECT_NEAR(running.outcome.total_s, 6e-3 + 99 * 1.1e-3, 1e-3);
+  EXPECT_EQ(slow.phases, std::vector<Phase>{Phase::kFetching});
+  EXPECT_EQ(bench.run_once(), Activity::kWaiting);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(slow.answer, bench.expected(slow));
+}
+
+TEST(SchedulerRestore, OneAfterTheOtherAndTheNextReadsAhead) {
+  FakeOptions fake;
+  fake.restore_row_s = 1e-3;  // 0.2 s for each
+  Bench bench(fake);
+  bench.executor.save("", tokens(200, 1));
+  bench.executor.save("", tokens(200, 2));
+  bench.executor.options().io_start_s = 0.5;
+  const Record& first = bench.submit(tokens(200, 1) + tokens(5, 4), 5);
+  bench.run_once();
+  bench.executor.options().io_start_s = 0.4;
+  const Record& second = bench.submit(tokens(200, 2) + tokens(5, 4), 5);
+  bench.run_until([&] { return first.phases.back() != Phase::kFetching; });
+  EXPECT_EQ(second.phases, std::vector<Phase>{Phase::kFetching});
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_NEAR(first.outcome.ttft_s, 0.5 + 0.2, 0.1);
+  EXPECT_NEAR(second.outcome.ttft_s, 0.5 + 0.4, 0.1);  // its reads did not wait
+  EXPECT_EQ(first.answer, bench.expected(first));
+  EXPECT_EQ(second.answer, bench.expected(second));
+}
+
+TEST(SchedulerRestore, LimitsThoseInFlightAndLetsOthersPass) {
+  FakeOptions fake;
+  fake.io_start_s = 0.1;
+  Bench bench(fake, {.max_restores = 1});
+  bench.executor.save("", tokens(200, 1));
+  bench.executor.save("", tokens(200, 2));
+  bench.submit(tokens(200, 1) + tokens(5, 4), 5);
+  const Record& second = bench.submit(tokens(200, 2) + tokens(5, 4), 5);
+  const Record& third = bench.submit(tokens(30, 3), 5);
+  while (bench.run_once() != Activity::kIdle) {
+    const Snapshot stats = bench.scheduler->stats();
+    EXPECT_LE(stats.fetching + stats.restoring, 1);
+  }
+  EXPECT_LT(third.outcome.total_s, 0.05);
+  EXPECT_GT(second.outcome.queue_s, 0.1);
+  EXPECT_THAT(bench.executor.calls, Contains("prefetch 200"));
+  for (const Record& record : bench.records()) EXPECT_EQ(record.answer, bench.expected(record));
+}
+
+TEST(SchedulerRestore, ContinuationsOfASavedPromptRestoreItOnce) {
+  Bench bench;
+  bench.executor.save("", tokens(300));
+  for (int i = 0; i < 3; ++i) bench.submit(tokens(300) + tokens(10, 2), 5);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(std::count(bench.executor.calls.begin(), bench.executor.calls.end(), "restore 300"), 1);
+  for (const Record& record : bench.records()) EXPECT_EQ(record.answer, bench.expected(record));
+}
+
+TEST(SchedulerRestore, WhatIsMissingIsPrefilled) {
+  FakeOptions fake;
+  fake.short_restore = 1;
+  Bench bench(fake);
+  bench.executor.save("", tokens(300));
+  const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(record.outcome.hidden_tokens + record.outcome.kv_tokens, 150);
+  EXPECT_EQ(record.outcome.new_tokens, 160);
+  EXPECT_EQ(record.answer, bench.expected(record));
+}
+
+TEST(SchedulerRestore, AFailureMeansComputing) {
+  for (double FakeOptions::*failure :
+       {&FakeOptions::fail_begin_restore, &FakeOptions::fail_advance, &FakeOptions::fail_lookup}) {
+    FakeOptions fake;
+    fake.*failure = 1;
+    Bench bench(fake);
+    bench.executor.save("", tokens(300));
+    const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
+    ASSERT_TRUE(bench.run_all());
+    EXPECT_EQ(record.outcome.new_tokens, 310);
+    EXPECT_EQ(record.answer, bench.expected(record));
+  }
+}
+
+TEST(SchedulerRestore, ACancelledRestoreLeavesNothing) {
+  Bench bench;
+  bench.executor.save("", tokens(300));
+  const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
+  bench.run_once();
+  bench.scheduler->cancel(record.id);
+  bench.run_once();
+  EXPECT_EQ(record.outcome.phase, Phase::kCancelled);
+  EXPECT_TRUE(bench.executor.sequences().empty());
+}
+
+TEST(SchedulerRestore, AResidentPrefixNeedsNone) {
+  Bench bench;
+  const Record& first = bench.submit(tokens(300), 10);
+  ASSERT_TRUE(bench.run_all());
+  bench.executor.pass(1);  // durable by now
+  const Record& second = bench.submit(first.prompt + first.answer + tokens(20, 2), 5);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_THAT(bench.executor.calls, Not(Contains(::testing::StartsWith("restore"))));
+  EXPECT_EQ(second.outcome.resident_tokens, 309);
+}
+
+}  // namespace
+}  // namespace hcache::scheduler

@@ -1,0 +1,523 @@
+// A FakeExecutor with a virtual clock, and a bench to run the scheduler on it.
+//
+// The fake's model is a hash of salt and chain: its logits show exactly which tokens a sequence
+// holds, so any mix-up of chains, forks or salts changes what a request is answered. It counts
+// every cell and fails the test on any breach of the Executor's contract.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "scheduler/scheduler.h"
+
+namespace hcache::scheduler::testing {
+
+using Tokens = std::vector<int32_t>;
+
+inline uint64_t mix(uint64_t h, uint64_t value) {
+  h ^= value + 0x9e3779b97f4a7c15 + (h << 6) + (h >> 2);
+  h *= 0xff51afd7ed558ccd;
+  return h ^ (h >> 33);
+}
+
+inline uint64_t chain_hash(const std::string& salt, std::span<const int32_t> tokens) {
+  uint64_t h = 1;
+  for (char c : salt) h = mix(h, static_cast<uint64_t>(c));
+  for (int32_t token : tokens) h = mix(h, static_cast<uint64_t>(token));
+  return h;
+}
+
+constexpr int32_t kVocab = 1000;
+
+// Greedy sampling from the fake's logits. About one answer in stop_every tokens ends.
+inline NextToken next_token(uint64_t hash, uint64_t stop_every) {
+  NextToken next;
+  next.token = static_cast<int32_t>(hash % kVocab);
+  next.stop = stop_every > 0 && (hash >> 32) % stop_every == 0;
+  if (next.stop) next.finish_reason = "stop";
+  return next;
+}
+
+// What a request must be answered, whatever happens to it.
+inline Tokens expected_answer(const std::string& salt, Tokens chain, int64_t max_new,
+                              uint64_t stop_every) {
+  Tokens answer;
+  while (static_cast<int64_t>(answer.size()) < max_new) {
+    const NextToken next = next_token(chain_hash(salt, chain), stop_every);
+    answer.push_back(next.token);
+    if (next.stop) break;
+    chain.push_back(next.token);
+  }
+  return answer;
+}
+
+inline int64_t common_prefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  size_t n = 0;
+  while (n < a.size() && n < b.size() && a[n] == b[n]) ++n;
+  return static_cast<int64_t>(n);
+}
+
+struct FakeOptions {
+  ExecutorLimits limits{
+      .arena_cells = 1024, .context = 512, .max_step_rows = 64, .max_sequences = 16};
+  double step_s = 1e-3;  // of a step, and of each of its rows
+  double row_s = 1e-4;
+  int64_t slice_rows = 32;
+  double restore_row_s = 2e-5;
+  double io_start_s = 2e-3;
+  double io_row_s = 1e-5;
+  double flush_s = 1e-3;
+  bool saving = true;
+  bool flush_hangs = false;
+  // Probabilities of failures.
+  double fail_step = 0;  // kUnavailable
+  double fail_begin_restore = 0;
+  double fail_advance = 0;
+  double short_restore = 0;
+  double fail_copy = 0;  // fork and trim
+  double fail_lookup = 0;
+  double fail_saving = 0;  // of a flush: the sequence is saved no further
+  uint32_t seed = 1;
+};
+
+// A step with this token in it always fails (kInternal).
+constexpr int32_t kPoison = 6666;
+
+class FakeExecutor final : public Executor {
+ public:
+  struct Sequence {
+    std::string salt;
+    bool save = true;
+    Tokens tokens = {};
+    int64_t durable = 0;
+    bool saving = true;
+    int64_t flush_due_ns = -1;
+    int64_t flush_rows = 0;
+    // A restore in flight.
+    Tokens restore = {};
+    int64_t restored = 0;
+    int64_t restore_begin_ns = 0;
+    double io_start_s = 0;
+    bool advanced = false;
+    int64_t restore_end = 0;  // rows that it will find usable
+  };
+
+  explicit FakeExecutor(const FakeOptions& options) : options_(options), random_(options.seed) {}
+
+  FakeOptions& options() { return options_; }
+  [[nodiscard]] const std::map<SeqId, Sequence>& sequences() const { return sequences_; }
+  [[nodiscard]] int64_t used_cells() const {
+    int64_t used = 0;
+    for (const auto& [id, seq] : sequences_) {
+      used += static_cast<int64_t>(seq.tokens.size() + seq.restore.size());
+    }
+    return used;
+  }
+  void pass(double seconds) { now_ns_ += static_cast<int64_t>(seconds * 1e9); }
+  void save(const std::string& salt, const Tokens& tokens) { saved_[salt].insert(tokens); }
+
+  // What the last run_once() did; the bench resets it.
+  struct Trace {
+    std::vector<std::vector<int64_t>> steps;  // rows of each item
+    double step_s = 0;
+    double predicted_s = 0;
+    double slices_s = 0;
+    double longest_slice_s = 0;
+  };
+  Trace trace;
+  std::vector<std::string> calls;          // "create", "fork 12", …
+  std::optional<Status> next_step_status;  // of the next step() alone
+  uint64_t injected_step_failures = 0;
+
+  // ---- Executor
+
+  [[nodiscard]] const ExecutorLimits& limits() const override { return options_.limits; }
+  [[nodiscard]] int64_t now_ns() const override { return now_ns_; }
+  [[nodiscard]] int64_t free_cells() const override {
+    return options_.limits.arena_cells - used_cells();
+  }
+
+  Result<SeqId> create(const std::string& salt, bool save) override {
+    calls.emplace_back("create");
+    return add({.salt = salt, .save = save});
+  }
+
+  Result<SeqId> fork(SeqId src, int64_t n_tokens) override {
+    calls.push_back("fork " + std::to_string(n_tokens));
+    if (happens(options_.fail_copy)) return internal_error("injected: fork");
+    const Sequence& source = at(src);
+    EXPECT_LE(n_tokens, static_cast<int64_t>(source.tokens.size()));
+    EXPECT_LE(n_tokens, free_cells()) << "the arena is over-allocated by a fork";
+    Sequence copy{.salt = source.salt, .save = source.save};
+    copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
+    copy.durable = std::min(n_tokens, source.durable);
+    return add(std::move(copy));
+  }
+
+  Status trim(SeqId seq, int64_t n_tokens) override {
+    calls.push_back("trim " + std::to_string(n_tokens));
+    if (happens(options_.fail_copy)) return internal_error("injected: trim");
+    Sequence& sequence = at(seq);
+    EXPECT_LE(n_tokens, static_cast<int64_t>(sequence.tokens.size()));
+    sequence.tokens.resize(static_cast<size_t>(n_tokens));
+    sequence.durable = std::min(sequence.durable, n_tokens);
+    sequence.flush_due_ns = -1;
+    return {};
+  }
+
+  void release(SeqId seq) override {
+    calls.emplace_back("release");
+    EXPECT_EQ(sequences_.erase(seq), 1U) << "released twice";
+  }
+
+  Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override {
+    if (happens(options_.fail_lookup)) return data_loss("injected: catalog");
+    int64_t longest = 0;
+    for (const Tokens& chain : saved_[salt]) {
+      longest = std::max(longest, common_prefix(chain, tokens));
+    }
+    return longest;
+  }
+
+  void prefetch(const std::string& /*salt*/, std::span<const int32_t> tokens) override {
+    calls.push_back("prefetch " + std::to_string(tokens.size()));
+  }
+
+  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override {
+    calls.push_back("restore " + std::to_string(upto));
+    Sequence& sequence = at(seq);
+    EXPECT_TRUE(sequence.tokens.empty() && sequence.restore.empty());
+    EXPECT_GE(upto, 1);
+    EXPECT_LT(upto, static_cast<int64_t>(tokens.size()));
+    EXPECT_LE(upto, free_cells()) << "the arena is over-allocated by a restore";
+    if (happens(options_.fail_begin_restore)) return unavailable("injected: begin_restore");
+    sequence.restore.assign(tokens.begin(), tokens.begin() + upto);
+    sequence.restored = 0;
+    sequence.advanced = false;
+    sequence.restore_begin_ns = now_ns_;
+    sequence.io_start_s = options_.io_start_s;
+    sequence.restore_end = happens(options_.short_restore) ? upto / 2 : upto;
+    return {};
+  }
+
+  Result<RestoreStatus> advance_restore(SeqId seq, double budget_s) override {
+    Sequence& sequence = at(seq);
+    EXPECT_FALSE(sequence.restore.empty());
+    EXPECT_GT(budget_s, 0);
+    sequence.advanced = true;
+    EXPECT_EQ(
+        std::count_if(sequences_.begin(), sequences_.end(),
+                      [](const auto& s) { return s.second.advanced && !s.second.restore.empty(); }),
+        1)
+        << "two restores are worked on at a time";
+    if (happens(options_.fail_advance)) {
+      sequence.restore.clear();
+      return data_loss("injected: advance_restore");
+    }
+    RestoreStatus status;
+    status.phase = RestoreStatus::Phase::kWorking;
+    while (sequence.restored < sequence.restore_end && status.seconds < budget_s) {
+      const int64_t rows = std::min(options_.slice_rows, sequence.restore_end - sequence.restored);
+      if (rows_read(sequence) < sequence.restored + rows) {
+        status.phase = RestoreStatus::Phase::kWaitingForIo;
+        break;
+      }
+      const double slice_s = static_cast<double>(rows) * options_.restore_row_s;
+      pass(slice_s);
+      status.seconds += slice_s;
+      trace.longest_slice_s = std::max(trace.longest_slice_s, slice_s);
+      sequence.restored += rows;
+    }
+    trace.slices_s += status.seconds;
+    status.fraction =
+        static_cast<double>(sequence.restored) / static_cast<double>(sequence.restore.size());
+    if (sequence.restored == sequence.restore_end) finish_restore(sequence, status);
+    return status;
+  }
+
+  void request_flush(SeqId seq) override {
+    Sequence& sequence = at(seq);
+    sequence.flush_rows = static_cast<int64_t>(sequence.tokens.size());
+    sequence.flush_due_ns = now_ns_ + static_cast<int64_t>(options_.flush_s * 1e9);
+    if (happens(options_.fail_saving)) sequence.saving = false;
+  }
+
+  int64_t durable_tokens(SeqId seq) override {
+    Sequence& sequence = at(seq);
+    if (!options_.saving || !sequence.save || !sequence.saving) return kNotSaving;
+    if (!options_.flush_hangs && sequence.flush_due_ns >= 0 && now_ns_ >= sequence.flush_due_ns) {
+      sequence.durable = std::max(sequence.durable, sequence.flush_rows);
+      sequence.flush_due_ns = -1;
+      Tokens chain(sequence.tokens.begin(), sequence.tokens.begin() + sequence.durable);
+      saved_[sequence.salt].insert(chain);
+    }
+    return sequence.durable;
+  }
+
+  Result<StepOutput> step(std::span<const StepItem> items) override {
+    int64_t rows = 0;
+    std::set<SeqId> seen;
+    bool poisoned = false;
+    for (const StepItem& item : items) {
+      const Sequence& sequence = at(item.seq);
+      EXPECT_TRUE(seen.insert(item.seq).second) << "a sequence twice in a step";
+      EXPECT_TRUE(sequence.restore.empty()) << "a step of a sequence that is being restored";
+      EXPECT_FALSE(item.tokens.empty());
+      rows += static_cast<int64_t>(item.tokens.size());
+      EXPECT_LE(static_cast<int64_t>(sequence.tokens.size() + item.tokens.size()),
+                options_.limits.context);
+      poisoned = poisoned || std::count(item.tokens.begin(), item.tokens.end(), kPoison) > 0;
+    }
+    EXPECT_GE(rows, 1);
+    EXPECT_LE(rows, options_.limits.max_step_rows);
+    EXPECT_LE(rows, free_cells()) << "the arena is over-allocated by a step";
+    if (next_step_status.has_value()) return *std::exchange(next_step_status, std::nullopt);
+    if (poisoned) return internal_error("injected: poison");
+    if (happens(options_.fail_step)) {
+      ++injected_step_failures;
+      return unavailable("injected: step");
+    }
+    return run(items, rows);
+  }
+
+  double predict_step_s(std::span<const StepShape> items) override {
+    int64_t rows = 0;
+    for (const StepShape& item : items) rows += item.rows;
+    trace.predicted_s = cost_s(rows);
+    return trace.predicted_s;
+  }
+
+ private:
+  [[nodiscard]] double cost_s(int64_t rows) const {
+    return options_.step_s + options_.row_s * static_cast<double>(rows);
+  }
+
+  bool happens(double probability) {
+    return probability > 0 && std::uniform_real_distribution<double>()(random_) < probability;
+  }
+
+  SeqId add(Sequence sequence) {
+    EXPECT_LT(sequences_.size(), static_cast<size_t>(options_.limits.max_sequences));
+    sequences_.emplace(++last_seq_, std::move(sequence));
+    return last_seq_;
+  }
+
+  Sequence& at(SeqId seq) {
+    const auto found = sequences_.find(seq);
+    if (found == sequences_.end()) die("sequence " + std::to_string(seq) + " does not exist");
+    return found->second;
+  }
+
+  [[nodiscard]] int64_t rows_read(const Sequence& sequence) const {
+    const double reading_s =
+        static_cast<double>(now_ns_ - sequence.restore_begin_ns) * 1e-9 - sequence.io_start_s;
+    return static_cast<int64_t>(reading_s / options_.io_row_s);
+  }
+
+  static void finish_restore(Sequence& sequence, RestoreStatus& status) {
+    status.phase = RestoreStatus::Phase::kDone;
+    status.tokens = sequence.restore_end;
+    status.report.hidden_tokens = status.tokens / 2;
+    status.report.kv_tokens = status.tokens - status.tokens / 2;
+    status.report.bytes_disk = static_cast<uint64_t>(status.tokens) * 100;
+    status.report.overlap = 0.5;
+    status.report.schedule = "H:1 KV:1";
+    sequence.tokens.assign(sequence.restore.begin(), sequence.restore.begin() + status.tokens);
+    sequence.durable = status.tokens;
+    sequence.restore.clear();
+  }
+
+  StepOutput run(std::span<const StepItem> items, int64_t rows) {
+    StepOutput output;
+    std::vector<int64_t> shape;
+    logits_.clear();
+    for (const StepItem& item : items) {
+      Sequence& sequence = at(item.seq);
+      sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
+      shape.push_back(static_cast<int64_t>(item.tokens.size()));
+      if (!item.wants_logits) continue;
+      // The hash in pieces that a float holds exactly.
+      const uint64_t hash = chain_hash(sequence.salt, sequence.tokens);
+      auto& row = logits_.emplace_back();
+      for (int shift = 0; shift < 64; shift += 16) {
+        row.push_back(static_cast<float>((hash >> shift) & 0xffff));
+      }
+      output.logits.emplace_back(row);
+    }
+    output.seconds = cost_s(rows);
+    pass(output.seconds);
+    trace.steps.push_back(std::move(shape));
+    trace.step_s += output.seconds;
+    return output;
+  }
+
+  FakeOptions options_;
+  std::mt19937 random_;
+  std::atomic<int64_t> now_ns_{1'000'000'000};
+  std::map<SeqId, Sequence> sequences_;
+  SeqId last_seq_ = 0;
+  std::map<std::string, std::set<Tokens>> saved_;
+  std::deque<std::vector<float>> logits_;  // a deque: spans into it stay valid
+};
+
+inline uint64_t hash_of(std::span<const float> logits) {
+  uint64_t hash = 0;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    hash |= static_cast<uint64_t>(logits[i]) << (16 * i);
+  }
+  return hash;
+}
+
+// What became of one request.
+struct Record {
+  RequestId id = 0;
+  Tokens prompt;
+  std::string salt;
+  int64_t max_new = 0;
+  Tokens answer;
+  std::vector<Phase> phases;  // without repetitions
+  Outcome outcome;
+  int first = 0;  // calls
+  int ended = 0;
+};
+
+// A scheduler on a fake. After every iteration it checks that no cell or sequence is lost.
+class Bench {
+ public:
+  explicit Bench(const FakeOptions& fake = {}, const SchedulerOptions& options = {})
+      : executor(fake), scheduler(Scheduler::create(executor, options).value()) {}
+  ~Bench() {
+    scheduler.reset();
+    EXPECT_TRUE(executor.sequences().empty()) << "sequences are left over";
+    for (const Record& record : records_) EXPECT_EQ(record.ended, 1) << "request " << record.id;
+  }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  using Tweak = std::function<void(Request&)>;
+
+  // Submits; `tweak` may change salt, key, priority and so on, but wraps nothing that is recorded.
+  Record& submit(Tokens prompt, int64_t max_new, const Tweak& tweak = {}) {
+    records_.emplace_back();
+    Record& record = records_.back();
+    const Result<RequestId> id = scheduler->submit(request(record, prompt, max_new, tweak));
+    EXPECT_TRUE(id.ok()) << id.status().to_string();
+    record.id = id.value_or(0);
+    return record;
+  }
+
+  // The refusal of a request that must be refused.
+  Status refusal(Tokens prompt, int64_t max_new, const Tweak& tweak = {},
+                 double* retry_after_s = nullptr) {
+    Record record;
+    Request wanted = request(record, std::move(prompt), max_new, tweak);
+    return scheduler->submit(std::move(wanted), retry_after_s).status();
+  }
+
+  Activity run_once() {
+    executor.trace = {};
+    const Activity activity = scheduler->run_once();
+    const Snapshot now = scheduler->stats();
+    EXPECT_EQ(now.active_cells + now.idle_cells, executor.used_cells());
+    EXPECT_EQ(now.resident.size(), executor.sequences().size());
+    EXPECT_EQ(now.fetching + now.restoring + now.prefill + now.decoding, scheduler->running());
+    EXPECT_EQ(now.queued + scheduler->running(), unfinished());
+    if (activity != Activity::kWorked) executor.pass(2e-4);
+    return activity;
+  }
+
+  // Until nothing is left to do. False if that takes too many iterations.
+  bool run_all(int max_iterations = 100'000) {
+    for (int i = 0; i < max_iterations; ++i) {
+      if (run_once() == Activity::kIdle) return true;
+    }
+    ADD_FAILURE() << "never idle; " << unfinished() << " requests are left";
+    return false;
+  }
+  bool run_until(const std::function<bool()>& condition, int max_iterations = 100'000) {
+    for (int i = 0; i < max_iterations; ++i) {
+      if (condition()) return true;
+      run_once();
+    }
+    ADD_FAILURE() << "the condition never holds";
+    return false;
+  }
+
+  [[nodiscard]] int64_t unfinished() const {
+    return std::count_if(records_.begin(), records_.end(),
+                         [](const Record& record) { return record.ended == 0; });
+  }
+  [[nodiscard]] const std::deque<Record>& records() const { return records_; }
+  [[nodiscard]] Tokens expected(const Record& record) const {
+    return expected_answer(record.salt, record.prompt, record.max_new, stop_every);
+  }
+
+  uint64_t stop_every = 0;  // 0: answers have max_new tokens
+  FakeExecutor executor;
+  std::unique_ptr<Scheduler> scheduler;
+
+ private:
+  Request request(Record& record, Tokens prompt, int64_t max_new, const Tweak& tweak) {
+    Request request;
+    request.tokens = prompt;
+    request.max_new_tokens = max_new;
+    request.next = [this, &record](std::span<const float> logits) -> Result<NextToken> {
+      NextToken next = next_token(hash_of(logits), stop_every);
+      record.answer.push_back(next.token);
+      return next;
+    };
+    request.on_first = [&record](const Outcome& outcome) {
+      ++record.first;
+      EXPECT_TRUE(record.answer.empty());
+      EXPECT_EQ(outcome.resident_tokens + outcome.hidden_tokens + outcome.kv_tokens +
+                    outcome.recomputed_tokens + outcome.new_tokens,
+                outcome.prompt_tokens);
+    };
+    request.on_done = [&record](const Outcome& outcome) {
+      ++record.ended;
+      record.outcome = outcome;
+    };
+    request.on_state = [&record](Phase phase, double fraction) {
+      EXPECT_GE(fraction, 0);
+      EXPECT_LE(fraction, 1);
+      if (record.phases.empty() || record.phases.back() != phase) record.phases.push_back(phase);
+    };
+    if (tweak) tweak(request);
+    record.prompt = std::move(prompt);
+    record.salt = request.salt;
+    record.max_new = max_new;
+    return request;
+  }
+
+  std::deque<Record> records_;
+};
+
+// n tokens that no other start shares.
+inline Tokens tokens(int64_t n, int32_t start = 1) {
+  Tokens result;
+  for (int64_t i = 0; i < n; ++i) {
+    result.push_back(
+        static_cast<int32_t>(mix(static_cast<uint64_t>(start), static_cast<uint64_t>(i)) % kVocab));
+  }
+  result[0] = start;
+  return result;
+}
+
+inline Tokens operator+(Tokens a, const Tokens& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+}  // namespace hcache::scheduler::testing
