@@ -138,12 +138,38 @@ TEST(Sampler, OptionsAreCheckedByName) {
   fails([](auto& o) { o.json_schema = "{}"; }, "vocabulary");
 }
 
+TEST(Logprobs, AreOfTheRawLogits) {
+  const std::vector<float> logits = {1, 3, NAN, 2, 3};
+  const Logprobs out = logprobs(logits, 3, 3);
+  double sum = 0;
+  for (const float x : {1.0, 3.0, 2.0, 3.0}) sum += std::exp(x);
+  EXPECT_NEAR(out.chosen, 2 - std::log(sum), 1e-6);
+  ASSERT_EQ(out.top.size(), 3U);
+  EXPECT_EQ(out.top[0].token, 1);
+  EXPECT_EQ(out.top[1].token, 4);
+  EXPECT_EQ(out.top[2].token, 3);
+  EXPECT_NEAR(out.top[0].logprob, 3 - std::log(sum), 1e-6);
+  EXPECT_EQ(logprobs(logits, 2, 0).chosen, -kInf);
+  EXPECT_EQ(logprobs(logits, 0, 99).top.size(), 5U);
+  EXPECT_TRUE(logprobs(logits, 0, 0).top.empty());
+}
+
+TEST(Logprobs, SurviveBrokenRows) {
+  EXPECT_EQ(logprobs(std::vector<float>{NAN, NAN}, 0, 2).chosen, -kInf);
+  EXPECT_EQ(logprobs(std::vector<float>{-kInf, -kInf}, 1, 1).chosen, -kInf);
+  // Large logits do not overflow.
+  EXPECT_NEAR(logprobs(std::vector<float>{1000, 1000}, 0, 1).chosen, -std::log(2.0), 1e-6);
+}
+
 class Grammar : public testing::Test {
  protected:
   void SetUp() override {
     auto t = Tokenizer::load(HCACHE_TEST_MODEL);
     ASSERT_TRUE(t.ok()) << t.status().to_string();
     tokenizer_ = std::move(t).value();
+  }
+  [[nodiscard]] std::vector<int32_t> encode(const std::string& text) const {
+    return tokenizer_->encode(text).value();
   }
   std::unique_ptr<Tokenizer> tokenizer_;
 };
@@ -182,6 +208,74 @@ TEST_F(Grammar, RefusesWhatBreaksIt) {
   EXPECT_EQ(sampler.value()->accept(maybe).code(), Code::kInvalidArgument);
   const int32_t no = tokenizer_->encode("no").value()[0];
   EXPECT_TRUE(sampler.value()->accept(no).ok());
+}
+
+TEST_F(Grammar, LazyOnesWaitForTheirTrigger) {
+  const auto feed = [&](Sampler* sampler, const std::string& text) {
+    for (const int32_t token : encode(text)) {
+      if (const Status s = sampler->accept(token); !s.ok()) return s;
+    }
+    return Status();
+  };
+  SamplingOptions o = greedy();
+  o.grammar = "root ::= \"<call>\" (\"yes\" | \"no\")";
+  o.grammar_scope.trigger_patterns = {"<call>"};
+  auto sampler = Sampler::create(*tokenizer_, o);
+  ASSERT_TRUE(sampler.ok()) << sampler.status().to_string();
+  EXPECT_TRUE(feed(sampler->get(), "maybe, who knows <call").ok());
+  EXPECT_TRUE(feed(sampler->get(), ">").ok());
+  EXPECT_EQ(feed(sampler->get(), "maybe").code(), Code::kInvalidArgument);
+  EXPECT_TRUE(feed(sampler->get(), "no").ok());
+}
+
+TEST_F(Grammar, TheirTriggerMayBeAToken) {
+  SamplingOptions o = greedy();
+  o.grammar = "root ::= \"<|im_start|>\" \"x\"";
+  const int32_t start = tokenizer_->encode("<|im_start|>", {.parse_special = true}).value()[0];
+  o.grammar_scope.trigger_tokens = {start};
+  auto sampler = Sampler::create(*tokenizer_, o);
+  ASSERT_TRUE(sampler.ok()) << sampler.status().to_string();
+  const int32_t y = tokenizer_->encode("y").value()[0];
+  EXPECT_TRUE(sampler.value()->accept(y).ok());
+  EXPECT_TRUE(sampler.value()->accept(start).ok());
+  EXPECT_EQ(sampler.value()->accept(y).code(), Code::kInvalidArgument);
+  EXPECT_TRUE(sampler.value()->accept(tokenizer_->encode("x").value()[0]).ok());
+}
+
+TEST_F(Grammar, ThoughtsTriggerNothing) {
+  SamplingOptions o = greedy();
+  o.grammar = "root ::= \"<call>x\"";
+  o.grammar_scope.trigger_patterns = {"<call>"};
+  o.grammar_scope.thinking_start = "<think>";
+  o.grammar_scope.thinking_ends = {"</think>"};
+  o.grammar_scope.prefix = "assistant\n<think>";
+  auto sampler = Sampler::create(*tokenizer_, o);
+  ASSERT_TRUE(sampler.ok()) << sampler.status().to_string();
+  const auto feed = [&](const std::string& text) {
+    for (const int32_t token : encode(text)) {
+      if (!sampler.value()->accept(token).ok()) return false;
+    }
+    return true;
+  };
+  EXPECT_TRUE(feed("a <call> would be"));
+  EXPECT_TRUE(feed("</think>"));
+  EXPECT_TRUE(feed("so <call>"));
+  EXPECT_FALSE(feed("y"));
+  EXPECT_TRUE(feed("x"));
+}
+
+TEST_F(Grammar, SkipsWhatThePromptHolds) {
+  SamplingOptions o = greedy();
+  o.grammar = "root ::= \"<|im_start|>assistant\\n\" \"yes\"";
+  o.grammar_scope.prefix = "<|im_start|>assistant\n";
+  auto sampler = Sampler::create(*tokenizer_, o);
+  ASSERT_TRUE(sampler.ok()) << sampler.status().to_string();
+  EXPECT_TRUE(sampler.value()->accept(tokenizer_->encode("yes").value()[0]).ok());
+  // What does not fit, an end-of-turn token included, is an error.
+  for (const char* prefix : {"user", "<|im_end|>"}) {
+    o.grammar_scope.prefix = prefix;
+    EXPECT_EQ(Sampler::create(*tokenizer_, o).code(), Code::kInvalidArgument);
+  }
 }
 
 TEST_F(Grammar, ErrorsSayWhichTextIsBad) {

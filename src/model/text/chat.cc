@@ -1,12 +1,11 @@
 #include "model/chat.h"
 
-#include <chat.h>
 #include <fmt/format.h>
 
 #include <exception>
 #include <vector>
 
-#include "text/llama_handle.h"
+#include "text/chat_template.h"
 
 namespace hcache::model {
 namespace {
@@ -15,27 +14,33 @@ namespace {
 // trims, escapes or parses it.
 constexpr const char* kReplyMark = "HCACHE5d1bREPLY";
 
+std::string apply(const common_chat_templates* templates, std::span<const ChatMessage> messages,
+                  bool add_generation_prompt) {
+  common_chat_templates_inputs inputs;
+  inputs.use_jinja = true;
+  inputs.add_generation_prompt = add_generation_prompt;
+  inputs.messages = to_common(messages);
+  return common_chat_templates_apply(templates, inputs).prompt;
+}
+
 }  // namespace
 
-struct ChatTemplate::Impl {
-  const Tokenizer* tokenizer = nullptr;
-  common_chat_templates_ptr templates;
-  bool fallback = false;
-
-  [[nodiscard]] std::string apply(std::span<const ChatMessage> messages,
-                                  bool add_generation_prompt) const {
-    common_chat_templates_inputs inputs;
-    inputs.use_jinja = true;
-    inputs.add_generation_prompt = add_generation_prompt;
-    for (const ChatMessage& m : messages) {
-      common_chat_msg msg;
-      msg.role = m.role;
-      msg.content = m.content;
-      inputs.messages.push_back(std::move(msg));
+std::vector<common_chat_msg> to_common(std::span<const ChatMessage> messages) {
+  std::vector<common_chat_msg> out;
+  for (const ChatMessage& m : messages) {
+    common_chat_msg msg;
+    msg.role = m.role;
+    msg.content = m.content;
+    msg.reasoning_content = m.reasoning;
+    for (const ToolCall& call : m.tool_calls) {
+      msg.tool_calls.push_back({call.name, call.arguments, call.id});
     }
-    return common_chat_templates_apply(templates.get(), inputs).prompt;
+    msg.tool_call_id = m.tool_call_id;
+    msg.tool_name = m.name;
+    out.push_back(std::move(msg));
   }
-};
+  return out;
+}
 
 ChatTemplate::ChatTemplate(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 ChatTemplate::~ChatTemplate() = default;
@@ -48,6 +53,10 @@ Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& toke
   try {
     impl->templates = common_chat_templates_init(tokenizer.impl().model.get(), override_template);
     impl->fallback = !common_chat_templates_was_explicit(impl->templates.get());
+    impl->source = common_chat_templates_source(impl->templates.get());
+    impl->knows_tools =
+        common_chat_templates_get_caps(impl->templates.get())["supports_tool_calls"];
+    if (!impl->knows_tools) impl->tool_templates = make_tool_templates();
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("can't read the chat template: {}", e.what()));
   }
@@ -55,6 +64,7 @@ Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& toke
 }
 
 bool ChatTemplate::is_fallback() const { return impl_->fallback; }
+const std::string& ChatTemplate::source() const { return impl_->source; }
 
 bool ChatTemplate::add_special(const std::string& rendered) const {
   const Tokenizer& tokenizer = *impl_->tokenizer;
@@ -67,7 +77,7 @@ Result<std::string> ChatTemplate::render(std::span<const ChatMessage> messages,
   if (messages.empty()) return invalid_argument("a conversation needs a message");
   const ErrorLog log;
   try {
-    return impl_->apply(messages, add_generation_prompt);
+    return apply(impl_->templates.get(), messages, add_generation_prompt);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the messages: {}", e.what()));
   }
@@ -78,7 +88,7 @@ Result<std::string> ChatTemplate::render_next(const ChatMessage& message, bool r
   const std::vector<ChatMessage> messages = {{"user", "?"}, {"assistant", kReplyMark}, message};
   std::string text;
   try {
-    text = impl_->apply(messages, true);
+    text = apply(impl_->templates.get(), messages, true);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the message: {}", e.what()));
   }

@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 #include <json-schema-to-grammar.h>
+#include <reasoning-budget.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <exception>
 #include <limits>
@@ -51,14 +53,57 @@ Result<LlamaSamplerPtr> make_grammar(const llama_vocab* vocab, const SamplingOpt
   const char* what = o.grammar.empty() ? "JSON schema" : "grammar";
   const ErrorLog log;
   try {
-    const std::string text =
-        o.grammar.empty() ? json_schema_to_grammar(common_json::parse(o.json_schema)) : o.grammar;
-    LlamaSamplerPtr sampler(llama_sampler_init_grammar(vocab, text.c_str(), "root"));
-    if (sampler) return sampler;
+    if (o.grammar.empty()) {
+      const std::string text = json_schema_to_grammar(common_json::parse(o.json_schema));
+      LlamaSamplerPtr sampler(llama_sampler_init_grammar(vocab, text.c_str(), "root"));
+      if (sampler) return sampler;
+    } else if (!o.grammar_scope.lazy()) {
+      LlamaSamplerPtr sampler(llama_sampler_init_grammar(vocab, o.grammar.c_str(), "root"));
+      if (sampler) return sampler;
+    } else {
+      const GrammarScope& scope = o.grammar_scope;
+      std::vector<const char*> patterns;
+      for (const std::string& p : scope.trigger_patterns) patterns.push_back(p.c_str());
+      LlamaSamplerPtr sampler(llama_sampler_init_grammar_lazy_patterns(
+          vocab, o.grammar.c_str(), "root", patterns.data(), patterns.size(),
+          scope.trigger_tokens.data(), scope.trigger_tokens.size()));
+      if (sampler) return sampler;
+    }
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("can't read the {}: {}", what, e.what()));
   }
   return invalid_argument(fmt::format("can't read the {}: {}", what, log.text("syntax error")));
+}
+
+// Watches for the model's thoughts, where a lazy grammar may be triggered by them. May be null.
+Result<LlamaSamplerPtr> make_thinking(const Tokenizer& tokenizer, const GrammarScope& scope) {
+  if (!scope.lazy() || scope.thinking_start.empty() || scope.thinking_ends.empty()) {
+    return LlamaSamplerPtr();
+  }
+  const EncodeOptions special = {.parse_special = true};
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> start,
+                          tokenizer.encode(scope.thinking_start, special));
+  std::vector<std::vector<int32_t>> ends;
+  for (const std::string& text : scope.thinking_ends) {
+    HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> end, tokenizer.encode(text, special));
+    if (!end.empty()) ends.push_back(std::move(end));
+  }
+  if (start.empty() || ends.empty()) return LlamaSamplerPtr();
+  return LlamaSamplerPtr(common_reasoning_budget_init(tokenizer.impl().vocab, {start}, ends, {},
+                                                      std::numeric_limits<int32_t>::max()));
+}
+
+// The tokens of the prefix; a space that the vocabulary puts before it does not count.
+Result<std::vector<int32_t>> prefix_tokens(const Tokenizer& tokenizer, const std::string& prefix) {
+  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
+                          tokenizer.encode(prefix, {.parse_special = true}));
+  if (tokens.empty() || prefix.empty()) return tokens;
+  const std::string first = tokenizer.piece(tokens.front(), true);
+  const auto is_space = [](char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; };
+  if (!first.empty() && is_space(first.front()) && !is_space(prefix.front())) {
+    tokens.erase(tokens.begin());
+  }
+  return tokens;
 }
 
 bool penalizes(const SamplingOptions& o) {
@@ -72,6 +117,7 @@ struct Sampler::Impl {
   int32_t n_vocab = 0;
   bool argmax_only = false;  // greedy without anything that changes logits
   LlamaSamplerPtr grammar;   // may be null
+  LlamaSamplerPtr thinking;  // may be null; see make_thinking
   LlamaSamplerPtr chain;
   std::vector<llama_token_data> candidates;
 
@@ -137,6 +183,49 @@ struct Sampler::Impl {
     return one.logit == 1.0F;
   }
 
+  [[nodiscard]] bool grammar_applies() const {
+    if (!grammar) return false;
+    if (!thinking) return true;
+    const auto state = common_reasoning_budget_get_state(thinking.get());
+    return state == REASONING_BUDGET_IDLE || state == REASONING_BUDGET_DONE;
+  }
+
+  // Moves the grammar over `token`; throws what the library throws.
+  Status follow(int32_t token) {
+    const bool applied = grammar_applies();
+    if (thinking) {
+      llama_sampler_accept(thinking.get(), token);
+      if (grammar && !applied) replay_end_of_thoughts();
+    }
+    if (!applied) return {};
+    if (!grammar_allows(token)) {
+      return invalid_argument(fmt::format("token {} breaks the grammar", token));
+    }
+    llama_sampler_accept(grammar.get(), token);
+    return {};
+  }
+
+  // The tag that ends the thoughts may trigger the grammar.
+  void replay_end_of_thoughts() {
+    if (common_reasoning_budget_get_state(thinking.get()) != REASONING_BUDGET_DONE) return;
+    const auto* end = common_reasoning_budget_get_end_match(thinking.get());
+    if (end == nullptr) return;
+    for (const int32_t token : *end) llama_sampler_accept(grammar.get(), token);
+  }
+
+  // The prompt has ended with `tokens` already.
+  Status skip_prefix(std::span<const int32_t> tokens, bool lazy) {
+    for (const int32_t token : tokens) {
+      if (thinking) llama_sampler_accept(thinking.get(), token);
+      if (lazy) continue;
+      if (!grammar_allows(token)) {
+        return invalid_argument("the end of the prompt does not fit the grammar");
+      }
+      llama_sampler_accept(grammar.get(), token);
+    }
+    return {};
+  }
+
   Result<int32_t> sample(std::span<const float> logits) {
     if (logits.size() < static_cast<size_t>(n_vocab)) {
       return invalid_argument(
@@ -147,7 +236,7 @@ struct Sampler::Impl {
     int32_t token = choose();
     // The grammar over the whole vocabulary is slow, and rarely needed: ask it about the choice
     // first.
-    if (grammar && (token == Tokenizer::kNoToken || !grammar_allows(token))) {
+    if (grammar_applies() && (token == Tokenizer::kNoToken || !grammar_allows(token))) {
       fill(logits);
       llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
       llama_sampler_apply(grammar.get(), &all);
@@ -180,6 +269,17 @@ Result<std::unique_ptr<Sampler>> Sampler::create(const Tokenizer& tokenizer,
   HCACHE_ASSIGN_OR_RETURN(LlamaSamplerPtr grammar, make_grammar(tokenizer.impl().vocab, options));
   HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                           Impl::make(tokenizer.n_vocab(), std::move(grammar), options));
+  const GrammarScope& scope = options.grammar_scope;
+  if (!options.grammar.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(impl->thinking, make_thinking(tokenizer, scope));
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> prefix,
+                            prefix_tokens(tokenizer, scope.prefix));
+    try {
+      HCACHE_RETURN_IF_ERROR(impl->skip_prefix(prefix, scope.lazy()));
+    } catch (const std::exception& e) {
+      return invalid_argument(fmt::format("the grammar does not fit the prompt: {}", e.what()));
+    }
+  }
   return std::unique_ptr<Sampler>(new Sampler(std::move(impl)));
 }
 
@@ -208,12 +308,7 @@ Status Sampler::accept(int32_t token) {
         fmt::format("token {} is outside the vocabulary of {}", token, impl_->n_vocab));
   }
   try {
-    if (impl_->grammar) {
-      if (!impl_->grammar_allows(token)) {
-        return invalid_argument(fmt::format("token {} breaks the grammar", token));
-      }
-      llama_sampler_accept(impl_->grammar.get(), token);
-    }
+    HCACHE_RETURN_IF_ERROR(impl_->follow(token));
     llama_sampler_accept(impl_->chain.get(), token);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("token {} breaks the grammar: {}", token, e.what()));

@@ -13,6 +13,20 @@
 
 namespace hcache::model {
 
+// When a chat template's grammar applies; ChatTemplate::prompt() fills it in.
+struct GrammarScope {
+  std::string prefix{};  // the text with which the rules begin and the prompt has ended already
+  // With triggers the grammar is lazy: it constrains nothing until the reply so far has a match of
+  // a pattern (ECMAScript), from which it follows the rules, or one of the tokens comes.
+  std::vector<std::string> trigger_patterns{};
+  std::vector<int32_t> trigger_tokens{};
+  // The tags around the model's thoughts, where it has such: inside, nothing triggers.
+  std::string thinking_start{};
+  std::vector<std::string> thinking_ends{};
+
+  [[nodiscard]] bool lazy() const { return !trigger_patterns.empty() || !trigger_tokens.empty(); }
+};
+
 // The order of application: grammar, logit bias, penalties, top-k, top-p, min-p, temperature.
 struct SamplingOptions {
   float temperature = 0.8F;  // >= 0; 0 takes the most likely token (greedy)
@@ -25,8 +39,9 @@ struct SamplingOptions {
   int penalty_last_n = 64;         // how many tokens are recent, >= 0
   uint32_t seed = 0;               // the same seed, logits and options give the same tokens
   std::vector<std::pair<int32_t, float>> logit_bias;  // (token, added to its logit; -inf: never)
-  std::string json_schema;  // a JSON schema that the reply must follow; empty: none
-  std::string grammar;      // a GBNF grammar with the rule `root`; not both; empty: none
+  std::string json_schema;     // a JSON schema that the reply must follow; empty: none
+  std::string grammar;         // a GBNF grammar with the rule `root`; not both; empty: none
+  GrammarScope grammar_scope;  // of `grammar`
 };
 
 // One sequence, one thread. Holds no reference to the Tokenizer's text, but the Tokenizer must
@@ -59,5 +74,21 @@ class Sampler {
   explicit Sampler(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
+
+struct TokenLogprob {
+  int32_t token = Tokenizer::kNoToken;
+  float logprob = 0;  // natural; -inf for a token that can't come
+
+  friend bool operator==(const TokenLogprob&, const TokenLogprob&) = default;
+};
+
+// What the model alone thinks of a row of logits [n_vocab], before sampling options change it: the
+// log-probability of `token`, and the `top` most likely tokens, best first (equal ones by id). NaN
+// counts as -inf. `token` lies in [0, n_vocab). Pure.
+struct Logprobs {
+  float chosen = 0;
+  std::vector<TokenLogprob> top;
+};
+[[nodiscard]] Logprobs logprobs(std::span<const float> logits, int32_t token, int top);
 
 }  // namespace hcache::model
