@@ -757,6 +757,32 @@ void Engine::Impl::store_kv(const Graph& g, int layer, ggml_tensor* k, ggml_tens
   g.add(ggml_set_rows(g.ctx, v_arena[layer], ggml_reshape_2d(g.ctx, v, width, v->ne[2]), rows));
 }
 
+// From how many rows on ggml's CPU product takes the kernel that it takes for many; the result of a
+// row then does not depend on the others. 1: it has no other one, or the bits are the same.
+int64_t least_rows(ggml_type weight) {
+  switch (weight) {
+    case GGML_TYPE_F32:
+    case GGML_TYPE_F16:
+    case GGML_TYPE_BF16: return 2;
+    case GGML_TYPE_Q2_K:
+    case GGML_TYPE_Q3_K:
+    case GGML_TYPE_Q4_K:
+    case GGML_TYPE_Q5_K:
+    case GGML_TYPE_Q6_K:
+    case GGML_TYPE_IQ4_XS: return 8;
+    default: return 1;
+  }
+}
+
+// The product of few rows by the kernel for many: rows of zeros are added and their results left.
+ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
+  const int64_t n = x->ne[1];
+  const int64_t missing = std::max<int64_t>(least_rows(weight->type) - n, 0);
+  ggml_tensor* rows = missing == 0 ? x : ggml_pad(ctx, x, 0, static_cast<int>(missing), 0, 0);
+  ggml_tensor* y = ggml_mul_mat(ctx, weight, rows);
+  return ggml_view_2d(ctx, y, y->ne[0], n, y->nb[1], 0);
+}
+
 // Adds layers [begin, end) of a step to the graph; returns the logits, or nullptr where the range
 // has none.
 ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, int begin, int end,
@@ -788,8 +814,16 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
       g.add(saved);
       if (project_saved) kv_input = saved;
     }
-    ggml_tensor* k = model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos);
-    ggml_tensor* v = model::build_v(ctx, model, layer, product_input(ctx, w.v.w, kv_input));
+    // Restoration projects rows by the hundred; the same kernel must have computed them here.
+    const bool saves_hidden = captured != nullptr && captured->hidden_offset >= 0;
+    const bool padded = saves_hidden && device.is_cpu() &&
+                        n < std::max(least_rows(w.k.w->type), least_rows(w.v.w->type));
+    if (padded) kv_input = hidden;
+    const model::Product product = padded ? padded_product : ggml_mul_mat;
+    ggml_tensor* k =
+        model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos, product);
+    ggml_tensor* v =
+        model::build_v(ctx, model, layer, product_input(ctx, w.v.w, kv_input), product);
     store_kv(g, layer, k, v, kv_rows);
     if (captured != nullptr && captured->k_offset >= 0) {
       const int64_t width = hp.n_embd_kv();
