@@ -1,0 +1,125 @@
+#include "admission.h"
+
+#include <fmt/format.h>
+#include <strings.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "target.h"
+
+namespace hcache::http {
+namespace {
+
+// The key that is presented; null where there is none.
+std::optional<std::string_view> presented_key(const Request& request) {
+  constexpr std::string_view kScheme = "bearer ";
+  if (const std::string* value = request.header("authorization")) {
+    if (value->size() > kScheme.size() &&
+        strncasecmp(value->data(), kScheme.data(), kScheme.size()) == 0) {
+      std::string_view key = std::string_view(*value).substr(kScheme.size());
+      key.remove_prefix(std::min(key.find_first_not_of(' '), key.size()));
+      return key;
+    }
+  }
+  if (const std::string* value = request.header("x-api-key")) return *value;
+  return std::nullopt;
+}
+
+std::string join(const std::vector<std::string>& words) {
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
+Admission refuse(int status, std::string message, Headers headers = {}) {
+  Admission out;
+  out.refusal = HttpError{status, std::move(message)};
+  out.headers = std::move(headers);
+  return out;
+}
+
+// OPTIONS asks what a path knows, or for leave to call it from another origin.
+Admission answer_options(const Options& options, const std::vector<std::string>& methods,
+                         const Request& request) {
+  Admission out;
+  out.headers = {{"Allow", join(methods)}};
+  if (allowed_origin(options, request).empty()) return out;
+  out.headers.emplace_back("Access-Control-Allow-Methods", join(methods));
+  if (const std::string* wanted = request.header("access-control-request-headers")) {
+    out.headers.emplace_back("Access-Control-Allow-Headers", *wanted);
+  }
+  out.headers.emplace_back("Access-Control-Max-Age", "600");
+  return out;
+}
+
+}  // namespace
+
+KeyHash hash_api_key(std::string_view key) {
+  return Hasher("hcache api key").add(key).finish<KeyHash>();
+}
+
+int find_key(const Options& options, const Request& request) {
+  const std::optional<std::string_view> key = presented_key(request);
+  if (!key) return -1;
+  const KeyHash hash = hash_api_key(*key);
+  int found = -1;
+  for (std::size_t i = 0; i < options.api_keys.size(); ++i) {
+    unsigned difference = 0;
+    for (std::size_t b = 0; b < hash.bytes.size(); ++b) {
+      difference |= static_cast<unsigned>(hash.bytes[b] ^ options.api_keys[i].hash.bytes[b]);
+    }
+    // All ones where there is no difference: no branch depends on which key it was.
+    const int same = -static_cast<int>((difference - 1) >> 31);
+    found = (same & static_cast<int>(i)) | (~same & found);
+  }
+  return found;
+}
+
+std::string allowed_origin(const Options& options, const Request& request) {
+  const std::string* origin = request.header("origin");
+  if (origin == nullptr) return {};
+  const bool allowed = std::any_of(options.cors_origins.begin(), options.cors_origins.end(),
+                                   [&](const std::string& o) { return o == "*" || o == *origin; });
+  return allowed ? *origin : std::string();
+}
+
+Admission admit(const Options& options, const Router& router, std::uint64_t content_length,
+                Request* request) {
+  auto target = parse_target(request->target);
+  if (!target.ok()) return refuse(400, target.status().message());
+  request->path = std::move(target->path);
+  request->segments = std::move(target->segments);
+  request->query = std::move(target->query);
+
+  if (request->path == "*") {
+    if (request->method == "OPTIONS") return answer_options(options, router.methods(), *request);
+    return refuse(400, "only OPTIONS may ask for *");
+  }
+  RouteMatch match = router.match(request->method, request->segments);
+  if (match.methods.empty()) return refuse(404, "there is nothing at this path");
+  if (match.route == nullptr && request->method == "OPTIONS") {
+    return answer_options(options, match.methods, *request);
+  }
+  if (match.route == nullptr) {
+    const std::string allow = join(match.methods);
+    return refuse(405, "this path knows only the methods " + allow, {{"Allow", allow}});
+  }
+  request->params = std::move(match.params);
+  request->key_index = find_key(options, *request);
+  if (request->key_index >= 0) {
+    request->key_name = options.api_keys[static_cast<std::size_t>(request->key_index)].name;
+  } else if (!options.api_keys.empty() && !match.route->options.is_public) {
+    return refuse(401, "a valid API key is needed (Authorization: Bearer KEY, or x-api-key: KEY)",
+                  {{"WWW-Authenticate", "Bearer"}});
+  }
+  Admission out;
+  out.max_body_bytes = match.route->options.max_body_bytes > 0 ? match.route->options.max_body_bytes
+                                                               : options.max_body_bytes;
+  if (content_length > out.max_body_bytes) {
+    return refuse(413, fmt::format("the body of {} bytes is larger than the {} that are allowed",
+                                   content_length, out.max_body_bytes));
+  }
+  out.route = match.route;
+  return out;
+}
+
+}  // namespace hcache::http

@@ -1,0 +1,7 @@
+foreach(part parts parser)
+  hcache_test(http_${part}_test unit/http_${part}_test.cc LIBS hcache_http)
+  target_include_directories(http_${part}_test PRIVATE ${CMAKE_SOURCE_DIR}/src/server/http)
+endforeach()
+foreach(part server stream limits many)
+  hcache_test(http_${part}_test unit/http_${part}_test.cc LIBS hcache_http)
+endforeach()
