@@ -1,0 +1,217 @@
+#include "api/answers.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "reply_base.h"
+
+namespace hcache::api {
+namespace {
+
+int http_status(Code code, ErrorStyle style) {
+  switch (code) {
+    case Code::kOk: return 200;
+    case Code::kCancelled: return 499;
+    case Code::kInvalidArgument:
+    case Code::kOutOfRange: return 400;
+    case Code::kNotFound: return 404;
+    case Code::kAlreadyExists:
+    case Code::kFailedPrecondition: return 409;
+    case Code::kPermissionDenied: return 403;
+    case Code::kResourceExhausted: return 429;
+    case Code::kUnimplemented: return 501;
+    case Code::kUnavailable: return style == ErrorStyle::kAnthropic ? 529 : 503;
+    case Code::kDataLoss:
+    case Code::kInternal: return 500;
+  }
+  return 500;
+}
+
+const char* error_type(int http_status, ErrorStyle style) {
+  const bool anthropic = style == ErrorStyle::kAnthropic;
+  switch (http_status) {
+    case 401: return "authentication_error";
+    case 403: return "permission_error";
+    case 404: return "not_found_error";
+    case 413: return anthropic ? "request_too_large" : "invalid_request_error";
+    case 429: return "rate_limit_error";
+    case 503:
+    case 529: return anthropic ? "overloaded_error" : "unavailable_error";
+    case 501: return anthropic ? "invalid_request_error" : "not_supported_error";
+    default: break;
+  }
+  if (http_status < 500) return "invalid_request_error";
+  return anthropic ? "api_error" : "server_error";
+}
+
+Json make_body(int http_status, std::string_view message, Json param, Json code, ErrorStyle style) {
+  if (style == ErrorStyle::kAnthropic) {
+    return {{"type", "error"},
+            {"error", {{"type", error_type(http_status, style)}, {"message", message}}}};
+  }
+  return {{"error",
+           {{"message", message},
+            {"type", error_type(http_status, style)},
+            {"param", std::move(param)},
+            {"code", std::move(code)}}}};
+}
+
+// The field that a message of the parsers begins with; null when it begins with none.
+Json param_of(const Status& status) {
+  if (status.code() != Code::kInvalidArgument) return nullptr;
+  const std::string& message = status.message();
+  const size_t colon = message.find(": ");
+  if (colon == std::string::npos || colon == 0) return nullptr;
+  const auto in_path = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '.' || c == '[' ||
+           c == ']';
+  };
+  const std::string path = message.substr(0, colon);
+  return std::all_of(path.begin(), path.end(), in_path) ? Json(path) : Json(nullptr);
+}
+
+// The bytes of little-endian floats.
+std::string base64(std::span<const float> values) {
+  static_assert(std::endian::native == std::endian::little);
+  static constexpr char kDigits[] =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+  const size_t size = values.size_bytes();
+  std::string out;
+  out.reserve((size + 2) / 3 * 4);
+  for (size_t i = 0; i < size; i += 3) {
+    uint32_t three = 0;
+    for (size_t k = 0; k < 3; k++) three = three << 8U | (i + k < size ? bytes[i + k] : 0U);
+    for (size_t k = 0; k < 4; k++) {
+      out += i + k <= size ? kDigits[three >> (18 - 6 * k) & 63U] : '=';
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+ErrorStyle error_style(std::string_view path) {
+  constexpr std::string_view kMessages = "/v1/messages";
+  const bool anthropic = path.substr(0, kMessages.size()) == kMessages &&
+                         (path.size() == kMessages.size() || path[kMessages.size()] == '/');
+  return anthropic ? ErrorStyle::kAnthropic : ErrorStyle::kOpenAi;
+}
+
+ErrorStyle error_style(Dialect dialect) {
+  return dialect == Dialect::kMessages ? ErrorStyle::kAnthropic : ErrorStyle::kOpenAi;
+}
+
+ErrorAnswer render_error(const Status& status, ErrorStyle style) {
+  const int http = http_status(status.code(), style);
+  // Clients look for this one to cut their conversations.
+  const std::string code = status.code() == Code::kOutOfRange
+                               ? "context_length_exceeded"
+                               : std::string(code_name(status.code()));
+  return {http, make_body(http, status.message(), param_of(status), code, style)};
+}
+
+Json error_body(int http_status, std::string_view message, ErrorStyle style) {
+  return make_body(http_status, message, nullptr, nullptr, style);
+}
+
+Json model_answer(const ModelCard& model) {
+  return {{"id", model.name},
+          {"object", "model"},
+          {"created", model.created_s},
+          {"owned_by", "hcache"},
+          {"meta",
+           {{"n_ctx_train", model.context},
+            {"n_vocab", model.vocabulary},
+            {"n_embd", model.width},
+            {"n_params", model.parameters},
+            {"size", model.bytes}}}};
+}
+
+Json models_answer(std::span<const ModelCard> models) {
+  Json data = Json::array();
+  for (const ModelCard& model : models) data.push_back(model_answer(model));
+  return {{"object", "list"}, {"data", std::move(data)}};
+}
+
+Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_name,
+                       std::span<const Embedding> embeddings) {
+  Json data = Json::array();
+  int64_t tokens = 0;
+  for (size_t i = 0; i < embeddings.size(); i++) {
+    const Embedding& e = embeddings[i];
+    data.push_back({{"object", "embedding"},
+                    {"index", i},
+                    {"embedding", request.base64 ? Json(base64(e.values)) : Json(e.values)}});
+    tokens += e.tokens;
+  }
+  return {{"object", "list"},
+          {"data", std::move(data)},
+          {"model", model_name},
+          {"usage", {{"prompt_tokens", tokens}, {"total_tokens", tokens}}}};
+}
+
+Json count_tokens_answer(int64_t tokens) { return {{"input_tokens", tokens}}; }
+
+Json tokenize_answer(const TokenizeRequest& request, const model::Tokenizer& tokenizer,
+                     std::span<const int32_t> tokens) {
+  Json list = Json::array();
+  for (const int32_t token : tokens) {
+    if (!request.with_pieces) {
+      list.push_back(token);
+      continue;
+    }
+    const std::string piece = tokenizer.piece(token, true);
+    const bool whole = valid_text(piece) == piece;
+    list.push_back({{"id", token}, {"piece", whole ? Json(piece) : bytes_json(piece)}});
+  }
+  return {{"tokens", std::move(list)}};
+}
+
+Json detokenize_answer(std::string_view content) { return {{"content", content}}; }
+
+Json apply_template_answer(std::string_view prompt) { return {{"prompt", prompt}}; }
+
+Json props_answer(const ServerProps& props) {
+  const model::SamplingOptions& s = props.defaults;
+  return {{"default_generation_settings",
+           {{"n_ctx", props.context},
+            {"params",
+             {{"temperature", s.temperature},
+              {"top_k", s.top_k},
+              {"top_p", s.top_p},
+              {"min_p", s.min_p},
+              {"repeat_last_n", s.penalty_last_n},
+              {"repeat_penalty", s.repeat_penalty},
+              {"presence_penalty", s.presence_penalty},
+              {"frequency_penalty", s.frequency_penalty}}}}},
+          {"total_slots", props.slots},
+          {"model_alias", props.model_name},
+          {"model_path", props.model_path},
+          {"modalities", {{"vision", false}, {"audio", false}}},
+          {"chat_template", props.chat_template},
+          {"bos_token", props.bos_text},
+          {"eos_token", props.eos_text},
+          {"build_info", props.build}};
+}
+
+Json slots_answer(std::span<const SlotState> slots) {
+  Json out = Json::array();
+  for (const SlotState& slot : slots) {
+    out.push_back({{"id", slot.id},
+                   {"n_ctx", slot.context},
+                   {"speculative", false},
+                   {"is_processing", slot.processing},
+                   {"n_prompt_tokens", slot.prompt_tokens},
+                   {"n_prompt_tokens_cache", slot.cached_tokens},
+                   {"next_token", Json::array({Json{{"has_next_token", slot.processing},
+                                                    {"n_remain", slot.remaining_tokens},
+                                                    {"n_decoded", slot.reply_tokens}}})}});
+  }
+  return out;
+}
+
+}  // namespace hcache::api

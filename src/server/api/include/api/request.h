@@ -1,0 +1,115 @@
+// From the JSON of three protocols to one kind of request.
+//
+// Fields that are unknown are ignored. kInvalidArgument names the place of what is wrong
+// ("messages[2].content[0].text: expected a string, got a number") or missing. Pure functions.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "api/json.h"
+#include "base/status.h"
+#include "model/chat.h"
+#include "model/sampler.h"
+
+namespace hcache::api {
+
+// How a request is worded and its answer is expected.
+enum class Dialect {
+  kChat,        // OpenAI /v1/chat/completions
+  kCompletion,  // OpenAI /v1/completions
+  kResponse,    // OpenAI /v1/responses
+  kMessages,    // Anthropic /v1/messages
+  kLlama,       // llama-server /completion
+};
+
+// Text and token ids in a row; special tokens in the text count as such.
+struct Prompt {
+  using Part = std::variant<std::string, std::vector<int32_t>>;
+  std::vector<Part> parts;
+};
+
+// How long a client wants the state of a conversation to be kept.
+enum class Retention { kDefault, kMemory, kDay };
+
+struct GenerationRequest {
+  Dialect dialect = Dialect::kChat;
+  std::string model_name;  // as asked for; empty: whichever is served
+
+  // What is to be continued: one conversation, or prompts, each for itself.
+  std::optional<model::ChatInput> chat;
+  std::vector<Prompt> prompts;
+
+  model::SamplingOptions sampling;  // without the seed
+  std::optional<uint32_t> seed;     // absent: draw one
+  bool ignore_eos = false;          // tokens that end a reply must not come
+  std::vector<std::string> stop;    // strings that end the reply and are no part of it
+  int64_t max_tokens = -1;          // of the reply; -1: as many as there is room for
+  int n = 1;                        // replies per prompt
+  bool logprobs = false;
+  int top_logprobs = 0;
+
+  bool stream = false;
+  bool include_usage = false;  // in a stream of the OpenAI dialects
+
+  // The state of the conversation.
+  std::string session_id;  // a name under which it can be listed, pinned and deleted
+  std::string cache_salt;  // requests with different salts never share state
+  std::string cache_key;   // requests with the same key are likely to share prefixes
+  Retention retention = Retention::kDefault;
+  bool use_cache = true;  // false: compute everything anew
+  std::string user;
+  int priority = 0;  // higher is served first
+
+  // OpenAI responses.
+  std::string previous_response_id;  // the conversation goes on from there
+  bool store = true;                 // later requests may go on from this one
+
+  // llama-server.
+  int id_slot = -1;
+  bool return_tokens = false;
+};
+
+// `defaults` are the sampling options of requests that don't name their own.
+using Defaults = model::SamplingOptions;
+[[nodiscard]] Result<GenerationRequest> parse_chat_completion(const Json& body,
+                                                              const Defaults& defaults = {});
+[[nodiscard]] Result<GenerationRequest> parse_completion(const Json& body,
+                                                         const Defaults& defaults = {});
+[[nodiscard]] Result<GenerationRequest> parse_response(const Json& body,
+                                                       const Defaults& defaults = {});
+[[nodiscard]] Result<GenerationRequest> parse_messages(const Json& body,
+                                                       const Defaults& defaults = {});
+[[nodiscard]] Result<GenerationRequest> parse_llama_completion(const Json& body,
+                                                               const Defaults& defaults = {});
+
+// /v1/messages/count_tokens and /apply-template: the conversation alone.
+[[nodiscard]] Result<model::ChatInput> parse_count_tokens(const Json& body);
+[[nodiscard]] Result<model::ChatInput> parse_apply_template(const Json& body);
+
+// Takes over what the rendered conversation asks for: its grammar, where the request has none of
+// its own, and its stop strings.
+void apply_prompt(const model::ChatPrompt& prompt, GenerationRequest* request);
+
+struct EmbeddingRequest {
+  std::string model_name;
+  std::vector<Prompt> inputs;
+  bool base64 = false;  // the floats as little-endian bytes
+};
+[[nodiscard]] Result<EmbeddingRequest> parse_embedding(const Json& body);
+
+struct TokenizeRequest {
+  Prompt content;
+  bool add_special = false;
+  bool parse_special = true;
+  bool with_pieces = false;
+};
+[[nodiscard]] Result<TokenizeRequest> parse_tokenize(const Json& body);
+
+[[nodiscard]] Result<std::vector<int32_t>> parse_detokenize(const Json& body);
+
+}  // namespace hcache::api

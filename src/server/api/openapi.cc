@@ -1,0 +1,44 @@
+// The document: paths and answers from openapi.json, requests from the parsers' own fields.
+#include <string>
+
+#include "api/answers.h"
+#include "request_fields.h"
+
+namespace hcache::api {
+
+extern const char* const kOpenApiText;
+
+namespace {
+
+template <typename Request>
+Json request_schema(void (*declare)(Fields&, Request*)) {
+  return describe_fields([&](Fields& f) {
+    Request request;
+    declare(f, &request);
+  });
+}
+
+std::string make_document() {
+  Json document = Json::parse(kOpenApiText);
+  Json& schemas = document["components"]["schemas"];
+  schemas["ChatCompletionRequest"] = request_schema(chat_completion_fields);
+  schemas["CompletionRequest"] = request_schema(completion_fields);
+  schemas["ResponseRequest"] = request_schema(response_fields);
+  schemas["MessagesRequest"] = request_schema(messages_fields);
+  schemas["CountTokensRequest"] = request_schema(count_tokens_fields);
+  schemas["LlamaCompletionRequest"] = request_schema(llama_completion_fields);
+  schemas["ApplyTemplateRequest"] = request_schema(apply_template_fields);
+  schemas["EmbeddingRequest"] = request_schema(embedding_fields);
+  schemas["TokenizeRequest"] = request_schema(tokenize_fields);
+  schemas["DetokenizeRequest"] = request_schema(detokenize_fields);
+  return document.dump(2);
+}
+
+}  // namespace
+
+const std::string& openapi_document() {
+  static const std::string document = make_document();
+  return document;
+}
+
+}  // namespace hcache::api

@@ -1,0 +1,65 @@
+// llama-server: /completion, /tokenize, /detokenize.
+#include <algorithm>
+
+#include "request_fields.h"
+
+namespace hcache::api {
+
+void llama_completion_fields(Fields& f, GenerationRequest* r) {
+  r->dialect = Dialect::kLlama;
+  model_field(f, r);
+  f.required().value("prompt", prompts_schema(),
+                     "Text, token ids, or both mixed in an array; one prompt or several.",
+                     [&](const Json& value, const std::string& path) {
+                       return read_prompts(value, path, &r->prompts);
+                     });
+  limit_field(f, r, "max_tokens");
+  limit_field(f, r, "n_predict");
+  stop_field(f, r, "stop");
+  f.integer("n_cmpl", &r->n, {1, 128}, "How many answers to each prompt.");
+  f.integer("n_probs", &r->top_logprobs, {0, 100},
+            "Give the log-probabilities of so many of the likeliest tokens.");
+  r->logprobs = r->top_logprobs > 0;
+  f.integer("id_slot", &r->id_slot, {-1, Range().max}, "Given back; slots are not assigned.");
+  f.flag("return_tokens", &r->return_tokens, "Give the answer's token ids, too.");
+  sampling_fields(f, r);
+  stream_fields(f, r);
+  cache_fields(f, r);
+}
+
+void tokenize_fields(Fields& f, TokenizeRequest* r) {
+  f.required().value("content", prompt_schema(), "Text, token ids, or both mixed in an array.",
+                     [&](const Json& value, const std::string& path) {
+                       return read_prompt(value, path, &r->content);
+                     });
+  f.flag("add_special", &r->add_special, "Put BOS before it, where the model wants one.");
+  f.flag("parse_special", &r->parse_special, "Special tokens in the text count as such.");
+  f.flag("with_pieces", &r->with_pieces, "Give each token's text, too.");
+}
+
+void detokenize_fields(Fields& f, std::vector<int32_t>* tokens) {
+  f.required().value(
+      "tokens", {{"type", "array"}, {"items", token_schema()}}, "Token ids.",
+      [&](const Json& value, const std::string& path) { return read_tokens(value, path, tokens); });
+}
+
+Result<GenerationRequest> parse_llama_completion(const Json& body, const Defaults& defaults) {
+  GenerationRequest r;
+  r.sampling = defaults;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { llama_completion_fields(f, &r); }));
+  return r;
+}
+
+Result<TokenizeRequest> parse_tokenize(const Json& body) {
+  TokenizeRequest r;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { tokenize_fields(f, &r); }));
+  return r;
+}
+
+Result<std::vector<int32_t>> parse_detokenize(const Json& body) {
+  std::vector<int32_t> tokens;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { detokenize_fields(f, &tokens); }));
+  return tokens;
+}
+
+}  // namespace hcache::api

@@ -1,0 +1,216 @@
+// OpenAI: /v1/chat/completions, /v1/completions, /v1/embeddings.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "request_fields.h"
+
+namespace hcache::api {
+namespace {
+
+using model::ChatInput;
+using model::ChatMessage;
+using model::ToolCall;
+using model::ToolChoice;
+
+const std::vector<std::string> kTextParts = {"text", "refusal"};
+
+void call_fields(Fields& f, ToolCall* call) {
+  std::string type = "function";
+  f.text("id", &call->id, "As the answer gave it.");
+  f.one_of("type", &type, {"function"}, {});
+  f.required().object("function", {}, [&](Fields& o) {
+    o.required().text("name", &call->name, {});
+    o.value("arguments", {{"type", "string"}}, "JSON.",
+            [&](const Json& value, const std::string& path) -> Status {
+              if (!value.is_string() && !value.is_object()) {
+                return wrong_kind(path, "a string", value);
+              }
+              call->arguments = value.is_string() ? value.get<std::string>() : to_text(value);
+              return {};
+            });
+  });
+}
+
+void message_fields(Fields& f, ChatMessage* m) {
+  f.required().one_of("role", &m->role, {"system", "developer", "user", "assistant", "tool"}, {});
+  f.value("content", content_schema(kTextParts), "Text; parts of it are joined by newlines.",
+          [&](const Json& value, const std::string& path) {
+            return read_content(value, path, kTextParts, &m->content);
+          });
+  f.text("reasoning_content", &m->reasoning, "What the assistant thought before it answered.");
+  f.text("name", &m->name, {});
+  f.text("tool_call_id", &m->tool_call_id, "Of a tool's message: the call it answers.");
+  f.objects("tool_calls", "Of the assistant's.", [&](Fields& o) {
+    ToolCall call;
+    call_fields(o, &call);
+    m->tool_calls.push_back(std::move(call));
+  });
+  if (!f.has("content") && m->tool_calls.empty() && m->reasoning.empty()) {
+    f.fail("content", "missing");
+  }
+  if (m->role != "assistant" && !m->tool_calls.empty()) {
+    f.fail("tool_calls", "only the assistant calls tools");
+  }
+}
+
+Status read_choice(const Json& value, const std::string& path, ChatInput* chat) {
+  if (value.is_object()) {
+    std::string type;
+    Fields f(value, path);
+    f.required().one_of("type", &type, {"function"}, {});
+    f.required().object("function", {},
+                        [&](Fields& o) { o.required().text("name", &chat->only_tool, {}); });
+    chat->tool_choice = ToolChoice::kRequired;
+    return f.status();
+  }
+  if (value == "auto") {
+    chat->tool_choice = ToolChoice::kAuto;
+  } else if (value == "none") {
+    chat->tool_choice = ToolChoice::kNone;
+  } else if (value == "required") {
+    chat->tool_choice = ToolChoice::kRequired;
+  } else {
+    return invalid_argument(
+        fmt::format("{}: must be auto, none, required or an object that names a function", path));
+  }
+  return {};
+}
+
+Json choice_schema() {
+  const Json name = {{"type", "object"},
+                     {"properties", {{"name", {{"type", "string"}}}}},
+                     {"required", Json::array({"name"})}};
+  return {{"oneOf",
+           Json::array({Json{{"type", "string"}, {"enum", {"auto", "none", "required"}}},
+                        Json{{"type", "object"},
+                             {"properties",
+                              {{"type", {{"type", "string"}, {"enum", Json::array({"function"})}}},
+                               {"function", name}}},
+                             {"required", {"type", "function"}}}})}};
+}
+
+void conversation_fields(Fields& f, ChatInput* chat) {
+  f.required().objects("messages", "The conversation; the answer is its next message.",
+                       [&](Fields& o) {
+                         ChatMessage message;
+                         message_fields(o, &message);
+                         chat->messages.push_back(std::move(message));
+                       });
+  if (chat->messages.empty()) f.fail("messages", "empty");
+  f.objects("tools", "What the model may call.", [&](Fields& o) {
+    std::string type = "function";
+    model::ChatTool tool;
+    o.one_of("type", &type, {"function"}, {});
+    o.required().object("function", {},
+                        [&](Fields& fn) { function_fields(fn, &tool, "parameters"); });
+    chat->tools.push_back(std::move(tool));
+  });
+  f.value(
+      "tool_choice", choice_schema(), "Whether it may, must not or must; or which.",
+      [&](const Json& value, const std::string& path) { return read_choice(value, path, chat); });
+  f.flag("parallel_tool_calls", &chat->parallel_tool_calls, "Several calls in one answer.");
+  effort_field(f, "reasoning_effort", chat);
+  template_fields(f, chat);
+}
+
+}  // namespace
+
+void chat_completion_fields(Fields& f, GenerationRequest* r) {
+  r->dialect = Dialect::kChat;
+  ChatInput& chat = r->chat.emplace();
+  model_field(f, r);
+  conversation_fields(f, &chat);
+  f.object("response_format", "What the answer must be.",
+           [&](Fields& o) { format_fields(o, &chat.json_schema, false); });
+  limit_field(f, r, "n_predict");
+  limit_field(f, r, "max_tokens");
+  limit_field(f, r, "max_completion_tokens");
+  stop_field(f, r, "stop");
+  f.integer("n", &r->n, {1, 128}, "How many answers.");
+  f.flag("logprobs", &r->logprobs, "Give the log-probability of every token.");
+  f.integer("top_logprobs", &r->top_logprobs, {0, 20}, "And those of the likeliest ones.");
+  if (r->top_logprobs > 0 && !r->logprobs) f.fail("top_logprobs", "needs logprobs: true");
+  sampling_fields(f, r);
+  if (chat.json_schema.empty()) chat.json_schema = std::exchange(r->sampling.json_schema, {});
+  r->sampling.json_schema.clear();
+  stream_fields(f, r);
+  cache_fields(f, r);
+  check_tools(f, *r);
+}
+
+void apply_template_fields(Fields& f, GenerationRequest* r) {
+  conversation_fields(f, &r->chat.emplace());
+  check_tools(f, *r);
+}
+
+void completion_fields(Fields& f, GenerationRequest* r) {
+  r->dialect = Dialect::kCompletion;
+  model_field(f, r);
+  f.required().value("prompt", prompts_schema(), "Text or token ids, one prompt or several.",
+                     [&](const Json& value, const std::string& path) {
+                       return read_prompts(value, path, &r->prompts);
+                     });
+  limit_field(f, r, "n_predict");
+  limit_field(f, r, "max_tokens");
+  stop_field(f, r, "stop");
+  f.integer("n", &r->n, {1, 128}, "How many answers to each prompt.");
+  int logprobs = -1;
+  f.integer("logprobs", &logprobs, {0, 20},
+            "Give the log-probabilities of the tokens and of so many of the likeliest ones.");
+  r->logprobs = logprobs >= 0;
+  r->top_logprobs = std::max(logprobs, 0);
+  bool echo = false;
+  f.flag("echo", &echo, "Not supported; must be false.");
+  if (echo) f.fail("echo", "giving the prompt back is not supported");
+  std::string suffix;
+  f.text("suffix", &suffix, "Not supported; must be empty.");
+  if (!suffix.empty()) f.fail("suffix", "filling in is not supported");
+  f.object("response_format", "What the answer must be.",
+           [&](Fields& o) { format_fields(o, &r->sampling.json_schema, false); });
+  sampling_fields(f, r);
+  stream_fields(f, r);
+  cache_fields(f, r);
+}
+
+void embedding_fields(Fields& f, EmbeddingRequest* r) {
+  f.text("model", &r->model_name, "The model; it must be the one that is served.");
+  f.required().value("input", prompts_schema(), "Text or token ids, one or several.",
+                     [&](const Json& value, const std::string& path) {
+                       return read_prompts(value, path, &r->inputs);
+                     });
+  std::string format = "float";
+  f.one_of("encoding_format", &format, {"float", "base64"}, "How the numbers are written.");
+  r->base64 = format == "base64";
+  std::string user;
+  f.text("user", &user, "Who asks.");
+}
+
+Result<GenerationRequest> parse_chat_completion(const Json& body, const Defaults& defaults) {
+  GenerationRequest r;
+  r.sampling = defaults;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { chat_completion_fields(f, &r); }));
+  return r;
+}
+
+Result<GenerationRequest> parse_completion(const Json& body, const Defaults& defaults) {
+  GenerationRequest r;
+  r.sampling = defaults;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { completion_fields(f, &r); }));
+  return r;
+}
+
+Result<model::ChatInput> parse_apply_template(const Json& body) {
+  GenerationRequest r;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { apply_template_fields(f, &r); }));
+  return *std::move(r.chat);
+}
+
+Result<EmbeddingRequest> parse_embedding(const Json& body) {
+  EmbeddingRequest r;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { embedding_fields(f, &r); }));
+  return r;
+}
+
+}  // namespace hcache::api

@@ -1,0 +1,184 @@
+#include "reply_base.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "api/answers.h"
+#include "model/tokenizer.h"
+
+namespace hcache::api {
+namespace {
+
+double per_second(int64_t tokens, double ms) {
+  return ms > 0 ? 1e3 * static_cast<double>(tokens) / ms : 0;
+}
+
+double per_token_ms(int64_t tokens, double ms) {
+  return tokens > 0 ? ms / static_cast<double>(tokens) : 0;
+}
+
+void add_prompt(const Outcome& one, Outcome* sum) {
+  sum->prompt_tokens += one.prompt_tokens;
+  sum->resident += one.resident;
+  sum->hidden += one.hidden;
+  sum->kv += one.kv;
+  sum->recomputed += one.recomputed;
+  sum->fresh += one.fresh;
+  sum->saved += one.saved;
+  sum->restore_ms += one.restore_ms;
+  sum->prompt_ms += one.prompt_ms;
+  sum->queue_ms = std::max(sum->queue_ms, one.queue_ms);
+  sum->first_ms = std::max(sum->first_ms, one.first_ms);
+  sum->overlap = std::max(sum->overlap, one.overlap);
+  if (sum->schedule.empty()) sum->schedule = one.schedule;
+}
+
+}  // namespace
+
+Json outcome_json(const Outcome& o) {
+  return {{"tokens",
+           {{"resident", o.resident},
+            {"hidden", o.hidden},
+            {"kv", o.kv},
+            {"recomputed", o.recomputed},
+            {"new", o.fresh}}},
+          {"bytes", {{"dram", o.dram_bytes}, {"disk", o.disk_bytes}, {"remote", o.remote_bytes}}},
+          {"restore_ms", o.restore_ms},
+          {"overlap", o.overlap},
+          {"schedule", o.schedule},
+          {"queue_ms", o.queue_ms},
+          {"first_token_ms", o.first_ms},
+          {"preemptions", o.preemptions}};
+}
+
+Json timings_json(const Outcome& o) {
+  const int64_t computed = o.prompt_tokens - o.cached();
+  return {{"cache_n", o.cached()},
+          {"prompt_n", computed},
+          {"prompt_ms", o.prompt_ms},
+          {"prompt_per_token_ms", per_token_ms(computed, o.prompt_ms)},
+          {"prompt_per_second", per_second(computed, o.prompt_ms)},
+          {"predicted_n", o.reply_tokens},
+          {"predicted_ms", o.reply_ms},
+          {"predicted_per_token_ms", per_token_ms(o.reply_tokens, o.reply_ms)},
+          {"predicted_per_second", per_second(o.reply_tokens, o.reply_ms)}};
+}
+
+std::string sse(const Json& data) { return "data: " + to_text(data) + "\n\n"; }
+
+std::string sse(std::string_view event, const Json& data) {
+  return fmt::format("event: {}\n{}", event, sse(data));
+}
+
+std::string valid_text(std::string bytes) {
+  std::string text = model::take_valid_utf8(bytes);
+  return bytes.empty() ? text : text + "\uFFFD";
+}
+
+Json bytes_json(std::string_view bytes) {
+  Json out = Json::array();
+  for (const char c : bytes) out.push_back(static_cast<unsigned char>(c));
+  return out;
+}
+
+float finite(float logprob) {
+  constexpr float kNever = -9999.0F;  // as OpenAI writes it
+  return logprob > kNever ? logprob : kNever;
+}
+
+std::unique_ptr<ReplyBuilder> ReplyBuilder::create(const GenerationRequest& request,
+                                                   ReplyContext context) {
+  switch (request.dialect) {
+    case Dialect::kChat: return make_chat_reply(request, std::move(context));
+    case Dialect::kCompletion: return make_completion_reply(request, std::move(context));
+    case Dialect::kResponse: return make_response_reply(request, std::move(context));
+    case Dialect::kMessages: return make_messages_reply(request, std::move(context));
+    case Dialect::kLlama: return make_llama_reply(request, std::move(context));
+  }
+  die("a request without a dialect");
+}
+
+ReplyBase::ReplyBase(const GenerationRequest& request, ReplyContext context,
+                     std::string call_prefix)
+    : request_(request), context_(std::move(context)) {
+  const size_t prompts = std::max<size_t>(request_.prompts.size(), 1);
+  const size_t choices = prompts * static_cast<size_t>(std::max(request_.n, 1));
+  for (size_t c = 0; c < choices; c++) {
+    auto call_id = [this, call_prefix, c](size_t i) {
+      return fmt::format("{}_{}_{}", id(call_prefix), c, i);
+    };
+    choices_.push_back({ReplyReader(context_.format, std::move(call_id), request_.stream)});
+  }
+}
+
+std::string ReplyBase::begin(const PromptCounts& counts) {
+  std::string out;
+  if (request_.stream) write_begin(counts, &out);
+  return out;
+}
+
+std::string ReplyBase::push(int index, const TokenEvent& event) {
+  Choice& c = choice(index);
+  c.tokens.push_back(event.chosen.token);
+  if (request_.logprobs) c.logprobs.push_back(event);
+  const Delta delta = c.reader.push(event.text);
+  std::string out;
+  const bool empty = delta.content.empty() && delta.reasoning.empty() && delta.calls.empty();
+  if (request_.stream && !empty) write_delta(index, delta, &out);
+  return out;
+}
+
+std::string ReplyBase::finish(int index, std::string_view rest, const Finish& finish) {
+  Choice& c = choice(index);
+  c.finish = finish;
+  std::string out;
+  const bool whole = finish.reason == FinishReason::kEnd || finish.reason == FinishReason::kStop;
+  const Delta deltas[] = {c.reader.push(rest), c.reader.finish(whole)};
+  if (!request_.stream) return out;
+  for (const Delta& delta : deltas) {
+    const bool empty = delta.content.empty() && delta.reasoning.empty() && delta.calls.empty();
+    if (!empty) write_delta(index, delta, &out);
+  }
+  write_finish(index, &out);
+  return out;
+}
+
+std::string ReplyBase::end() {
+  std::string out;
+  if (request_.stream) write_end(&out);
+  return out;
+}
+
+std::string ReplyBase::fail(const Status& status) {
+  const ErrorStyle style = error_style(request_.dialect);
+  const Json body = render_error(status, style).body;
+  return style == ErrorStyle::kAnthropic ? sse("error", body) : sse(body);
+}
+
+model::ChatMessage ReplyBase::message(int index) const {
+  const model::ChatReply& reply = choice(index).reader.reply();
+  return {"assistant", reply.content, reply.reasoning, reply.tool_calls};
+}
+
+Outcome ReplyBase::total() const {
+  Outcome sum;
+  for (int i = 0; i < count(); i++) {
+    const Outcome& one = choice(i).finish.outcome;
+    if (i % std::max(request_.n, 1) == 0) add_prompt(one, &sum);
+    sum.reply_tokens += one.reply_tokens;
+    sum.dram_bytes += one.dram_bytes;
+    sum.disk_bytes += one.disk_bytes;
+    sum.remote_bytes += one.remote_bytes;
+    sum.preemptions += one.preemptions;
+    sum.reply_ms = std::max(sum.reply_ms, one.reply_ms);
+  }
+  return sum;
+}
+
+std::string ReplyBase::id(std::string_view prefix) const {
+  return fmt::format("{}{}", prefix, context_.id);
+}
+
+}  // namespace hcache::api

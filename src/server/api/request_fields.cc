@@ -1,0 +1,419 @@
+#include "request_fields.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace hcache::api {
+namespace {
+
+constexpr double kMaxTokenId = std::numeric_limits<int32_t>::max();
+constexpr int kMaxBias = 1000;
+constexpr size_t kMaxPrompts = 2048;
+constexpr size_t kMaxStops = 64;
+constexpr size_t kMaxStopBytes = 1024;
+constexpr size_t kMaxNameBytes = 512;
+constexpr size_t kMaxToolName = 128;
+constexpr int kMaxRecentTokens = 65536;  // the sampler keeps them in memory
+constexpr float kSmallestTopP = 1e-6F;
+
+Status read_token(const Json& value, const std::string& path, int32_t* out) {
+  if (!value.is_number_integer()) return wrong_kind(path, "a token id", value);
+  const auto number = value.get<double>();
+  if (number < 0 || number > kMaxTokenId) {
+    return invalid_argument(fmt::format("{}: {} is no token id", path, value.dump()));
+  }
+  *out = value.get<int32_t>();
+  return {};
+}
+
+bool all_tokens(const Json& array) {
+  return std::all_of(array.begin(), array.end(),
+                     [](const Json& x) { return x.is_number_integer(); });
+}
+
+// An array of prompts rather than the parts of one: it holds strings only, or an array.
+bool several_prompts(const Json& value) {
+  if (!value.is_array() || value.empty()) return false;
+  return value.front().is_array() ||
+         std::all_of(value.begin(), value.end(), [](const Json& x) { return x.is_string(); });
+}
+
+Status read_bias(const Json& value, const std::string& path, float* out) {
+  if (value.is_boolean() && !value.get<bool>()) {
+    *out = -std::numeric_limits<float>::infinity();
+    return {};
+  }
+  if (!value.is_number()) return wrong_kind(path, "a number or false", value);
+  const auto bias = value.get<double>();
+  if (!(std::abs(bias) <= kMaxBias)) {
+    return invalid_argument(fmt::format("{}: {} is out of range, it must be between {} and {}",
+                                        path, bias, -kMaxBias, kMaxBias));
+  }
+  *out = static_cast<float>(bias);
+  return {};
+}
+
+Status read_bias_key(const std::string& key, const std::string& path, int32_t* out) {
+  const bool digits =
+      !key.empty() && key.size() < 10 &&
+      std::all_of(key.begin(), key.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (!digits) return invalid_argument(fmt::format("{}: the keys must be token ids", path));
+  *out = std::stoi(key);
+  return {};
+}
+
+// {"15043": 1.5, "2": false} or [[15043, 1.5], [2, false]].
+Status read_biases(const Json& value, const std::string& path,
+                   std::vector<std::pair<int32_t, float>>* out) {
+  if (!value.is_object() && !value.is_array()) return wrong_kind(path, "an object", value);
+  for (const auto& item : value.items()) {
+    std::pair<int32_t, float> bias;
+    if (value.is_object()) {
+      HCACHE_RETURN_IF_ERROR(read_bias_key(item.key(), path, &bias.first));
+      HCACHE_RETURN_IF_ERROR(
+          read_bias(item.value(), fmt::format("{}.{}", path, item.key()), &bias.second));
+    } else {
+      const std::string place = fmt::format("{}[{}]", path, item.key());
+      if (!item.value().is_array() || item.value().size() != 2) {
+        return invalid_argument(fmt::format("{}: expected [token, bias]", place));
+      }
+      HCACHE_RETURN_IF_ERROR(read_token(item.value()[0], place + "[0]", &bias.first));
+      HCACHE_RETURN_IF_ERROR(read_bias(item.value()[1], place + "[1]", &bias.second));
+    }
+    out->push_back(bias);
+  }
+  return {};
+}
+
+Json bias_schema() {
+  const Json bias = {
+      {"anyOf",
+       Json::array({Json{{"type", "number"}, {"minimum", -kMaxBias}, {"maximum", kMaxBias}},
+                    Json{{"type", "boolean"}, {"enum", Json::array({false})}}})}};
+  const Json pair = {{"type", "array"},
+                     {"prefixItems", Json::array({token_schema(), bias})},
+                     {"minItems", 2},
+                     {"maxItems", 2}};
+  return {{"anyOf", Json::array({Json{{"type", "object"}, {"additionalProperties", bias}},
+                                 Json{{"type", "array"}, {"items", pair}}})}};
+}
+
+Status read_stops(const Json& value, const std::string& path, std::vector<std::string>* out) {
+  std::vector<std::string> stops;
+  const auto add = [&](const Json& stop, const std::string& place) -> Status {
+    if (!stop.is_string()) return wrong_kind(place, "a string", stop);
+    const auto& text = stop.get_ref<const std::string&>();
+    if (text.size() > kMaxStopBytes) {
+      return invalid_argument(fmt::format("{}: longer than {} bytes", place, kMaxStopBytes));
+    }
+    if (!text.empty()) stops.push_back(text);
+    return {};
+  };
+  if (!value.is_array()) {
+    if (!value.is_string()) return wrong_kind(path, "a string or an array of strings", value);
+    HCACHE_RETURN_IF_ERROR(add(value, path));
+  } else {
+    if (value.size() > kMaxStops) {
+      return invalid_argument(fmt::format("{}: more than {} strings", path, kMaxStops));
+    }
+    for (size_t i = 0; i < value.size(); i++) {
+      HCACHE_RETURN_IF_ERROR(add(value[i], fmt::format("{}[{}]", path, i)));
+    }
+  }
+  *out = std::move(stops);
+  return {};
+}
+
+bool tool_name_ok(const std::string& name) {
+  const auto allowed = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+           std::string_view("_-.:/").find(c) != std::string_view::npos;
+  };
+  return !name.empty() && name.size() <= kMaxToolName &&
+         std::all_of(name.begin(), name.end(), allowed);
+}
+
+}  // namespace
+
+Json token_schema() {
+  return {{"type", "integer"}, {"minimum", 0}, {"maximum", static_cast<int64_t>(kMaxTokenId)}};
+}
+
+Json prompt_schema() {
+  const Json part = {{"anyOf", Json::array({Json{{"type", "string"}}, token_schema()})}};
+  return {{"anyOf", Json::array({Json{{"type", "string"}},
+                                 Json{{"type", "array"}, {"items", part}, {"minItems", 1}}})}};
+}
+
+Json prompts_schema() {
+  const Json tokens = {{"type", "array"}, {"items", token_schema()}, {"minItems", 1}};
+  Json schema = prompt_schema();
+  schema["anyOf"].push_back(
+      {{"type", "array"}, {"items", tokens}, {"minItems", 1}, {"maxItems", kMaxPrompts}});
+  return schema;
+}
+
+Status read_tokens(const Json& value, const std::string& path, std::vector<int32_t>* out) {
+  if (!value.is_array()) return wrong_kind(path, "an array of token ids", value);
+  out->reserve(value.size());
+  for (size_t i = 0; i < value.size(); i++) {
+    int32_t token = 0;
+    HCACHE_RETURN_IF_ERROR(read_token(value[i], fmt::format("{}[{}]", path, i), &token));
+    out->push_back(token);
+  }
+  return {};
+}
+
+Status read_prompt(const Json& value, const std::string& path, Prompt* out) {
+  if (value.is_string()) {
+    out->parts.emplace_back(value.get<std::string>());
+    return {};
+  }
+  if (!value.is_array()) return wrong_kind(path, "a string or an array of token ids", value);
+  if (value.empty()) return invalid_argument(fmt::format("{}: empty", path));
+  if (all_tokens(value)) {
+    std::vector<int32_t> tokens;
+    HCACHE_RETURN_IF_ERROR(read_tokens(value, path, &tokens));
+    out->parts.emplace_back(std::move(tokens));
+    return {};
+  }
+  for (size_t i = 0; i < value.size(); i++) {
+    if (value[i].is_string()) {
+      out->parts.emplace_back(value[i].get<std::string>());
+      continue;
+    }
+    int32_t token = 0;
+    HCACHE_RETURN_IF_ERROR(read_token(value[i], fmt::format("{}[{}]", path, i), &token));
+    out->parts.emplace_back(std::vector<int32_t>{token});
+  }
+  return {};
+}
+
+Status read_prompts(const Json& value, const std::string& path, std::vector<Prompt>* out) {
+  if (!several_prompts(value)) {
+    out->emplace_back();
+    return read_prompt(value, path, &out->back());
+  }
+  if (value.size() > kMaxPrompts) {
+    return invalid_argument(fmt::format("{}: more than {} prompts", path, kMaxPrompts));
+  }
+  for (size_t i = 0; i < value.size(); i++) {
+    out->emplace_back();
+    HCACHE_RETURN_IF_ERROR(read_prompt(value[i], fmt::format("{}[{}]", path, i), &out->back()));
+  }
+  return {};
+}
+
+Json content_schema(const std::vector<std::string>& types) {
+  const Json part = {
+      {"type", "object"},
+      {"properties",
+       {{"type", {{"type", "string"}, {"enum", types}}}, {"text", {{"type", "string"}}}}},
+      {"required", {"type", "text"}}};
+  return {
+      {"oneOf", Json::array({Json{{"type", "string"}}, Json{{"type", "array"}, {"items", part}}})}};
+}
+
+Status read_content(const Json& value, const std::string& path,
+                    const std::vector<std::string>& types, std::string* out) {
+  if (value.is_string()) {
+    *out = value.get<std::string>();
+    return {};
+  }
+  if (!value.is_array()) return wrong_kind(path, "a string or an array of parts", value);
+  std::string joined;
+  for (size_t i = 0; i < value.size(); i++) {
+    Fields part(value[i], fmt::format("{}[{}]", path, i));
+    std::string type;
+    part.required().text("type", &type, {});
+    if (part.ok() && std::find(types.begin(), types.end(), type) == types.end()) {
+      const bool image = type.find("image") != std::string::npos;
+      part.fail("type", image ? std::string("images are not supported, only text is")
+                              : fmt::format("parts of type '{}' are not supported, only text is",
+                                            type.substr(0, 64)));
+    }
+    std::string text;
+    part.required().text(type == "refusal" ? "refusal" : "text", &text, {});
+    if (!part.ok()) return part.status();
+    if (!joined.empty()) joined += "\n";
+    joined += text;
+  }
+  *out = std::move(joined);
+  return {};
+}
+
+void model_field(Fields& f, GenerationRequest* r) {
+  f.text("model", &r->model_name, "The model; it must be the one that is served.", kMaxNameBytes);
+}
+
+void sampling_fields(Fields& f, GenerationRequest* r) {
+  model::SamplingOptions& s = r->sampling;
+  f.number("temperature", &s.temperature, {0, 100}, "Higher is more random; 0 is greedy.");
+  int top_k = s.top_k;
+  f.integer("top_k", &top_k, {-1, Range().max},
+            "Choose among the k most likely tokens; 0 and -1: among all.");
+  s.top_k = std::max(top_k, 0);
+  float top_p = s.top_p;
+  f.number("top_p", &top_p, {0, 1},
+           "Choose among the smallest set of tokens that has this probability.");
+  s.top_p = std::max(top_p, kSmallestTopP);
+  f.number("min_p", &s.min_p, {0, 1},
+           "Leave out tokens below this share of the best one's probability.");
+  f.number("frequency_penalty", &s.frequency_penalty, {-2, 2},
+           "Subtracted from a token's logit for each time it came.");
+  f.number("presence_penalty", &s.presence_penalty, {-2, 2},
+           "Subtracted once from the logits of tokens that came.");
+  f.number("repeat_penalty", &s.repeat_penalty, {0.01, 100},
+           "Divides the logits of tokens that came; 1: off.");
+  f.number("repetition_penalty", &s.repeat_penalty, {0.01, 100}, "Another name: repeat_penalty.");
+  int recent = s.penalty_last_n;
+  f.integer("repeat_last_n", &recent, {-1, kMaxRecentTokens},
+            "How many of the last tokens the penalties count; -1: as many as possible.");
+  s.penalty_last_n = recent < 0 ? kMaxRecentTokens : recent;
+  int64_t seed = -1;
+  f.integer("seed", &seed, Range(), "The same seed gives the same answer; -1: a random one.");
+  const auto bits = static_cast<uint64_t>(seed);
+  if (seed != -1) r->seed = static_cast<uint32_t>(bits ^ (bits >> 32U));
+  f.value("logit_bias", bias_schema(),
+          "Token ids, and what is added to their logits; false instead of a number forbids one.",
+          [&](const Json& value, const std::string& path) {
+            return read_biases(value, path, &s.logit_bias);
+          });
+  f.text("grammar", &s.grammar, "A GBNF grammar that the answer must follow.");
+  f.schema("json_schema", &s.json_schema, "A JSON schema that the answer must follow.");
+  if (!s.grammar.empty() && !s.json_schema.empty()) {
+    f.fail("grammar", "can't be combined with json_schema");
+  }
+  f.flag("ignore_eos", &r->ignore_eos, "Go on to max_tokens whatever the model wants.");
+}
+
+void limit_field(Fields& f, GenerationRequest* r, std::string_view name) {
+  f.integer(name, &r->max_tokens, {-1, std::numeric_limits<int32_t>::max()},
+            "At most so many tokens of answer; -1: as many as there is room for.");
+}
+
+void stop_field(Fields& f, GenerationRequest* r, std::string_view name) {
+  const Json text = {{"type", "string"}, {"maxLength", kMaxStopBytes}};
+  f.value(
+      name,
+      {{"oneOf",
+        Json::array({text, Json{{"type", "array"}, {"items", text}, {"maxItems", kMaxStops}}})}},
+      "Strings that end the answer; they are no part of it.",
+      [&](const Json& value, const std::string& path) {
+        return read_stops(value, path, &r->stop);
+      });
+}
+
+void stream_fields(Fields& f, GenerationRequest* r) {
+  f.flag("stream", &r->stream, "Send the answer as server-sent events while it is written.");
+  f.object("stream_options", "Of a stream.", [&](Fields& o) {
+    o.flag("include_usage", &r->include_usage, "End with a chunk that holds the usage.");
+  });
+}
+
+void cache_fields(Fields& f, GenerationRequest* r) {
+  f.text("session_id", &r->session_id,
+         "A name under which the conversation's state can be listed, pinned and deleted.",
+         kMaxNameBytes);
+  f.text("cache_salt", &r->cache_salt, "Requests with different salts never share state.",
+         kMaxNameBytes);
+  f.text("prompt_cache_key", &r->cache_key, "Requests with the same key are likely to begin alike.",
+         kMaxNameBytes);
+  std::string retention;
+  f.one_of("prompt_cache_retention", &retention, {"in_memory", "in-memory", "24h"},
+           "How long the conversation's state should be kept.");
+  if (retention == "24h") r->retention = Retention::kDay;
+  if (retention.rfind("in", 0) == 0) r->retention = Retention::kMemory;
+  f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
+  f.text("user", &r->user, "Who asks.", kMaxNameBytes);
+  f.integer("priority", &r->priority, {-100, 100}, "Higher is served first.");
+}
+
+void format_fields(Fields& f, std::string* schema, bool flat) {
+  std::string type = "text";
+  std::string wanted;
+  f.required().one_of("type", &type, {"text", "json_object", "json_schema"},
+                      "Plain text, any JSON object, or one that follows the schema.");
+  const auto schema_fields = [&](Fields& o) {
+    std::string name;
+    bool strict = true;
+    o.text("name", &name, "For the client's own use.");
+    o.flag("strict", &strict, "The schema is always enforced.");
+    o.schema("schema", &wanted, "The JSON schema.");
+  };
+  if (flat) {
+    schema_fields(f);
+  } else {
+    f.object("json_schema", "With type json_schema.", schema_fields);
+    f.schema("schema", &wanted, "The schema, for clients that put it here.");
+  }
+  if (type != "text") *schema = wanted.empty() ? R"({"type":"object"})" : wanted;
+}
+
+void function_fields(Fields& f, model::ChatTool* tool, std::string_view schema_name) {
+  f.required().text("name", &tool->name, "Letters, digits and any of _-.:/, at most 128 of them.");
+  if (f.reading() && f.ok() && !tool_name_ok(tool->name)) {
+    f.fail("name", "must be 1 to 128 letters, digits or any of _-.:/");
+  }
+  f.text("description", &tool->description, "What it does, for the model.");
+  f.schema(schema_name, &tool->parameters, "A JSON schema of its arguments.");
+}
+
+void effort_field(Fields& f, std::string_view name, model::ChatInput* chat) {
+  std::string effort;
+  f.one_of(name, &effort, {"none", "minimal", "low", "medium", "high", "xhigh"},
+           "How much the model should think first, where it can; none: not at all.");
+  if (effort == "none") {
+    chat->thinking = false;
+  } else if (!effort.empty()) {
+    chat->template_args["reasoning_effort"] = to_text(effort);
+  }
+}
+
+void template_fields(Fields& f, model::ChatInput* chat) {
+  f.value("chat_template_kwargs", {{"type", "object"}},
+          "Variables for the chat template; enable_thinking is one that many know.",
+          [&](const Json& value, const std::string& path) -> Status {
+            if (!value.is_object()) return wrong_kind(path, "an object", value);
+            for (const auto& item : value.items()) {
+              if (item.key() == "enable_thinking") {
+                if (!item.value().is_boolean()) {
+                  return wrong_kind(path + ".enable_thinking", "a boolean", item.value());
+                }
+                chat->thinking = item.value().get<bool>();
+              }
+              chat->template_args[item.key()] = to_text(item.value());
+            }
+            return {};
+          });
+}
+
+void check_tools(Fields& f, const GenerationRequest& r) {
+  if (!f.reading() || !f.ok() || !r.chat) return;
+  const model::ChatInput& chat = *r.chat;
+  if (chat.tool_choice == model::ToolChoice::kRequired && chat.tools.empty()) {
+    return f.fail("tool_choice", "requires a tool, but there are no tools");
+  }
+  const auto named = [&](const model::ChatTool& tool) { return tool.name == chat.only_tool; };
+  if (!chat.only_tool.empty() && std::none_of(chat.tools.begin(), chat.tools.end(), named)) {
+    return f.fail("tool_choice",
+                  fmt::format("there is no tool '{}'", chat.only_tool.substr(0, 64)));
+  }
+  const bool may_call = !chat.tools.empty() && chat.tool_choice != model::ToolChoice::kNone;
+  if (!r.sampling.grammar.empty() && (may_call || !chat.json_schema.empty())) {
+    f.fail("grammar", "can't be combined with tools or a JSON schema");
+  }
+}
+
+void apply_prompt(const model::ChatPrompt& prompt, GenerationRequest* request) {
+  if (!prompt.grammar.empty()) {
+    request->sampling.grammar = prompt.grammar;
+    request->sampling.grammar_scope = prompt.grammar_scope;
+  }
+  request->stop.insert(request->stop.end(), prompt.stops.begin(), prompt.stops.end());
+}
+
+}  // namespace hcache::api

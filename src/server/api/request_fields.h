@@ -1,0 +1,56 @@
+// Groups of fields that several protocols share, and the fields of every request: the parsers read
+// with them, the OpenAPI document is made of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "api/request.h"
+#include "fields.h"
+
+namespace hcache::api {
+
+// Strings and lists in the forms that clients send them. The schemas describe what the readers
+// take.
+[[nodiscard]] Json prompt_schema();
+[[nodiscard]] Json prompts_schema();
+[[nodiscard]] Status read_prompts(const Json& value, const std::string& path,
+                                  std::vector<Prompt>* out);
+[[nodiscard]] Status read_prompt(const Json& value, const std::string& path, Prompt* out);
+[[nodiscard]] Status read_tokens(const Json& value, const std::string& path,
+                                 std::vector<int32_t>* out);
+[[nodiscard]] Json token_schema();
+// A string, or an array of parts with a text of one of the `types`; parts are joined by newlines.
+[[nodiscard]] Json content_schema(const std::vector<std::string>& types);
+[[nodiscard]] Status read_content(const Json& value, const std::string& path,
+                                  const std::vector<std::string>& types, std::string* out);
+
+void model_field(Fields& f, GenerationRequest* r);
+void sampling_fields(Fields& f, GenerationRequest* r);
+// "max_tokens", "n_predict", ...
+void limit_field(Fields& f, GenerationRequest* r, std::string_view name);
+void stop_field(Fields& f, GenerationRequest* r, std::string_view name);
+void stream_fields(Fields& f, GenerationRequest* r);
+void cache_fields(Fields& f, GenerationRequest* r);
+// OpenAI's response_format, and its flat form in /v1/responses, into a schema; empty: plain text.
+void format_fields(Fields& f, std::string* schema, bool flat);
+// A tool's name, description and schema.
+void function_fields(Fields& f, model::ChatTool* tool, std::string_view schema_name);
+// "none", "minimal", ..., as a switch and a variable of the template.
+void effort_field(Fields& f, std::string_view name, model::ChatInput* chat);
+void template_fields(Fields& f, model::ChatInput* chat);
+// What a tool choice must not contradict.
+void check_tools(Fields& f, const GenerationRequest& r);
+
+void chat_completion_fields(Fields& f, GenerationRequest* r);
+void completion_fields(Fields& f, GenerationRequest* r);
+void response_fields(Fields& f, GenerationRequest* r);
+void messages_fields(Fields& f, GenerationRequest* r);
+void count_tokens_fields(Fields& f, GenerationRequest* r);
+void llama_completion_fields(Fields& f, GenerationRequest* r);
+void apply_template_fields(Fields& f, GenerationRequest* r);
+void embedding_fields(Fields& f, EmbeddingRequest* r);
+void tokenize_fields(Fields& f, TokenizeRequest* r);
+void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
+
+}  // namespace hcache::api
