@@ -28,6 +28,10 @@ release debug: deps  ## Build the program: build/release/bin/hcache (or build/de
 demo: release  ## Show the main job on the default model
 	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" scripts/demo.sh
 
+.PHONY: serve
+serve: release  ## Serve the default model with its page on http://127.0.0.1:8080
+	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" build/release/bin/hcache serve
+
 .PHONY: test
 test: deps  ## Build everything and run all tests, the format and the layering check
 	@scripts/build.sh release

@@ -27,10 +27,11 @@ LADDER = {
     # scheduler. server/service joins them.
     "server/http": {"base"},
     "server/api": {"base", "model"},
+    "server/page": set(),
     "server/conversations": {"base", "model", "store"},
     "server/executor": {"base", "policy", "store", "model", "engine", "state", "scheduler"},
     "server": {"base", "policy", "store", "model", "engine", "state", "scheduler", "server/http",
-               "server/api", "server/conversations", "server/executor"},
+               "server/api", "server/page", "server/conversations", "server/executor"},
 }
 EVERYTHING = set(LADDER) | {"ggml", "llama"}
 # Headers are named after the last folder: "http/server.h" belongs to server/http.

@@ -11,7 +11,8 @@ packages=(
   clang-format clang-tidy
   # libraries
   libsqlite3-dev liburing-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
-  libspdlog-dev libfmt-dev libgtest-dev libgmock-dev libbenchmark-dev
+  libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev
+  libbenchmark-dev
 )
 
 if ! command -v dpkg-query >/dev/null; then

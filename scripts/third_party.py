@@ -304,8 +304,14 @@ class LlamaBuild:
         self.log = cache_dir() / "build" / f"{name}.log"
 
     def source(self, progress):
-        """The unpacked source tree; call with the lock held."""
+        """The unpacked source tree, which all flavours share."""
         tree = cache_dir() / f"{LLAMA_PACKAGE}-{LLAMA_VERSION}"
+        with locked("source"):
+            self.unpack(tree, progress)
+        return tree / "vendor" / "llama.cpp"
+
+    @staticmethod
+    def unpack(tree, progress):
         if not tree.exists():
             archive = pip_download(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, "sdist", progress)
             progress.update("unpacking")
@@ -318,7 +324,6 @@ class LlamaBuild:
                 os.replace(top, tree)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        return tree / "vendor" / "llama.cpp"
 
     def compile(self, targets, progress, tools=False):
         self.build.mkdir(parents=True, exist_ok=True)
@@ -340,7 +345,7 @@ class LlamaBuild:
     def ensure_library(self):
         if self.prefix.exists():
             return self.prefix
-        with locked("llama"):
+        with locked(self.name):
             if self.prefix.exists():
                 return self.prefix
             progress = Progress(f"building {self.name} (once)")
@@ -382,7 +387,7 @@ class LlamaBuild:
         out = self.prefix / "bin"
         self.ensure_library()
         if not all((out / name).exists() for name in names):
-            with locked("llama"):
+            with locked(self.name):
                 progress = Progress(f"building {' and '.join(names)} (once)")
                 self.compile(names, progress, tools=True)
                 out.mkdir(exist_ok=True)

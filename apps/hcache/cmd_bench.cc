@@ -1,15 +1,52 @@
-// hcache bench restore|throughput. Both verify or warm up before they time, alternate between the
-// rows that will be compared, and print the machine they ran on.
+// hcache bench restore|throughput|serve. The first two verify or warm up before they time,
+// alternate between the rows that will be compared, and print the machine they ran on; the third
+// loads a server.
 
 #include <memory>
 
 #include "bench.h"
+#include "bench_serve.h"
 #include "commands.h"
 
 namespace hcache::cli {
+namespace {
+
+void add_bench_serve(CLI::App& group, Verb* verb) {
+  CLI::App* serve = group.add_subcommand(
+      "serve", "Hold many conversations with a server at a time, and measure its answers");
+  const auto s = std::make_shared<ServeArgs>();
+  add_option(*serve, "url", &s->url);
+  add_option(*serve, "served-model", &s->client.model);
+  add_option(*serve, "bearer-key", &s->api_key);
+  add_option(*serve, "trace", &s->trace);
+  add_option(*serve, "sessions", &s->load.sessions);
+  add_option(*serve, "rate", &s->load.rate);
+  add_option(*serve, "rounds", &s->load.rounds);
+  add_option(*serve, "think", &s->think_ns);
+  add_option(*serve, "think-spread", &s->think_spread);
+  add_option(*serve, "load-context", &s->load.context);
+  add_option(*serve, "time-scale", &s->load.time_scale);
+  add_option(*serve, "length-scale", &s->load.length_scale);
+  add_option(*serve, "concurrency", &s->client.concurrency);
+  add_option(*serve, "load-text", &s->text);
+  add_option(*serve, "token-bytes", &s->bytes_per_token);
+  add_option(*serve, "load-seed", &s->load.seed);
+  add_option(*serve, "load-temperature", &s->client.temperature);
+  add_option(*serve, "exact-length", &s->client.exact_length);
+  add_option(*serve, "extra", &s->extra);
+  add_option(*serve, "timeout", &s->timeout_ns);
+  add_option(*serve, "retry", &s->client.retries);
+  add_option(*serve, "warmup", &s->load.warmup);
+  add_option(*serve, "answers", &s->answers_file);
+  add_option(*serve, "dry-run", &s->dry_run);
+  add_option(*serve, "json-file", &s->json_file);
+  serve->callback([s, verb] { *verb = [s] { return bench_serve(*s); }; });
+}
+
+}  // namespace
 
 void add_bench(CLI::App& app, Verb* verb) {
-  CLI::App* group = app.add_subcommand("bench", "Measure restoring and throughput");
+  CLI::App* group = app.add_subcommand("bench", "Measure restoring, throughput, and servers");
   group->require_subcommand(1);
 
   CLI::App* restore = group->add_subcommand(
@@ -45,6 +82,8 @@ void add_bench(CLI::App& app, Verb* verb) {
   add_option(*throughput, "paced", &t->paced);
   add_option(*throughput, "json-file", &t->json_file);
   throughput->callback([t, verb] { *verb = [t] { return bench_throughput(*t); }; });
+
+  add_bench_serve(*group, verb);
 }
 
 }  // namespace hcache::cli

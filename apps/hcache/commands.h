@@ -13,6 +13,7 @@ using Verb = std::function<Status()>;
 
 void add_chat(CLI::App& app, Verb* verb);
 void add_run(CLI::App& app, Verb* verb);
+void add_serve(CLI::App& app, Verb* verb);
 void add_bench(CLI::App& app, Verb* verb);
 void add_plan(CLI::App& app, Verb* verb);
 void add_profile(CLI::App& app, Verb* verb);

@@ -244,6 +244,7 @@ void Core::restored(Task& task, const RestoreStatus& status) {
   outcome.bytes_remote += report.bytes_remote;
   outcome.overlap = report.overlap;
   outcome.schedule = report.schedule;
+  outcome.timeline = report.timeline;
   if (outcome.generated_tokens == 0) {
     outcome.hidden_tokens = report.hidden_tokens;
     outcome.kv_tokens = report.kv_tokens;

@@ -32,12 +32,22 @@ void add_prompt(const Outcome& one, Outcome* sum) {
   sum->queue_ms = std::max(sum->queue_ms, one.queue_ms);
   sum->first_ms = std::max(sum->first_ms, one.first_ms);
   sum->overlap = std::max(sum->overlap, one.overlap);
-  if (sum->schedule.empty()) sum->schedule = one.schedule;
+  if (sum->schedule.empty()) {
+    sum->schedule = one.schedule;
+    sum->timeline = one.timeline;
+  }
 }
 
 }  // namespace
 
 Json outcome_json(const Outcome& o) {
+  Json timeline = Json::array();
+  for (const Outcome::Span& span : o.timeline) {
+    timeline.push_back({{"layers", span.layers},
+                        {"method", span.method},
+                        {"io_ms", {span.io_begin_ms, span.io_end_ms}},
+                        {"compute_ms", {span.compute_begin_ms, span.compute_end_ms}}});
+  }
   return {{"tokens",
            {{"resident", o.resident},
             {"hidden", o.hidden},
@@ -48,6 +58,7 @@ Json outcome_json(const Outcome& o) {
           {"restore_ms", o.restore_ms},
           {"overlap", o.overlap},
           {"schedule", o.schedule},
+          {"timeline", std::move(timeline)},
           {"queue_ms", o.queue_ms},
           {"first_token_ms", o.first_ms},
           {"preemptions", o.preemptions}};

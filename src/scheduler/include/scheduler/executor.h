@@ -49,6 +49,18 @@ struct StepShape {
   int64_t depth = 0;  // rows before them
 };
 
+// Layers that were restored alike, and when they were read and computed: seconds since the restore
+// began. Both times of reading 0: nothing was read.
+struct RestoreSpan {
+  int32_t first_layer = 0;
+  int32_t last_layer = 0;
+  std::string method;  // "RE", "H", "KV"
+  double io_begin_s = 0;
+  double io_end_s = 0;
+  double compute_begin_s = 0;
+  double compute_end_s = 0;
+};
+
 // What a restore did.
 struct RestoreReport {
   int64_t hidden_tokens = 0;  // restored rows, by what most of their layers used
@@ -59,6 +71,7 @@ struct RestoreReport {
   uint64_t bytes_remote = 0;
   double overlap = 0;    // share of the I/O time during which restore work ran too, 0 … 1
   std::string schedule;  // "RE:4 H:26 KV:2"
+  std::vector<RestoreSpan> timeline;
 };
 
 struct RestoreStatus {

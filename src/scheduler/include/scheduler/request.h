@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "scheduler/executor.h"
 
 namespace hcache::scheduler {
 
@@ -58,10 +59,11 @@ struct Outcome {
   uint64_t bytes_dram = 0;
   uint64_t bytes_disk = 0;
   uint64_t bytes_remote = 0;
-  double restore_s = 0;       // from its beginning to its end
-  double restore_busy_s = 0;  // compute that it took
-  double overlap = 0;         // of the last one; see RestoreReport
-  std::string schedule;       // of the last one
+  double restore_s = 0;               // from its beginning to its end
+  double restore_busy_s = 0;          // compute that it took
+  double overlap = 0;                 // of the last one; see RestoreReport
+  std::string schedule;               // of the last one
+  std::vector<RestoreSpan> timeline;  // of the last one
 
   double queue_s = 0;                  // until it was first admitted
   double ttft_s = 0;                   // until its first token; 0: none came

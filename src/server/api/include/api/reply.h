@@ -32,11 +32,21 @@ struct Outcome {
 
   double queue_ms = 0;
   double restore_ms = 0;
-  double prompt_ms = 0;     // of computing what was not restored
-  double reply_ms = 0;      // from the first token to the last
-  double first_ms = 0;      // from the request's arrival to the first token
-  double overlap = 0;       // the share of reading that was hidden behind computing, [0, 1]
-  std::string schedule;     // "RE:4 H:26 KV:2"; empty: nothing was restored
+  double prompt_ms = 0;  // of computing what was not restored
+  double reply_ms = 0;   // from the first token to the last
+  double first_ms = 0;   // from the request's arrival to the first token
+  double overlap = 0;    // the share of reading that was hidden behind computing, [0, 1]
+  std::string schedule;  // "RE:4 H:26 KV:2"; empty: nothing was restored
+  // Layers that were restored alike, and when, in milliseconds since the restore began.
+  struct Span {
+    std::string layers;  // "4-7"
+    std::string method;  // "RE", "H", "KV"
+    double io_begin_ms = 0;
+    double io_end_ms = 0;
+    double compute_begin_ms = 0;
+    double compute_end_ms = 0;
+  };
+  std::vector<Span> timeline;
   int64_t preemptions = 0;  // how often it had to make room
 
   [[nodiscard]] int64_t cached() const { return resident + hidden + kv; }

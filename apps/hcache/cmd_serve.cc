@@ -1,0 +1,161 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <memory>
+#include <sstream>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "base/units.h"
+#include "commands.h"
+#include "options.h"
+#include "server/server.h"
+#include "session.h"
+#include "terminal.h"
+
+namespace hcache::cli {
+namespace {
+
+constexpr int64_t kPollNs = 100'000'000;
+
+struct ServeArgs {
+  RuntimeArgs runtime;
+  model::SamplingOptions sampling;
+  std::string host;
+  int port = 0;
+  std::vector<std::string> api_keys;
+  std::string api_key_file;
+  bool shared_keys = false;
+  std::vector<std::string> cors;
+  std::string alias;
+  std::string chat_template_file;
+  uint64_t dram_bytes = 0;
+  int64_t flush_interval_ns = 0;
+  int64_t grace_ns = 0;
+  int64_t ttl_ns = 0;
+  int parallel = 0;
+  int64_t step_tokens = 0;
+  double restore_share = 0;
+  int64_t max_queued = 0;
+  int64_t max_queued_per_key = 0;
+  int64_t max_running_per_key = 0;
+  bool verbose = false;
+};
+
+Result<std::vector<http::ApiKey>> api_keys(const ServeArgs& args) {
+  std::vector<std::string> keys = args.api_keys;
+  if (!args.api_key_file.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(const std::string text,
+                            read_whole_file(Env::real(), args.api_key_file));
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      if (!line.empty() && line.back() == '\r') line.pop_back();
+      if (!line.empty() && line[0] != '#') keys.push_back(line);
+    }
+    if (keys.empty()) {
+      return invalid_argument(
+          fmt::format("{} holds no key; put one on each line", args.api_key_file));
+    }
+  }
+  std::vector<http::ApiKey> out;
+  for (const std::string& key : keys) {
+    const http::KeyHash hash = http::hash_api_key(key);
+    // Names that tell keys apart in logs and give nothing away.
+    out.push_back({.name = "key-" + to_hex(hash).substr(0, 8), .hash = hash});
+  }
+  return out;
+}
+
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
+}
+
+Result<server::ServerOptions> server_options(const ServeArgs& args) {
+  server::ServerOptions o;
+  HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
+  o.runtime.dram_bytes = args.dram_bytes;
+  o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
+  o.http.host = args.host;
+  o.http.port = static_cast<uint16_t>(args.port);
+  o.http.cors_origins = args.cors;
+  HCACHE_ASSIGN_OR_RETURN(o.http.api_keys, api_keys(args));
+  o.salt_per_key = !args.shared_keys;
+  o.alias = args.alias;
+  if (!args.chat_template_file.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(o.chat_template, read_whole_file(Env::real(), args.chat_template_file));
+  }
+  o.sampling = args.sampling;
+  o.ttl_ns = args.ttl_ns;
+  HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
+  o.scheduler.batch.max_sequences = args.parallel;
+  o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
+  o.scheduler.restore.share = args.restore_share;
+  o.scheduler.max_queued = args.max_queued;
+  o.scheduler.max_queued_per_key = args.max_queued_per_key;
+  o.scheduler.max_running_per_key = args.max_running_per_key;
+  o.max_sequences = std::max(64, 4 * args.parallel);
+  return o;
+}
+
+Status serve(const ServeArgs& args) {
+  if (args.runtime.model.device == "list") return list_devices();
+  if (args.verbose) log::set_level(log::Level::kInfo);
+  HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
+  if (!is_loopback(args.host) && options.http.api_keys.empty()) {
+    log::warn(
+        "{} can be reached from elsewhere and no API key is set: anyone may use this server "
+        "and read what is stored (--api-key)",
+        args.host);
+  }
+  ProgressLine line;
+  options.runtime.progress = [&line](const std::string& what, double fraction) {
+    return line.update(what, fraction);
+  };
+  HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(Env::real(), options));
+  line.finish();
+  const bool bracketed = args.host.find(':') != std::string::npos;
+  fmt::print("hcache: serving on http://{}{}{}:{}\n", bracketed ? "[" : "", args.host,
+             bracketed ? "]" : "", server->port());
+  std::fflush(stdout);
+  while (!interrupted()) Env::real().sleep_ns(kPollNs);
+  fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
+             format_duration(args.grace_ns));
+  return server->stop(args.grace_ns);
+}
+
+}  // namespace
+
+void add_serve(CLI::App& app, Verb* verb) {
+  CLI::App* sub = app.add_subcommand(
+      "serve", "Serve the model over HTTP: OpenAI's, Anthropic's and llama-server's protocols");
+  const auto args = std::make_shared<ServeArgs>();
+  add_option(*sub, "serve-host", &args->host)->envname("LLAMA_ARG_HOST");
+  add_option(*sub, "serve-port", &args->port)->envname("LLAMA_ARG_PORT");
+  add_option(*sub, "api-key", &args->api_keys)->envname("LLAMA_API_KEY");
+  add_option(*sub, "api-key-file", &args->api_key_file);
+  add_option(*sub, "shared-keys", &args->shared_keys);
+  add_option(*sub, "cors", &args->cors);
+  add_option(*sub, "alias", &args->alias)->envname("LLAMA_ARG_ALIAS");
+  add_option(*sub, "chat-template-file", &args->chat_template_file)
+      ->envname("LLAMA_ARG_CHAT_TEMPLATE_FILE");
+  add_option(*sub, "parallel", &args->parallel)->envname("LLAMA_ARG_N_PARALLEL");
+  add_option(*sub, "step-tokens", &args->step_tokens);
+  add_option(*sub, "restore-share", &args->restore_share);
+  add_option(*sub, "max-queued", &args->max_queued);
+  add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
+  add_option(*sub, "max-running-per-key", &args->max_running_per_key);
+  add_option(*sub, "dram", &args->dram_bytes);
+  add_option(*sub, "flush-interval", &args->flush_interval_ns);
+  add_option(*sub, "grace", &args->grace_ns);
+  add_option(*sub, "ttl", &args->ttl_ns);
+  add_runtime_options(*sub, &args->runtime);
+  add_option(*sub, "restore-method", &args->runtime.restore_method);
+  add_sampling_options(*sub, &args->sampling);
+  add_option(*sub, "verbose", &args->verbose);
+  sub->get_option("--model")->envname("LLAMA_ARG_MODEL");
+  sub->get_option("--ctx")->envname("LLAMA_ARG_CTX_SIZE");
+  sub->get_option("--threads")->envname("LLAMA_ARG_THREADS");
+  sub->callback([args, verb] { *verb = [args] { return serve(*args); }; });
+}
+
+}  // namespace hcache::cli

@@ -1,0 +1,371 @@
+#include "conversations.h"
+
+#include <fmt/format.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "base/log.h"
+
+namespace hcache::server {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr size_t kMaxTurns = 256;  // of one conversation that are known by their text
+constexpr int kSaltDigits = 16;    // of a salt, before a session's name in the store
+
+}  // namespace
+
+std::string Conversations::store_name(const SaltId& salt, std::string_view name) const {
+  if (salt == salt_id("")) return std::string(name);
+  return fmt::format("{}:{}", to_hex(salt).substr(0, kSaltDigits), name);
+}
+
+std::string Conversations::chain_text(std::span<const int32_t> tokens) const {
+  if (!tokens.empty() && tokens[0] == tokenizer_.bos()) tokens = tokens.subspan(1);
+  return tokenizer_.decode(tokens, true).value_or({});
+}
+
+Conversations::TextKey Conversations::key_of(std::string_view text) {
+  return {text.size(), XXH3_64bits(text.data(), text.size())};
+}
+
+Status Conversations::load() {
+  if (store_ == nullptr) return {};
+  HCACHE_ASSIGN_OR_RETURN(const auto sessions, store_->list_sessions());
+  for (const store::SessionSummary& summary : sessions) {
+    if (summary.fingerprint != fingerprint_) continue;
+    auto session = store_->get_session(summary.name);
+    if (!session.ok()) {
+      log::warn("session {} can't be read: {}", summary.name, session.status().to_string());
+      continue;
+    }
+    const Json metadata = Json::parse(session->metadata_json, nullptr, false);
+    const auto field = [&](const char* name, auto fallback) {
+      const bool usable = metadata.is_object() && metadata.contains(name) &&
+                          metadata[name].type() == Json(fallback).type();
+      return usable ? metadata[name].template get<decltype(fallback)>() : fallback;
+    };
+    Entry entry;
+    Conversation& c = entry.conversation;
+    const std::string prefix = store_name(session->salt, "");
+    c.name = summary.name.starts_with(prefix) ? summary.name.substr(prefix.size()) : summary.name;
+    c.tokens = static_cast<int64_t>(session->tokens.size());
+    c.created_ns = session->created_ns;
+    c.updated_ns = session->updated_ns;
+    c.named = field("named", true);  // the command line's sessions have no such field
+    c.pinned = field("pinned", false);
+    c.user = field("user", std::string());
+    entry.messages = field("messages", std::string());
+    if (metadata.is_object()) c.expires_ns = metadata.value("expires_ns", int64_t{0});
+    entry.tokens = std::move(session->tokens);
+    const auto add_turn = [&](size_t n) {
+      entry.turns.push_back({key_of(chain_text(std::span(entry.tokens).first(n))), n});
+    };
+    for (const Json& turn : field("turns", Json::array())) {
+      const bool usable = turn.is_number_unsigned() && turn.get<uint64_t>() > 0 &&
+                          turn.get<uint64_t>() < entry.tokens.size();
+      if (usable) add_turn(turn.get<uint64_t>());
+    }
+    if (!entry.tokens.empty()) add_turn(entry.tokens.size());
+    if (c.pinned) {
+      auto match = store_->match(fingerprint_, session->salt, entry.tokens);
+      if (match.ok()) entry.pins = std::move(*match);
+    }
+    MutexLock lock(mutex_);
+    insert(&tenants_[session->salt], std::move(entry));
+  }
+  return {};
+}
+
+// Lengths are few compared to bytes: one pass over the text gives the hash at each of them.
+Conversations::Found Conversations::find_text(const Tenant& tenant, std::string_view text) const {
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
+                                                                       &XXH3_freeState);
+  XXH3_64bits_reset(state.get());
+  const Tenant::Place* best = nullptr;
+  Found found;
+  uint64_t done = 0;
+  uint64_t hash = 0;
+  for (const auto& [key, place] : tenant.by_text) {
+    if (key.length > text.size()) break;
+    if (key.length == 0) continue;
+    if (key.length != done) {
+      XXH3_64bits_update(state.get(), text.data() + done, key.length - done);
+      done = key.length;
+      hash = XXH3_64bits_digest(state.get());
+    }
+    if (key.hash != hash) continue;
+    best = &place;
+    found.turn = {key, place.tokens};
+  }
+  if (best == nullptr) return {};
+  found.entry = &tenant.by_name.find(best->name)->second;
+  // The hash is no proof.
+  const auto chain = std::span(found.entry->tokens).first(best->tokens);
+  return text.starts_with(chain_text(chain)) ? found : Found();
+}
+
+Result<Conversations::Tokens> Conversations::tokenise(const SaltId& salt, std::string_view text,
+                                                      const model::EncodeOptions& options) const {
+  Tokens out;
+  const std::string bos = tokenizer_.bos() == model::Tokenizer::kNoToken
+                              ? std::string()
+                              : tokenizer_.piece(tokenizer_.bos(), true);
+  const bool writes_bos = !bos.empty() && text.starts_with(bos);
+  const bool begins_with_bos = writes_bos || (options.add_special && tokenizer_.adds_bos());
+  const std::string_view body = writes_bos ? text.substr(bos.size()) : text;
+  uint64_t known_bytes = 0;
+  {
+    MutexLock lock(mutex_);
+    const auto tenant = tenants_.find(salt);
+    const Found found = tenant == tenants_.end() ? Found() : find_text(tenant->second, body);
+    if (found.entry != nullptr && (found.entry->tokens[0] == tokenizer_.bos()) == begins_with_bos) {
+      const auto chain = std::span(found.entry->tokens).first(found.turn.tokens);
+      out.tokens.assign(chain.begin(), chain.end());
+      out.known = static_cast<int64_t>(chain.size());
+      known_bytes = found.turn.text.length;
+    }
+  }
+  if (out.known == 0) {
+    HCACHE_ASSIGN_OR_RETURN(out.tokens, tokenizer_.encode(text, options));
+    return out;
+  }
+  model::EncodeOptions rest = options;
+  rest.add_special = false;
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> added,
+                          tokenizer_.encode(body.substr(known_bytes), rest));
+  out.tokens.insert(out.tokens.end(), added.begin(), added.end());
+  return out;
+}
+
+void Conversations::insert(Tenant* tenant, Entry entry) {
+  const std::string name = entry.conversation.name;
+  forget(tenant, name);
+  for (const Turn& turn : entry.turns) tenant->by_text[turn.text] = {name, turn.tokens};
+  tenant->by_name.insert_or_assign(name, std::move(entry));
+}
+
+void Conversations::forget(Tenant* tenant, const std::string& name) {
+  const auto it = tenant->by_name.find(name);
+  if (it == tenant->by_name.end()) return;
+  for (const Turn& turn : it->second.turns) {
+    const auto text = tenant->by_text.find(turn.text);
+    if (text != tenant->by_text.end() && text->second.name == name) tenant->by_text.erase(text);
+  }
+  tenant->by_name.erase(it);
+}
+
+Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::string_view text) {
+  const Tenant& tenant = tenants_[chain.salt];
+  const auto begins_with = [&](std::span<const int32_t> tokens) {
+    return tokens.size() <= chain.tokens.size() &&
+           std::equal(tokens.begin(), tokens.end(), chain.tokens.begin());
+  };
+  Entry entry;
+  Conversation& c = entry.conversation;
+  // Whoever resends an earlier turn and goes on differently begins another conversation.
+  const Found before = find_text(tenant, text);
+  const bool continues = before.entry != nullptr &&
+                         before.turn.tokens == before.entry->tokens.size() &&
+                         begins_with(before.entry->tokens);
+  if (chain.name.empty()) {
+    if (continues) c = before.entry->conversation;
+  } else {
+    const auto named = tenant.by_name.find(chain.name);
+    if (named != tenant.by_name.end()) c = named->second.conversation;
+    c.name = chain.name;
+    c.named = true;
+  }
+  if (c.name.empty()) c.name = fmt::format("c-{:012x}", env_.random_u64() >> 16);
+  if (!chain.user.empty()) c.user = chain.user;
+  if (before.entry != nullptr) {
+    for (const Turn& turn : before.entry->turns) {
+      if (begins_with(std::span(before.entry->tokens).first(turn.tokens))) {
+        entry.turns.push_back(turn);
+      }
+    }
+  }
+  if (entry.turns.size() >= kMaxTurns) entry.turns.erase(entry.turns.begin());
+  return entry;
+}
+
+std::string Conversations::remember(FinishedChain chain) {
+  const std::string text = chain_text(chain.tokens);
+  const int64_t now = env_.wall_ns();
+  MutexLock lock(mutex_);
+  Entry entry = entry_for(chain, text);
+  Conversation& c = entry.conversation;
+  c.tokens = static_cast<int64_t>(chain.tokens.size());
+  c.updated_ns = now;
+  if (c.created_ns == 0) c.created_ns = now;
+  if (chain.ttl_ns > 0) c.expires_ns = now + chain.ttl_ns;
+  entry.turns.push_back({key_of(text), chain.tokens.size()});
+  entry.tokens = std::move(chain.tokens);
+  entry.messages = std::move(chain.messages);
+  std::string name = c.name;
+  insert(&tenants_[chain.salt], std::move(entry));
+  return name;
+}
+
+Status Conversations::persist(const SaltId& salt, std::string_view name) {
+  if (store_ == nullptr) return {};
+  MutexLock writing(write_mutex_);
+  Result<Entry> entry = copy(salt, name);
+  if (entry.code() == Code::kNotFound) return {};
+  HCACHE_RETURN_IF_ERROR(entry.status());
+  const Conversation& c = entry->conversation;
+  store::Session session;
+  session.name = store_name(salt, c.name);
+  session.fingerprint = fingerprint_;
+  session.salt = salt;
+  session.tokens = entry->tokens;
+  Json turns = Json::array();
+  for (const Turn& turn : entry->turns) turns.push_back(turn.tokens);
+  const Json metadata = {
+      {"named", c.named}, {"pinned", c.pinned},          {"expires_ns", c.expires_ns},
+      {"user", c.user},   {"messages", entry->messages}, {"turns", std::move(turns)}};
+  session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
+  HCACHE_RETURN_IF_ERROR(store_->put_session(session));
+  // A pinned conversation's chunks are held, so that the store does not evict them.
+  store::Match pins;
+  if (c.pinned) {
+    HCACHE_ASSIGN_OR_RETURN(pins, store_->match(fingerprint_, salt, entry->tokens));
+  }
+  MutexLock lock(mutex_);
+  if (const auto now = find(salt, name); now.ok()) (*now)->pins = std::move(pins);
+  return {};
+}
+
+Result<Conversations::Entry*> Conversations::find(const SaltId& salt, std::string_view name) {
+  const auto tenant = tenants_.find(salt);
+  if (tenant != tenants_.end()) {
+    const auto it = tenant->second.by_name.find(name);
+    if (it != tenant->second.by_name.end()) return &it->second;
+  }
+  return not_found(fmt::format("there is no session '{}'", name));
+}
+
+Result<Conversations::Entry> Conversations::copy(const SaltId& salt, std::string_view name) const {
+  MutexLock lock(mutex_);
+  const auto tenant = tenants_.find(salt);
+  if (tenant != tenants_.end()) {
+    const auto it = tenant->second.by_name.find(name);
+    if (it != tenant->second.by_name.end()) return it->second;
+  }
+  return not_found(fmt::format("there is no session '{}'", name));
+}
+
+std::vector<Conversation> Conversations::list(const SaltId& salt) const {
+  std::vector<Conversation> out;
+  {
+    MutexLock lock(mutex_);
+    const auto tenant = tenants_.find(salt);
+    if (tenant == tenants_.end()) return out;
+    for (const auto& [name, entry] : tenant->second.by_name) out.push_back(entry.conversation);
+  }
+  std::sort(out.begin(), out.end(), [](const Conversation& a, const Conversation& b) {
+    return std::pair(b.updated_ns, a.name) < std::pair(a.updated_ns, b.name);
+  });
+  return out;
+}
+
+Result<Conversation> Conversations::get(const SaltId& salt, std::string_view name) const {
+  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
+  return std::move(entry.conversation);
+}
+
+Result<std::vector<int32_t>> Conversations::tokens(const SaltId& salt,
+                                                   std::string_view name) const {
+  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
+  return std::move(entry.tokens);
+}
+
+Result<std::string> Conversations::messages(const SaltId& salt, std::string_view name) const {
+  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
+  return std::move(entry.messages);
+}
+
+Status Conversations::set_pinned(const SaltId& salt, std::string_view name, bool pinned) {
+  {
+    MutexLock lock(mutex_);
+    HCACHE_ASSIGN_OR_RETURN(Entry * entry, find(salt, name));
+    entry->conversation.pinned = pinned;
+  }
+  return persist(salt, name);
+}
+
+Status Conversations::set_ttl(const SaltId& salt, std::string_view name, int64_t ttl_ns) {
+  if (ttl_ns < 0) return invalid_argument("a time to live must not be negative");
+  {
+    MutexLock lock(mutex_);
+    HCACHE_ASSIGN_OR_RETURN(Entry * entry, find(salt, name));
+    entry->conversation.expires_ns = ttl_ns == 0 ? 0 : env_.wall_ns() + ttl_ns;
+  }
+  return persist(salt, name);
+}
+
+Status Conversations::rename(const SaltId& salt, std::string_view name, std::string_view to) {
+  if (to.empty()) return invalid_argument("a session's name must not be empty");
+  {
+    MutexLock lock(mutex_);
+    HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+    if (name == to) return {};
+    if (find(salt, to).ok()) return already_exists(fmt::format("there is a session '{}'", to));
+    Entry renamed = *entry;
+    renamed.conversation.name = to;
+    renamed.conversation.named = true;
+    Tenant& tenant = tenants_[salt];
+    forget(&tenant, std::string(name));
+    insert(&tenant, std::move(renamed));
+  }
+  // The new name first: after a crash between the two there are both, which loses nothing.
+  HCACHE_RETURN_IF_ERROR(persist(salt, to));
+  return delete_stored(salt, name);
+}
+
+Status Conversations::remove(const SaltId& salt, std::string_view name) {
+  {
+    MutexLock lock(mutex_);
+    HCACHE_RETURN_IF_ERROR(find(salt, name).status());
+    forget(&tenants_[salt], std::string(name));  // and its pins: pinned chunks are not deleted
+  }
+  return delete_stored(salt, name);
+}
+
+Status Conversations::delete_stored(const SaltId& salt, std::string_view name) {
+  if (store_ == nullptr) return {};
+  MutexLock writing(write_mutex_);
+  const Status status = store_->delete_session(store_name(salt, name)).status();
+  return status.code() == Code::kNotFound ? Status() : status;  // was not written yet
+}
+
+Result<int64_t> Conversations::expire() {
+  std::vector<std::pair<SaltId, std::string>> expired;
+  {
+    const int64_t now = env_.wall_ns();
+    MutexLock lock(mutex_);
+    for (const auto& [salt, tenant] : tenants_) {
+      for (const auto& [name, entry] : tenant.by_name) {
+        const Conversation& c = entry.conversation;
+        if (!c.pinned && c.expires_ns > 0 && c.expires_ns <= now) expired.emplace_back(salt, name);
+      }
+    }
+  }
+  int64_t removed = 0;
+  for (const auto& [salt, name] : expired) {
+    const Status status = remove(salt, name);
+    if (status.ok()) {
+      ++removed;
+    } else if (status.code() != Code::kNotFound) {  // a client was faster
+      return status;
+    }
+  }
+  return removed;
+}
+
+}  // namespace hcache::server

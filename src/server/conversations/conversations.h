@@ -1,0 +1,158 @@
+// The conversations that the server has held: found again by their text, listed and kept by name.
+//
+// Why by text. Clients resend a whole conversation as text, and a reply's text does not always
+// tokenise to the tokens that were generated. So every finished chain is also known by the text it
+// stands for: where a rendered conversation begins with that text, the chain's own tokens are used,
+// and only what follows is tokenised. The state saved under those tokens then fits.
+//
+// A conversation is a named session of the store; one without a client's name gets a name of its
+// own. Salts are kept apart: a name means another session under another salt, and the text of one
+// salt is never found under another.
+//
+// Threading: any thread. remember() is quick; what else changes something, and persist(), waits for
+// the disk: not for threads that serve.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/env.h"
+#include "base/ids.h"
+#include "base/status.h"
+#include "base/sync.h"
+#include "model/tokenizer.h"
+#include "store/store.h"
+
+namespace hcache::server {
+
+struct Conversation {
+  std::string name;  // without the salt's part
+  int64_t tokens = 0;
+  int64_t created_ns = 0;  // wall clock
+  int64_t updated_ns = 0;
+  bool named = false;      // by the client
+  bool pinned = false;     // its state is not evicted, it does not expire
+  int64_t expires_ns = 0;  // wall clock; 0: never
+  std::string user;
+};
+
+// What is remembered of a finished reply.
+struct FinishedChain {
+  SaltId salt;
+  std::string name;  // empty: the conversation that it continues, or a new one
+  std::string user;
+  std::vector<int32_t> tokens;  // prompt and reply
+  std::string messages;         // the caller's, kept as it is
+  int64_t ttl_ns = 0;           // 0: as long as there is room
+};
+
+class Conversations {
+ public:
+  // tokenizer and store must outlive it. Without a store it forgets at the process's end.
+  Conversations(Env& env, const model::Tokenizer& tokenizer, store::Store* store,
+                const Fingerprint& fingerprint)
+      : env_(env), tokenizer_(tokenizer), store_(store), fingerprint_(fingerprint) {}
+
+  // Reads what the store has of this model. Damaged sessions are left out.
+  Status load() HCACHE_EXCLUDES(mutex_);
+
+  struct Tokens {
+    std::vector<int32_t> tokens;
+    int64_t known = 0;  // leading ones that come from a conversation; 0: none fits
+  };
+  // `text` as tokens. `options` as for Tokenizer::encode of the whole text.
+  Result<Tokens> tokenise(const SaltId& salt, std::string_view text,
+                          const model::EncodeOptions& options) const HCACHE_EXCLUDES(mutex_);
+
+  // Remembers a chain in memory; returns the conversation's name. persist() makes it durable.
+  std::string remember(FinishedChain chain) HCACHE_EXCLUDES(mutex_);
+  // Ok for a conversation that is gone meanwhile.
+  Status persist(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+
+  // ---- By name; kNotFound where the salt has none of that name.
+  [[nodiscard]] std::vector<Conversation> list(const SaltId& salt) const HCACHE_EXCLUDES(mutex_);
+  Result<Conversation> get(const SaltId& salt, std::string_view name) const HCACHE_EXCLUDES(mutex_);
+  Result<std::vector<int32_t>> tokens(const SaltId& salt, std::string_view name) const
+      HCACHE_EXCLUDES(mutex_);
+  // What remember() was given.
+  Result<std::string> messages(const SaltId& salt, std::string_view name) const
+      HCACHE_EXCLUDES(mutex_);
+  Status set_pinned(const SaltId& salt, std::string_view name, bool pinned) HCACHE_EXCLUDES(mutex_);
+  // ttl_ns from now; 0: never expires.
+  Status set_ttl(const SaltId& salt, std::string_view name, int64_t ttl_ns) HCACHE_EXCLUDES(mutex_);
+  // kAlreadyExists where the new name is taken.
+  Status rename(const SaltId& salt, std::string_view name, std::string_view to)
+      HCACHE_EXCLUDES(mutex_);
+  // Removes it and the state that only it uses.
+  Status remove(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+  // Removes what has expired; returns how many.
+  Result<int64_t> expire() HCACHE_EXCLUDES(mutex_);
+
+ private:
+  // The text of a chain, without the token that begins every text.
+  struct TextKey {
+    uint64_t length = 0;
+    uint64_t hash = 0;
+    bool operator==(const TextKey&) const = default;
+    bool operator<(const TextKey& other) const {
+      return length != other.length ? length < other.length : hash < other.hash;
+    }
+  };
+  // The end of a turn: what clients may resend when they go back and ask something else.
+  struct Turn {
+    TextKey text;
+    size_t tokens = 0;  // from the chain's beginning
+  };
+  struct Entry {
+    Conversation conversation;
+    std::vector<Turn> turns;  // the last one is the whole chain
+    std::vector<int32_t> tokens;
+    std::string messages;
+    store::Match pins;  // of a pinned one
+  };
+  struct Tenant {
+    std::map<std::string, Entry, std::less<>> by_name;
+    struct Place {
+      std::string name;
+      size_t tokens = 0;
+    };
+    std::map<TextKey, Place> by_text;  // the newest of that text
+  };
+  struct Found {
+    const Entry* entry = nullptr;  // null: nothing fits
+    Turn turn;
+  };
+
+  [[nodiscard]] std::string store_name(const SaltId& salt, std::string_view name) const;
+  [[nodiscard]] std::string chain_text(std::span<const int32_t> tokens) const;
+  [[nodiscard]] static TextKey key_of(std::string_view text);
+  // The longest known text that `text` begins with.
+  [[nodiscard]] Found find_text(const Tenant& tenant, std::string_view text) const
+      HCACHE_REQUIRES(mutex_);
+  // kNotFound. Valid while the lock is held.
+  Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
+  Result<Entry> copy(const SaltId& salt, std::string_view name) const HCACHE_EXCLUDES(mutex_);
+  static void insert(Tenant* tenant, Entry entry);
+  static void forget(Tenant* tenant, const std::string& name);
+  // The conversation that a chain continues, as a new entry without tokens.
+  Entry entry_for(const FinishedChain& chain, std::string_view text) HCACHE_REQUIRES(mutex_);
+  Status delete_stored(const SaltId& salt, std::string_view name);
+
+  Env& env_;
+  const model::Tokenizer& tokenizer_;
+  store::Store* const store_;
+  const Fingerprint fingerprint_;
+  // Memory changes first, under mutex_, which is held for moments. Writers of the store take turns,
+  // each with what memory holds when its turn has come.
+  Mutex write_mutex_;
+  mutable Mutex mutex_;
+  std::unordered_map<SaltId, Tenant> tenants_ HCACHE_GUARDED_BY(mutex_);
+};
+
+}  // namespace hcache::server

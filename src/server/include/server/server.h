@@ -1,0 +1,48 @@
+// `hcache serve`: the OpenAI, Anthropic and llama-server protocols over one model, whose
+// conversations survive eviction, restarts and crashes (docs/operations.md).
+//
+// Threading: start, stop and the destructor from one thread; port from any.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "http/server.h"
+#include "model/sampler.h"
+#include "policy/restore_plan.h"
+#include "scheduler/scheduler.h"
+#include "state/runtime.h"
+
+namespace hcache::server {
+
+struct ServerOptions {
+  state::RuntimeOptions runtime;
+  http::Options http;
+  scheduler::SchedulerOptions scheduler;
+  policy::Mode restore_mode = policy::Mode::kPlan;
+  double link_bytes_per_s = 0;      // throttles real reads of saved state; 0: none
+  int32_t max_sequences = 64;       // in the arena, idle ones included
+  std::string alias;                // the model's name for clients; empty: its file's
+  std::string chat_template;        // Jinja source; empty: the model's own
+  model::SamplingOptions sampling;  // of requests that name none
+  bool salt_per_key = true;         // false: all API keys share their state
+  int64_t ttl_ns = 0;               // of conversations without a name; 0: as long as there is room
+  int intake_threads = 1;           // that parse and tokenise
+};
+
+class Server {
+ public:
+  // Loads the model, opens the store, listens. Errors of all of them.
+  static Result<std::unique_ptr<Server>> start(Env& env, ServerOptions options);
+  virtual ~Server() = default;  // as stop(0)
+
+  // Accepts nothing more, lets what runs end for grace_ns, cuts off the rest; all state is durable
+  // when it returns ok.
+  virtual Status stop(int64_t grace_ns) = 0;
+  [[nodiscard]] virtual uint16_t port() const = 0;
+};
+
+}  // namespace hcache::server

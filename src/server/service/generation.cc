@@ -1,0 +1,352 @@
+#include "generation.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+
+#include "base/log.h"
+#include "messages.h"
+
+namespace hcache::server {
+namespace {
+
+using scheduler::NextToken;
+using scheduler::Outcome;
+
+constexpr double kMsPerSecond = 1e3;
+constexpr std::string_view kEnd = "end";
+constexpr std::string_view kStop = "stop";
+
+api::Outcome api_outcome(const Outcome& o) {
+  api::Outcome out;
+  out.prompt_tokens = o.prompt_tokens;
+  out.reply_tokens = o.generated_tokens;
+  out.resident = o.resident_tokens;
+  out.hidden = o.hidden_tokens;
+  out.kv = o.kv_tokens;
+  out.recomputed = o.recomputed_tokens;
+  out.fresh = o.new_tokens;
+  out.dram_bytes = static_cast<int64_t>(o.bytes_dram);
+  out.disk_bytes = static_cast<int64_t>(o.bytes_disk);
+  out.remote_bytes = static_cast<int64_t>(o.bytes_remote);
+  out.queue_ms = o.queue_s * kMsPerSecond;
+  out.restore_ms = o.restore_s * kMsPerSecond;
+  out.first_ms = o.ttft_s * kMsPerSecond;
+  out.prompt_ms = std::max(0.0, o.ttft_s - o.queue_s - o.restore_s) * kMsPerSecond;
+  out.reply_ms = std::max(0.0, o.total_s - o.ttft_s) * kMsPerSecond;
+  out.overlap = o.overlap;
+  out.schedule = o.schedule;
+  for (const scheduler::RestoreSpan& span : o.timeline) {
+    out.timeline.push_back({.layers = fmt::format("{}-{}", span.first_layer, span.last_layer),
+                            .method = span.method,
+                            .io_begin_ms = span.io_begin_s * kMsPerSecond,
+                            .io_end_ms = span.io_end_s * kMsPerSecond,
+                            .compute_begin_ms = span.compute_begin_s * kMsPerSecond,
+                            .compute_end_ms = span.compute_end_s * kMsPerSecond});
+  }
+  out.preemptions = static_cast<int64_t>(o.preempted_at_s.size());
+  return out;
+}
+
+api::FinishReason finish_reason(const Outcome& outcome) {
+  if (outcome.phase == scheduler::Phase::kCancelled) return api::FinishReason::kCancelled;
+  if (outcome.finish_reason == kEnd) return api::FinishReason::kEnd;
+  if (outcome.finish_reason == kStop) return api::FinishReason::kStop;
+  return api::FinishReason::kLength;
+}
+
+}  // namespace
+
+void Generation::start() {
+  if (Status status = prepare(); !status.ok()) return refuse(status);
+  responder_->on_disconnect([self = weak_from_this()] {
+    if (const auto generation = self.lock()) generation->cancel_all();
+  });
+  if (Status status = submit(); !status.ok()) {
+    cancel_all();
+    refuse(status);
+  }
+}
+
+void Generation::refuse(const Status& status) {
+  // The writer may have begun to answer for a choice that was accepted.
+  service_.writer().post([self = shared_from_this(), status] {
+    if (self->failed_) return;
+    self->failed_ = true;
+    const api::ErrorAnswer answer =
+        api::render_error(status, api::error_style(self->request_.dialect));
+    http::Headers headers = {{"Content-Type", "application/json"}};
+    if (answer.http_status == 429) headers.emplace_back("Retry-After", "1");
+    if (self->begun_ && self->request_.stream) {
+      self->send(self->builder_->fail(status));
+      self->responder_->finish();
+    } else {
+      self->responder_->send(answer.http_status, headers, api::to_text(answer.body));
+    }
+  });
+}
+
+void Generation::cancel_all() {
+  gone_.store(true, std::memory_order_relaxed);
+  for (const Choice& choice : choices_) {
+    if (choice.id != 0) service_.scheduler().cancel(choice.id);
+  }
+}
+
+Status Generation::prepare() {
+  HCACHE_RETURN_IF_ERROR(make_prompts());
+  HCACHE_RETURN_IF_ERROR(make_choices());
+  api::ReplyContext context;
+  context.id = service_.new_id();
+  if (request_.dialect == api::Dialect::kResponse) response_id_ = "resp_" + context.id;
+  context.created_s = service_.env().wall_ns() / 1'000'000'000;
+  context.model_name = request_.model_name.empty() ? service_.model_name() : request_.model_name;
+  context.fingerprint = to_hex(service_.runtime().fingerprint()).substr(0, 12);
+  if (chat_) context.format = chat_->format;
+  context.prompts = prompt_texts_;
+  builder_ = api::ReplyBuilder::create(request_, std::move(context));
+  return {};
+}
+
+// The messages of the response that this one goes on from, before its own.
+Status Generation::take_previous_messages() {
+  if (request_.previous_response_id.empty() || !request_.chat) return {};
+  const auto stored =
+      service_.conversations().messages(salt_id(salt_), request_.previous_response_id);
+  if (stored.code() == Code::kNotFound || (stored.ok() && stored->empty())) {
+    return not_found(
+        fmt::format("previous_response_id: there is no stored response '{}'; send the whole input",
+                    request_.previous_response_id));
+  }
+  HCACHE_RETURN_IF_ERROR(stored.status());
+  HCACHE_ASSIGN_OR_RETURN(std::vector<model::ChatMessage> messages, messages_from_text(*stored));
+  std::vector<model::ChatMessage>& own = request_.chat->messages;
+  // Instructions are not carried over: the new request has its own.
+  std::erase_if(messages, [](const model::ChatMessage& m) { return m.role == "system"; });
+  const bool instructed = !own.empty() && own.front().role == "system";
+  own.insert(own.begin() + (instructed ? 1 : 0), messages.begin(), messages.end());
+  return {};
+}
+
+Status Generation::make_prompts() {
+  HCACHE_RETURN_IF_ERROR(take_previous_messages());
+  if (request_.chat) {
+    HCACHE_ASSIGN_OR_RETURN(chat_, service_.chat_template().prompt(*request_.chat));
+    api::apply_prompt(*chat_, &request_);
+    const model::EncodeOptions options = {
+        .add_special = service_.chat_template().add_special(chat_->text), .parse_special = true};
+    HCACHE_ASSIGN_OR_RETURN(
+        Conversations::Tokens tokens,
+        service_.conversations().tokenise(salt_id(salt_), chat_->text, options));
+    prompt_texts_.push_back(chat_->text);
+    prompts_.push_back(std::move(tokens.tokens));
+    return {};
+  }
+  for (const api::Prompt& prompt : request_.prompts) {
+    HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens, prompt_tokens(prompt));
+    HCACHE_ASSIGN_OR_RETURN(std::string text, service_.tokenizer().decode(tokens, true));
+    prompt_texts_.push_back(std::move(text));
+    prompts_.push_back(std::move(tokens));
+  }
+  return {};
+}
+
+Result<std::vector<int32_t>> Generation::prompt_tokens(const api::Prompt& prompt) {
+  const model::EncodeOptions first = {.add_special = true, .parse_special = true};
+  if (prompt.parts.size() == 1 && std::holds_alternative<std::string>(prompt.parts[0])) {
+    HCACHE_ASSIGN_OR_RETURN(Conversations::Tokens whole,
+                            service_.conversations().tokenise(
+                                salt_id(salt_), std::get<std::string>(prompt.parts[0]), first));
+    return std::move(whole.tokens);
+  }
+  std::vector<int32_t> tokens;
+  for (const api::Prompt::Part& part : prompt.parts) {
+    if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
+      tokens.insert(tokens.end(), ids->begin(), ids->end());
+      continue;
+    }
+    const model::EncodeOptions options = {.add_special = tokens.empty(), .parse_special = true};
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> added,
+                            service_.tokenizer().encode(std::get<std::string>(part), options));
+    tokens.insert(tokens.end(), added.begin(), added.end());
+  }
+  for (const int32_t token : tokens) {
+    if (token < 0 || token >= service_.tokenizer().n_vocab()) {
+      return invalid_argument(fmt::format("prompt: token {} is not in the vocabulary of {} tokens",
+                                          token, service_.tokenizer().n_vocab()));
+    }
+  }
+  return tokens;
+}
+
+Status Generation::make_choices() {
+  const model::Tokenizer& tokenizer = service_.tokenizer();
+  model::SamplingOptions sampling = request_.sampling;
+  if (request_.ignore_eos) {
+    for (int32_t token = 0; token < tokenizer.n_vocab(); ++token) {
+      if (tokenizer.is_eog(token)) {
+        sampling.logit_bias.emplace_back(token, -std::numeric_limits<float>::infinity());
+      }
+    }
+  }
+  const uint32_t seed = request_.seed.value_or(static_cast<uint32_t>(service_.env().random_u64()));
+  for (size_t prompt = 0; prompt < prompts_.size(); ++prompt) {
+    if (prompts_[prompt].empty()) return invalid_argument("prompt: it has no tokens");
+    for (int i = 0; i < request_.n; ++i) {
+      Choice& choice = choices_.emplace_back();
+      choice.prompt = prompt;
+      sampling.seed = seed + static_cast<uint32_t>(i);
+      HCACHE_ASSIGN_OR_RETURN(choice.sampler, model::Sampler::create(tokenizer, sampling));
+      choice.sampler->remember(prompts_[prompt]);
+      choice.stops.emplace(request_.stop);
+    }
+  }
+  return {};
+}
+
+Status Generation::submit() {
+  for (size_t i = 0; i < choices_.size(); ++i) {
+    scheduler::Request request;
+    request.tokens = prompts_[choices_[i].prompt];
+    if (request_.max_tokens >= 0) request.max_new_tokens = request_.max_tokens;
+    request.salt = salt_;
+    request.save = request_.use_cache;
+    request.key = key_;
+    request.priority = request_.priority;
+    request.next = [self = shared_from_this(), i](std::span<const float> logits) {
+      return self->next(i, logits);
+    };
+    request.on_first = [self = shared_from_this()](const Outcome& outcome) {
+      self->service_.writer().post([self, outcome] { self->on_first(outcome); });
+    };
+    request.on_done = [self = shared_from_this(), i](const Outcome& outcome) {
+      self->service_.writer().post([self, i, outcome] { self->on_done(i, outcome); });
+    };
+    HCACHE_ASSIGN_OR_RETURN(choices_[i].id, service_.scheduler().submit(std::move(request)));
+  }
+  // The client may have left before there was anything to cancel.
+  if (gone_.load(std::memory_order_relaxed)) cancel_all();
+  return {};
+}
+
+// ---- The scheduler's thread ---------------------------------------------------------------------
+
+Result<NextToken> Generation::next(size_t index, std::span<const float> logits) {
+  Choice& choice = choices_[index];
+  HCACHE_ASSIGN_OR_RETURN(const int32_t token, choice.sampler->sample(logits));
+  HCACHE_RETURN_IF_ERROR(choice.sampler->accept(token));
+  NextToken next = {.token = token, .stop = false, .finish_reason = {}};
+  if (service_.tokenizer().is_eog(token)) {
+    next.stop = true;
+    next.finish_reason = kEnd;
+    return next;
+  }
+  choice.reply.push_back(token);
+  const int64_t now_ns = service_.env().monotonic_ns();
+  if (choice.last_token_ns > 0) {
+    service_.metrics().observe_gap(static_cast<double>(now_ns - choice.last_token_ns) * 1e-9);
+  }
+  choice.last_token_ns = now_ns;
+  api::TokenEvent event = event_of(
+      choice, logits, token,
+      chat_ ? chat_->piece(service_.tokenizer(), token) : service_.tokenizer().piece(token));
+  if (choice.stops->stopped()) {
+    next.stop = true;
+    next.finish_reason = kStop;
+  }
+  service_.writer().post([self = shared_from_this(), index, event = std::move(event)] {
+    self->on_token(index, event);
+  });
+  return next;
+}
+
+api::TokenEvent Generation::event_of(Choice& choice, std::span<const float> logits, int32_t token,
+                                     std::string bytes) {
+  api::TokenEvent event;
+  event.text = choice.stops->push(bytes);
+  event.chosen.token = token;
+  if (request_.logprobs) {
+    const model::Logprobs probabilities = model::logprobs(logits, token, request_.top_logprobs);
+    event.chosen.logprob = probabilities.chosen;
+    for (const model::TokenLogprob& top : probabilities.top) {
+      event.top.push_back({top.token, service_.tokenizer().piece(top.token, true), top.logprob});
+    }
+  }
+  event.chosen.bytes = std::move(bytes);
+  return event;
+}
+
+// ---- The writer's thread ------------------------------------------------------------------------
+
+void Generation::send(const std::string& events) {
+  if (!request_.stream || events.empty()) return;
+  if (!responder_->write(events)) cancel_all();
+}
+
+void Generation::on_first(const Outcome& outcome) {
+  if (begun_ || failed_) return;
+  begun_ = true;
+  if (request_.stream) responder_->start_stream(200, http::event_stream_headers());
+  const api::Outcome counts = api_outcome(outcome);
+  send(builder_->begin({.tokens = counts.prompt_tokens, .cached = counts.cached()}));
+}
+
+void Generation::on_token(size_t index, const api::TokenEvent& event) {
+  if (failed_) return;
+  send(builder_->push(static_cast<int>(index), event));
+}
+
+void Generation::on_done(size_t index, const Outcome& outcome) {
+  Choice& choice = choices_[index];
+  ++n_done_;
+  service_.metrics().observe(outcome);
+  if (failed_) return;
+  if (outcome.phase == scheduler::Phase::kFailed) {
+    cancel_all();
+    return refuse(outcome.status);
+  }
+  on_first(outcome);  // a reply without a token
+  const api::Finish finish = {.reason = finish_reason(outcome),
+                              .stop_string = choice.stops->stop_string(),
+                              .outcome = api_outcome(outcome)};
+  send(builder_->finish(static_cast<int>(index), choice.stops->flush(), finish));
+  if (outcome.phase == scheduler::Phase::kDone && request_.use_cache) remember(choice);
+  if (n_done_ == choices_.size()) end();
+}
+
+void Generation::end() {
+  const std::string last = builder_->end();
+  if (request_.stream) {
+    send(last);
+    responder_->finish();
+  } else {
+    responder_->send(200, {{"Content-Type", "application/json"}}, api::to_text(builder_->answer()));
+  }
+}
+
+void Generation::remember(const Choice& choice) {
+  FinishedChain chain;
+  chain.salt = salt_id(salt_);
+  // Of several replies to one prompt the first one is the conversation's.
+  if (&choice == &choices_.front()) chain.name = request_.session_id;
+  if (!response_id_.empty() && request_.store) {
+    chain.name = response_id_;
+    std::vector<model::ChatMessage> messages = request_.chat->messages;
+    messages.push_back(builder_->message(0));
+    chain.messages = messages_text(messages);
+  }
+  chain.user = request_.user;
+  chain.tokens = prompts_[choice.prompt];
+  chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());
+  if (chain.name.empty()) chain.ttl_ns = service_.options().ttl_ns;
+  // Known before the client can ask for it; the disk follows.
+  const SaltId salt = chain.salt;
+  service_.keeper().post(
+      [&service = service_, salt, name = service_.conversations().remember(std::move(chain))] {
+        const Status status = service.conversations().persist(salt, name);
+        if (!status.ok()) log::warn("session {} is not on disk: {}", name, status.to_string());
+      });
+}
+
+}  // namespace hcache::server

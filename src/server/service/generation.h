@@ -1,0 +1,88 @@
+// One request for text, from its parsed form to its answer.
+//
+// Threading: start() on an intake thread; tokens come on the scheduler's thread, answers are built
+// on the writer's. It lives as long as anybody refers to it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "api/reply.h"
+#include "api/request.h"
+#include "api/stop_matcher.h"
+#include "http/message.h"
+#include "model/sampler.h"
+#include "service.h"
+
+namespace hcache::server {
+
+class Generation : public std::enable_shared_from_this<Generation> {
+ public:
+  Generation(Service& service, std::shared_ptr<http::Responder> responder,
+             api::GenerationRequest request, std::string salt, std::string key)
+      : service_(service),
+        responder_(std::move(responder)),
+        request_(std::move(request)),
+        salt_(std::move(salt)),
+        key_(std::move(key)) {}
+
+  // Renders, tokenises and submits; what is wrong is answered at once.
+  void start();
+
+ private:
+  // One reply to one prompt.
+  struct Choice {
+    size_t prompt = 0;
+    std::unique_ptr<model::Sampler> sampler;
+    std::optional<api::StopMatcher> stops;
+    std::vector<int32_t> reply;  // tokens that are in the chain
+    int64_t last_token_ns = 0;
+    std::atomic<scheduler::RequestId> id = 0;  // 0: not submitted
+  };
+
+  Status prepare();
+  Status take_previous_messages();
+  Status make_prompts();
+  Result<std::vector<int32_t>> prompt_tokens(const api::Prompt& prompt);
+  Status make_choices();
+  Status submit();
+  void refuse(const Status& status);
+  void cancel_all();
+
+  // The scheduler's thread.
+  Result<scheduler::NextToken> next(size_t choice, std::span<const float> logits);
+  api::TokenEvent event_of(Choice& choice, std::span<const float> logits, int32_t token,
+                           std::string bytes);
+
+  // The writer's thread.
+  void on_first(const scheduler::Outcome& outcome);
+  void on_token(size_t choice, const api::TokenEvent& event);
+  void on_done(size_t choice, const scheduler::Outcome& outcome);
+  void send(const std::string& events);
+  void end();
+  void remember(const Choice& choice);
+
+  Service& service_;
+  const std::shared_ptr<http::Responder> responder_;
+  api::GenerationRequest request_;
+  const std::string salt_;
+  const std::string key_;
+  std::optional<model::ChatPrompt> chat_;
+  std::string response_id_;  // of a response that later ones may go on from
+  std::vector<std::string> prompt_texts_;
+  std::vector<std::vector<int32_t>> prompts_;
+  std::deque<Choice> choices_;
+  std::atomic<bool> gone_ = false;  // the client is
+
+  // The writer's.
+  std::unique_ptr<api::ReplyBuilder> builder_;
+  bool begun_ = false;
+  bool failed_ = false;
+  size_t n_done_ = 0;
+};
+
+}  // namespace hcache::server

@@ -1,0 +1,145 @@
+#include "metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <array>
+#include <map>
+#include <sstream>
+
+#include "base/sync.h"
+
+namespace hcache::server {
+namespace {
+
+using prometheus::Labels;
+
+// Seconds: from a resident conversation's answer to a long prompt computed from nothing.
+const prometheus::Histogram::BucketBoundaries kFirstToken = {
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 40, 80};
+const prometheus::Histogram::BucketBoundaries kBetweenTokens = {
+    0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2};
+
+}  // namespace
+
+struct Metrics::Impl {
+  prometheus::Registry registry;
+
+  prometheus::Family<prometheus::Histogram>& histogram(const char* name, const char* help) {
+    return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+  }
+  prometheus::Family<prometheus::Counter>& counter(const char* name, const char* help) {
+    return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+  }
+  prometheus::Family<prometheus::Gauge>& gauge(const char* name, const char* help) {
+    return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+  }
+
+  prometheus::Histogram& first_token =
+      histogram("hcache_ttft_seconds", "From a request's arrival to its first token")
+          .Add({}, kFirstToken);
+  prometheus::Histogram& between_tokens =
+      histogram("hcache_tbt_seconds", "Between two tokens of a reply").Add({}, kBetweenTokens);
+  prometheus::Histogram& restore_seconds =
+      histogram("hcache_restore_seconds", "Restoring a conversation, from begin to end")
+          .Add({}, kFirstToken);
+  prometheus::Family<prometheus::Counter>& requests =
+      counter("hcache_requests_total", "Requests that ended, by how");
+  prometheus::Family<prometheus::Counter>& prompt_tokens =
+      counter("hcache_prompt_tokens_total", "Prompt tokens, by where their state came from");
+  prometheus::Counter& reply_tokens =
+      counter("hcache_reply_tokens_total", "Tokens generated").Add({});
+  prometheus::Family<prometheus::Counter>& restored_bytes =
+      counter("hcache_restored_bytes_total", "Saved state read, by tier");
+  prometheus::Counter& preemptions =
+      counter("hcache_preemptions_total", "Running requests that had to make room").Add({});
+
+  // Totals that others count are set when they are read, and so are gauges.
+  prometheus::Family<prometheus::Gauge>& running =
+      gauge("hcache_requests", "Requests now, by state");
+  prometheus::Family<prometheus::Gauge>& arena =
+      gauge("hcache_arena_cells", "Cells of the KV arena, by use");
+  prometheus::Family<prometheus::Gauge>& evictions =
+      gauge("hcache_evictions", "Sequences evicted from the arena so far, by reason");
+  prometheus::Family<prometheus::Gauge>& steps =
+      gauge("hcache_steps", "Steps so far, by whether a restore was in flight");
+  prometheus::Family<prometheus::Gauge>& step_seconds =
+      gauge("hcache_step_seconds", "Time of steps so far, by whether a restore was in flight");
+  prometheus::Family<prometheus::Gauge>& saver =
+      gauge("hcache_saver_rows", "Rows of state so far, by what became of them");
+  prometheus::Gauge& saver_bytes =
+      gauge("hcache_saver_written_bytes", "State written to the store so far").Add({});
+  prometheus::Family<prometheus::Gauge>& tier_bytes =
+      gauge("hcache_store_bytes", "Saved state, by tier");
+  prometheus::Family<prometheus::Gauge>& lookups =
+      gauge("hcache_dram_lookups", "Pages looked for in host memory so far, by result");
+  prometheus::Gauge& sessions = gauge("hcache_sessions", "Conversations remembered").Add({});
+  prometheus::Family<prometheus::Gauge>& connections =
+      gauge("hcache_http_connections", "HTTP connections, by state");
+};
+
+Metrics::Metrics() : impl_(std::make_unique<Impl>()) {}
+Metrics::~Metrics() = default;
+
+void Metrics::observe(const scheduler::Outcome& o) {
+  impl_->requests.Add({{"result", std::string(scheduler::phase_name(o.phase))}}).Increment();
+  if (o.ttft_s > 0) impl_->first_token.Observe(o.ttft_s);
+  if (o.restore_s > 0) impl_->restore_seconds.Observe(o.restore_s);
+  const std::array<std::pair<const char*, int64_t>, 5> sources = {
+      {{"resident", o.resident_tokens},
+       {"hidden", o.hidden_tokens},
+       {"kv", o.kv_tokens},
+       {"recomputed", o.recomputed_tokens},
+       {"new", o.new_tokens}}};
+  for (const auto& [source, tokens] : sources) {
+    impl_->prompt_tokens.Add({{"source", source}}).Increment(static_cast<double>(tokens));
+  }
+  impl_->reply_tokens.Increment(static_cast<double>(o.generated_tokens));
+  const std::array<std::pair<const char*, uint64_t>, 3> tiers = {
+      {{"dram", o.bytes_dram}, {"disk", o.bytes_disk}, {"remote", o.bytes_remote}}};
+  for (const auto& [tier, bytes] : tiers) {
+    impl_->restored_bytes.Add({{"tier", tier}}).Increment(static_cast<double>(bytes));
+  }
+  impl_->preemptions.Increment(static_cast<double>(o.preempted_at_s.size()));
+}
+
+void Metrics::observe_gap(double seconds) { impl_->between_tokens.Observe(seconds); }
+
+std::string Metrics::text(const MetricsSnapshot& snapshot) {
+  const auto set = [](prometheus::Family<prometheus::Gauge>& family, const Labels& labels,
+                      auto value) { family.Add(labels).Set(static_cast<double>(value)); };
+  const scheduler::Snapshot& s = snapshot.scheduler;
+  set(impl_->running, {{"state", "queued"}}, s.queued);
+  set(impl_->running, {{"state", "fetching"}}, s.fetching);
+  set(impl_->running, {{"state", "restoring"}}, s.restoring);
+  set(impl_->running, {{"state", "prefill"}}, s.prefill);
+  set(impl_->running, {{"state", "decoding"}}, s.decoding);
+  set(impl_->arena, {{"use", "active"}}, s.active_cells);
+  set(impl_->arena, {{"use", "idle"}}, s.idle_cells);
+  set(impl_->arena, {{"use", "free"}}, s.arena_cells - s.active_cells - s.idle_cells);
+  for (size_t i = 0; i < scheduler::kEvictionReasons; ++i) {
+    const auto reason = static_cast<scheduler::EvictionReason>(i);
+    set(impl_->evictions, {{"reason", std::string(scheduler::eviction_reason_name(reason))}},
+        s.evictions.at(i));
+  }
+  set(impl_->steps, {{"restoring", "no"}}, s.steps);
+  set(impl_->steps, {{"restoring", "yes"}}, s.restore_steps);
+  set(impl_->step_seconds, {{"restoring", "no"}}, s.step_s);
+  set(impl_->step_seconds, {{"restoring", "yes"}}, s.restore_step_s);
+  set(impl_->saver, {{"result", "captured"}}, snapshot.saver.rows_captured);
+  set(impl_->saver, {{"result", "skipped"}}, snapshot.saver.rows_skipped);
+  impl_->saver_bytes.Set(static_cast<double>(snapshot.saver.bytes_written));
+  set(impl_->tier_bytes, {{"tier", "disk"}}, snapshot.store.allocated_bytes);
+  set(impl_->tier_bytes, {{"tier", "dram"}}, snapshot.store.dram_bytes);
+  set(impl_->lookups, {{"result", "hit"}}, snapshot.store.dram_hits);
+  set(impl_->lookups, {{"result", "miss"}}, snapshot.store.dram_misses);
+  impl_->sessions.Set(static_cast<double>(snapshot.store.sessions));
+  set(impl_->connections, {{"state", "open"}}, snapshot.http.connections_open);
+  set(impl_->connections, {{"state", "idle"}}, snapshot.http.connections_idle);
+  return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
+}
+
+}  // namespace hcache::server

@@ -1,0 +1,43 @@
+// What operators watch, in Prometheus's text format (docs/operations.md lists every metric).
+//
+// Threading: any thread.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "http/server.h"
+#include "scheduler/request.h"
+#include "scheduler/scheduler.h"
+#include "state/saver.h"
+#include "store/store.h"
+
+namespace hcache::server {
+
+// What is read off when somebody asks.
+struct MetricsSnapshot {
+  scheduler::Snapshot scheduler;
+  store::StoreStat store;   // zeros without a store
+  state::SaverStats saver;  // zeros without a saver
+  http::Counters http;
+};
+
+class Metrics {
+ public:
+  Metrics();
+  ~Metrics();
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  // A request has ended.
+  void observe(const scheduler::Outcome& outcome);
+  // The time between two tokens of a reply.
+  void observe_gap(double seconds);
+  [[nodiscard]] std::string text(const MetricsSnapshot& snapshot);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hcache::server

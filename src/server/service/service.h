@@ -1,0 +1,107 @@
+// What every endpoint shares: the model with its store behind a scheduler, the conversations, and
+// the threads that work beside the HTTP side.
+//
+//   intake      parses bodies, renders templates, tokenises, submits
+//   scheduler   owns the engine: steps, restores, samples
+//   writer      turns tokens into answers, in order
+//   keeper      what waits for the disk: remembering conversations, expiry, administration
+//
+// Threading: any thread unless it says otherwise.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "api/answers.h"
+#include "base/env.h"
+#include "conversations.h"
+#include "engine_executor.h"
+#include "events.h"
+#include "http/message.h"
+#include "http/server.h"
+#include "metrics.h"
+#include "model/chat.h"
+#include "model/tokenizer.h"
+#include "scheduler/scheduler.h"
+#include "server/server.h"
+#include "work_queue.h"
+
+namespace hcache::server {
+
+class Service {
+ public:
+  static Result<std::unique_ptr<Service>> open(Env& env, const ServerOptions& options);
+  // stop() first.
+  ~Service();
+  Service(const Service&) = delete;
+  Service& operator=(const Service&) = delete;
+
+  // Accepts nothing more, waits up to grace_ns for what runs, cuts off the rest, and makes all
+  // state durable.
+  Status stop(int64_t grace_ns);
+
+  [[nodiscard]] Env& env() { return env_; }
+  [[nodiscard]] const ServerOptions& options() const { return options_; }
+  [[nodiscard]] const std::string& model_name() const { return model_name_; }
+  [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
+  [[nodiscard]] const model::ChatTemplate& chat_template() const { return *chat_template_; }
+  [[nodiscard]] scheduler::Scheduler& scheduler() { return *scheduler_; }
+  [[nodiscard]] Conversations& conversations() { return *conversations_; }
+  [[nodiscard]] store::Store* store() { return runtime_->store(); }
+  [[nodiscard]] const state::Runtime& runtime() const { return *runtime_; }
+  [[nodiscard]] int64_t context() const { return executor_->limits().context; }
+  [[nodiscard]] int64_t started_s() const { return started_s_; }
+
+  [[nodiscard]] Metrics& metrics() { return metrics_; }
+  // As Prometheus wants it.
+  [[nodiscard]] std::string metrics_text();
+  [[nodiscard]] Events& events() { return *events_; }
+  // Ends every stream of events and refuses new ones.
+  void stop_events() { events_->stop(); }
+  // The HTTP side to report on; null: there is none (any more).
+  void watch(const http::Server* http) { http_.store(http, std::memory_order_release); }
+
+  [[nodiscard]] WorkQueue& intake() { return *intake_; }
+  [[nodiscard]] WorkQueue& writer() { return *writer_; }
+  [[nodiscard]] WorkQueue& keeper() { return *keeper_; }
+
+  // The cache salt of a request: its API key's own unless the server is told otherwise, and what
+  // the request adds.
+  [[nodiscard]] std::string salt_of(const http::Request& request,
+                                    const std::string& cache_salt) const;
+  // A name for an answer: letters and digits, never twice.
+  [[nodiscard]] std::string new_id();
+
+ private:
+  Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
+  Status init();
+  void run_scheduler();
+  [[nodiscard]] std::string event_text();
+  [[nodiscard]] store::StoreStat store_stat() HCACHE_EXCLUDES(stat_mutex_);
+
+  Env& env_;
+  const ServerOptions options_;
+  std::string model_name_;
+  int64_t started_s_ = 0;
+  Metrics metrics_;
+  Mutex stat_mutex_;
+  store::StoreStat stat_ HCACHE_GUARDED_BY(stat_mutex_);
+  int64_t stat_ns_ HCACHE_GUARDED_BY(stat_mutex_) = 0;
+  std::atomic<const http::Server*> http_ = nullptr;
+  std::unique_ptr<model::Tokenizer> tokenizer_;
+  std::unique_ptr<model::ChatTemplate> chat_template_;
+  std::unique_ptr<state::Runtime> runtime_;
+  std::unique_ptr<Conversations> conversations_;
+  std::unique_ptr<EngineExecutor> executor_;
+  std::unique_ptr<scheduler::Scheduler> scheduler_;
+  std::atomic<bool> stop_scheduler_ = false;
+  std::unique_ptr<Events> events_;
+  std::unique_ptr<WorkQueue> keeper_;
+  std::unique_ptr<WorkQueue> writer_;
+  std::unique_ptr<WorkQueue> intake_;
+  std::thread scheduler_thread_;
+};
+
+}  // namespace hcache::server

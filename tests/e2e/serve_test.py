@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""`hcache serve` on the real default model: protocols, conversations that return, isolation, stop.
+
+    serve_test.py HCACHE [-v] [name]
+"""
+
+import http.client
+import json
+import signal
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+import serving
+from serving import LOST, Conversation, Server, wait_until
+
+PROGRAM = sys.argv.pop(1)
+MODEL = serving.default_model()
+
+
+def start(folder: str, *options: str, **kwargs) -> Server:
+    return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "2", *options, **kwargs)
+
+
+class Protocols(unittest.TestCase):
+    """One server for all: they leave nothing behind that another one could see."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.server = start(cls.folder.name, "--ctx", "2048", "--alias", "tiny")
+
+    @classmethod
+    def tearDownClass(cls):
+        with cls.server:
+            code = cls.server.stop()
+            errors = cls.server.errors()
+        cls.folder.cleanup()
+        assert code == 0, f"exit code {code}: {errors}"
+
+    def ask(self, text: str, **fields) -> dict:
+        return self.server.chat([{"role": "user", "content": text}], **fields)
+
+    def test_a_whole_answer_and_a_stream_say_the_same(self):
+        body = {"messages": [{"role": "user", "content": "Name three colours."}],
+                "temperature": 0, "max_tokens": 16}
+        whole = self.server.post("/v1/chat/completions", body)
+        events = self.server.stream("/v1/chat/completions", {
+            **body, "stream": True, "stream_options": {"include_usage": True}})
+        self.assertEqual(events[-1][1], "[DONE]")
+        chunks = [data for _, data in events[:-1]]
+        text = "".join(c["choices"][0]["delta"].get("content") or ""
+                       for c in chunks if c["choices"])
+        self.assertEqual(text, whole["choices"][0]["message"]["content"])
+        usage = chunks[-1]["usage"]
+        self.assertEqual(usage["prompt_tokens"], whole["usage"]["prompt_tokens"])
+        self.assertGreater(usage["prompt_tokens_details"]["cached_tokens"], 0)
+        self.assertEqual(sum(whole["hcache"]["tokens"].values()), whole["usage"]["prompt_tokens"])
+        self.assertGreater(whole["timings"]["predicted_per_second"], 0)
+
+    def test_choices_logprobs_stop_and_length(self):
+        answer = self.ask("Name a colour.", n=2, temperature=1, seed=4, max_tokens=5, logprobs=True,
+                          top_logprobs=2)
+        self.assertEqual([c["index"] for c in answer["choices"]], [0, 1])
+        content = answer["choices"][0]["logprobs"]["content"]
+        self.assertEqual(len(content), 5)
+        self.assertEqual(len(content[0]["top_logprobs"]), 2)
+        self.assertLessEqual(content[0]["logprob"], 0)
+        self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        whole = self.ask("Count from one to five in words.", max_tokens=24)
+        text = whole["choices"][0]["message"]["content"]
+        word = text.split()[1]
+        cut = self.ask("Count from one to five in words.", max_tokens=24, stop=[word])
+        self.assertEqual(cut["choices"][0]["message"]["content"], text[:text.index(word)])
+        self.assertEqual(cut["choices"][0]["finish_reason"], "stop")
+
+    def test_json_schema_is_followed(self):
+        schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
+                  "required": ["colour"], "additionalProperties": False}
+        answer = self.ask("Red or blue?", max_tokens=40, response_format={
+            "type": "json_schema", "json_schema": {"name": "c", "schema": schema, "strict": True}})
+        parsed = json.loads(answer["choices"][0]["message"]["content"])
+        self.assertIn(parsed["colour"], ("red", "blue"))
+
+    def test_a_required_tool_is_called(self):
+        tool = {"type": "function", "function": {
+            "name": "set_light", "parameters": {
+                "type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}}}
+        answer = self.ask("Switch the light on.", tools=[tool], tool_choice="required",
+                          max_tokens=60)
+        call = answer["choices"][0]["message"]["tool_calls"][0]
+        self.assertEqual(call["function"]["name"], "set_light")
+        self.assertIsInstance(json.loads(call["function"]["arguments"])["on"], bool)
+
+    def test_completions_and_responses(self):
+        text = self.server.post("/v1/completions", {"prompt": "The sea is", "max_tokens": 4,
+                                                    "temperature": 0})["choices"][0]["text"]
+        ids = self.server.post("/tokenize", {"content": "The sea is"})["tokens"]
+        again = self.server.post("/v1/completions", {"prompt": ids, "max_tokens": 4,
+                                                     "temperature": 0})
+        self.assertEqual(again["choices"][0]["text"], text)
+        llama = self.server.post("/completion", {"prompt": "The sea is", "n_predict": 4,
+                                                 "temperature": 0})
+        self.assertEqual(llama["content"], text)
+        self.assertEqual(llama["stop_type"], "limit")
+        first = self.server.post("/v1/responses", {"input": "My name is Ada. Remember it.",
+                                                   "temperature": 0, "max_output_tokens": 12})
+        second = self.server.post("/v1/responses", {
+            "input": "What is my name?", "previous_response_id": first["id"], "temperature": 0,
+            "max_output_tokens": 12})
+        self.assertGreater(second["usage"]["input_tokens_details"]["cached_tokens"], 20)
+        status, error, _ = self.server.call("POST", "/v1/responses", {
+            "input": "x", "previous_response_id": "resp_none"})
+        self.assertEqual(status, 404)
+        self.assertIn("resp_none", error["error"]["message"])
+
+    def test_messages(self):
+        body = {"model": "tiny", "max_tokens": 8, "temperature": 0,
+                "messages": [{"role": "user", "content": "Say hi."}]}
+        whole = self.server.post("/v1/messages", body)
+        self.assertEqual(whole["type"], "message")
+        events = self.server.stream("/v1/messages", {**body, "stream": True})
+        self.assertEqual(events[0][0], "message_start")
+        self.assertEqual(events[-1][0], "message_stop")
+        text = "".join(d["delta"]["text"] for n, d in events
+                       if n == "content_block_delta" and d["delta"]["type"] == "text_delta")
+        self.assertEqual(text, whole["content"][0]["text"])
+        count = self.server.post("/v1/messages/count_tokens", {
+            "model": "tiny", "messages": body["messages"]})
+        usage = whole["usage"]
+        self.assertEqual(count["input_tokens"], usage["input_tokens"] +
+                         usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
+
+    def test_the_small_endpoints(self):
+        self.assertEqual(self.server.call("GET", "/health")[0], 200)
+        models = self.server.call("GET", "/v1/models")[1]
+        self.assertEqual(models["data"][0]["id"], "tiny")
+        self.assertEqual(self.server.call("GET", "/v1/models/none")[0], 404)
+        tokens = self.server.post("/tokenize", {"content": "Hello world"})["tokens"]
+        self.assertEqual(self.server.post("/detokenize", {"tokens": tokens})["content"],
+                         "Hello world")
+        prompt = self.server.post("/apply-template", {
+            "messages": [{"role": "user", "content": "Hi"}]})["prompt"]
+        self.assertIn("<|im_start|>user\nHi<|im_end|>", prompt)
+        self.assertIn("chat_template", self.server.call("GET", "/props")[1])
+        self.assertIsInstance(self.server.call("GET", "/slots")[1], list)
+        self.assertIn("openapi", self.server.call("GET", "/openapi.json")[1])
+        self.ask("Hi.", max_tokens=2)
+        self.assertIn("hcache_ttft_seconds_count", self.server.call("GET", "/metrics")[1])
+        self.assertGreater(self.server.call("GET", "/v1/store")[1]["chunks"], -1)
+        self.assertTrue(self.server.call("POST", "/v1/store/verify")[1]["ok"])
+
+    def test_errors_name_the_place(self):
+        for body, words in (({}, "messages"), ({"messages": 5}, "messages"),
+                            ({"messages": [{"role": "user", "content": 5}]},
+                             "messages[0].content"),
+                            ({"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+                             "temperature")):
+            status, answer, _ = self.server.call("POST", "/v1/chat/completions", body)
+            self.assertEqual(status, 400)
+            self.assertIn(words, answer["error"]["message"])
+        status, answer, _ = self.server.call("POST", "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": serving.TEXT}]})
+        self.assertEqual(status, 400)
+        self.assertIn("2048", answer["error"]["message"])
+        self.assertEqual(self.server.call("GET", "/nothing")[0], 404)
+        self.assertEqual(self.server.call("GET", "/v1/chat/completions")[0], 405)
+
+    def test_sessions_are_named_pinned_renamed_and_deleted(self):
+        self.ask("This one has a name.", session_id="named", max_tokens=3)
+        session = self.server.call("GET", "/v1/sessions/named")[1]
+        self.assertIn("This one has a name.", session["text"])
+        changed = self.server.call("PATCH", "/v1/sessions/named", {"pinned": True, "ttl_s": 60})
+        self.assertEqual(changed[0], 200)
+        self.assertTrue(changed[1]["pinned"])
+        self.assertIsNotNone(changed[1]["expires"])
+        self.assertEqual(self.server.call("PATCH", "/v1/sessions/named", {"id": "other"})[0], 200)
+        names = [s["id"] for s in self.server.call("GET", "/v1/sessions")[1]["data"]]
+        self.assertIn("other", names)
+        self.assertNotIn("named", names)
+        self.assertEqual(self.server.call("PATCH", "/v1/sessions/other", {"ttl_s": -1})[0], 400)
+        self.assertEqual(self.server.call("DELETE", "/v1/sessions/other")[0], 200)
+        self.assertEqual(self.server.call("DELETE", "/v1/sessions/other")[0], 404)
+
+
+class Returning(unittest.TestCase):
+    def test_text_that_does_not_tokenise_to_what_was_generated(self):
+        # A reply whose tokens are forced apart by a grammar: "a" "b" "c", not "abc".
+        with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
+            first = server.post("/completion", {
+                "prompt": "Letters:", "n_predict": 12, "temperature": 1, "seed": 3,
+                "grammar": 'root ::= [a-c] [a-c] [a-c] [a-c] [a-c] [a-c] [a-c] [a-c]',
+                "return_tokens": True})
+            text = "Letters:" + first["content"]
+            split = server.post("/tokenize", {"content": text})["tokens"]
+            chain = server.post("/tokenize", {"content": "Letters:"})["tokens"] + first["tokens"]
+            self.assertNotEqual(split, chain, "the reply happens to survive the round trip")
+            again = server.post("/completion", {"prompt": text + " are", "n_predict": 2,
+                                                "temperature": 0})
+            self.assertGreaterEqual(again["timings"]["cache_n"], len(chain) - 1)
+
+    def test_twelve_conversations_survive_a_small_arena_and_a_kill(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                start(folder, "--ctx", "8192", "--no-store") as server:
+            undisturbed = [Conversation(i) for i in range(12)]
+            for conversation in undisturbed:
+                while not conversation.done():
+                    conversation.step(server)
+        with tempfile.TemporaryDirectory() as folder:
+            # Three of them fit: each ends with about 430 tokens.
+            options = ["--ctx", "1408", "--parallel", "4", "--flush-interval", "100ms"]
+            servers = [start(folder, *options)]
+            conversations = [Conversation(i) for i in range(12)]
+            answered = threading.Semaphore(0)
+            failures = []
+
+            def hold(own):
+                try:
+                    while not all(c.done() for c in own):
+                        for conversation in own:  # by turns, so that all of them come back
+                            while not conversation.done():
+                                try:
+                                    conversation.step(servers[-1])
+                                    answered.release()
+                                    break
+                                except LOST:
+                                    time.sleep(0.2)
+                except Exception as error:  # shown by the main thread
+                    failures.append(error)
+                    raise
+
+            threads = [threading.Thread(target=hold, args=(conversations[i::4],))
+                       for i in range(4)]
+            for thread in threads:
+                thread.start()
+            for _ in range(18):  # half of all answers
+                while not answered.acquire(timeout=1):
+                    self.assertFalse(failures)
+            time.sleep(1)  # what was complete before this is on disk
+            servers[-1].kill()
+            servers.append(start(folder, *options))
+            self.addCleanup(servers[0].log.close)
+            for thread in threads:
+                thread.join()
+            self.assertFalse(failures)
+            for ours, theirs in zip(conversations, undisturbed):
+                self.assertEqual(ours.answers, theirs.answers)
+            cached = sum(c.cached for c in conversations)
+            returned = sum(c.returned for c in conversations)
+            self.assertGreaterEqual(cached / returned, 0.95)
+            with servers[-1]:
+                self.assertEqual(servers[-1].stop(), 0, servers[-1].errors())
+
+    def test_host_memory_comes_before_the_disk(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                start(folder, "--ctx", "512", "--dram", "256MiB") as server:
+            conversations = [Conversation(i, rounds=2) for i in range(3)]
+            for _ in range(2):
+                for conversation in conversations:
+                    conversation.step(server)
+            tiers = server.call("GET", "/v1/store")[1]["tiers"]
+            self.assertGreater(tiers["dram"]["hits"], 0)
+            self.assertGreater(tiers["dram"]["used_bytes"], 0)
+
+
+class Isolation(unittest.TestCase):
+    def test_keys_share_nothing(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                start(folder, "--ctx", "2048", "--api-key", "alpha,beta") as server:
+            messages = [{"role": "user", "content": serving.TEXT[:1200]}]
+            body = {"messages": messages, "max_tokens": 2, "temperature": 0}
+            self.assertEqual(server.call("POST", "/v1/chat/completions", body)[0], 401)
+
+            def cached(key):
+                usage = server.post("/v1/chat/completions", body,
+                                    {"Authorization": f"Bearer {key}"})["usage"]
+                return usage["prompt_tokens_details"]["cached_tokens"]
+
+            self.assertEqual(cached("alpha"), 0)
+            self.assertGreater(cached("alpha"), 100)
+            self.assertEqual(cached("beta"), 0)
+            mine = server.call("GET", "/v1/sessions", headers={"x-api-key": "alpha"})[1]["data"]
+            self.assertEqual(len(mine), 1)
+            name = mine[0]["id"]
+            theirs = server.call("GET", f"/v1/sessions/{name}", headers={"x-api-key": "beta"})
+            self.assertNotIn("text", theirs[1])
+
+    def test_a_salt_in_the_request_isolates_too(self):
+        with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
+            messages = [{"role": "user", "content": serving.TEXT[:1200]}]
+
+            def cached(**fields):
+                usage = server.chat(messages, max_tokens=2, **fields)["usage"]
+                return usage["prompt_tokens_details"]["cached_tokens"]
+
+            self.assertEqual(cached(cache_salt="a"), 0)
+            self.assertEqual(cached(cache_salt="b"), 0)
+            self.assertEqual(cached(), 0)
+            self.assertGreater(cached(cache_salt="a"), 100)
+
+
+class Stopping(unittest.TestCase):
+    def test_disconnects_free_the_server(self):
+        with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
+            host, port = server.url.removeprefix("http://").rsplit(":", 1)
+            for _ in range(3):
+                connection = http.client.HTTPConnection(host, int(port), timeout=60)
+                connection.request("POST", "/v1/chat/completions", json.dumps({
+                    "messages": [{"role": "user", "content": "Count to a thousand."}],
+                    "max_tokens": 1500, "stream": True}), {"Content-Type": "application/json"})
+                with connection.getresponse() as reply:
+                    reply.read(200)
+                connection.close()
+
+            def metric(name):
+                text = server.call("GET", "/metrics")[1]
+                return [float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+                        if line.startswith(name)][0]
+
+            wait_until(lambda: metric('hcache_requests_total{result="cancelled"}') == 3,
+                       "three cancelled requests")
+            self.assertEqual(metric('hcache_requests{state="decoding"}'), 0)
+
+    def test_sigterm_lets_replies_end(self):
+        with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
+            answers = []
+            thread = threading.Thread(target=lambda: answers.append(
+                server.chat([{"role": "user", "content": "Tell me a story."}], max_tokens=60)))
+            thread.start()
+            wait_until(lambda: "decoding\"} 1" in server.call("GET", "/metrics")[1], "a reply")
+            self.assertEqual(server.stop(), 0)
+            thread.join()
+            self.assertEqual(answers[0]["usage"]["completion_tokens"], 60)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    unittest.main(verbosity=2)

@@ -1,0 +1,150 @@
+"""What the server's tests share: a server process, plain requests, and conversations."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "demo/lighthouse.txt").read_text(encoding="utf-8")
+
+
+def default_model() -> str:
+    out = subprocess.run([sys.executable, str(ROOT / "scripts/third_party.py"), "model"],
+                         check=True, stdout=subprocess.PIPE, text=True)
+    return out.stdout.strip()
+
+
+class Server:
+    """`hcache serve` on a port of its own."""
+
+    def __init__(self, program: str, *options: str, env: dict | None = None):
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        self.process = subprocess.Popen(
+            [program, "serve", "--port", "0", *options], stdout=subprocess.PIPE, stderr=self.log,
+            text=True, env={**os.environ, **(env or {})})
+        line = self.process.stdout.readline()
+        found = re.search(r"serving on (http://\S+)", line)
+        if not found:
+            self.process.wait()
+            raise RuntimeError(f"the server did not start: {line}\n{self.errors()}")
+        self.url = found.group(1)
+
+    def errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def call(self, method: str, path: str, body: object = None, headers: dict | None = None):
+        """(status, parsed JSON or text, headers)."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, method=method, headers={
+            "Content-Type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return self._answer(reply.status, reply)
+        except urllib.error.HTTPError as error:
+            return self._answer(error.code, error)
+
+    @staticmethod
+    def _answer(status: int, reply) -> tuple:
+        text = reply.read().decode()
+        is_json = reply.headers.get("Content-Type", "").startswith("application/json")
+        return status, json.loads(text) if is_json and text else text, dict(reply.headers)
+
+    def post(self, path: str, body: object, headers: dict | None = None) -> dict:
+        status, answer, _ = self.call("POST", path, body, headers)
+        if status != 200:
+            raise RuntimeError(f"{path}: {status} {answer}")
+        return answer
+
+    def chat(self, messages: list, **fields) -> dict:
+        return self.post("/v1/chat/completions",
+                         {"messages": messages, "temperature": 0, **fields})
+
+    def stream(self, path: str, body: object) -> list:
+        """The events of a stream: (name, data) with data parsed where it is JSON."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        events = []
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            for block in reply.read().decode().split("\n\n"):
+                fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
+                if "data" in fields:
+                    data = fields["data"]
+                    events.append((fields.get("event", ""),
+                                   json.loads(data) if data.startswith("{") else data))
+        return events
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self.process.stdout.close()
+
+    def stop(self) -> int:
+        """SIGTERM; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=120)
+        self._close()
+        return code
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.kill()
+        self._close()
+        self.log.close()
+
+
+class Conversation:
+    """A client that resends everything that was said, as chat clients do."""
+
+    def __init__(self, number: int, rounds: int = 3):
+        start = 700 * number % (len(TEXT) - 4000)
+        self.questions = [TEXT[start + 350 * r:start + 350 * (r + 1)].strip() +
+                          "\nSay in one sentence what this is about." for r in range(rounds)]
+        self.messages: list = []
+        self.answers: list = []
+        self.completed = 0  # tokens of the chain when the last answer was complete
+        self.cached = 0     # of what returned, how many came from saved or resident state
+        self.returned = 0   # tokens that had been computed before and came back
+
+    def done(self) -> bool:
+        return len(self.answers) == len(self.questions)
+
+    def step(self, server: Server, **fields) -> None:
+        """The next round; an exception leaves everything as it was."""
+        messages = self.messages + [{"role": "user", "content": self.questions[len(self.answers)]}]
+        answer = server.chat(messages, max_tokens=20, **fields)
+        reply = answer["choices"][0]["message"]["content"]
+        usage = answer["usage"]
+        self.returned += self.completed
+        self.cached += min(usage["prompt_tokens_details"]["cached_tokens"], self.completed)
+        self.completed = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+        self.messages = messages + [{"role": "assistant", "content": reply}]
+        self.answers.append(reply)
+
+
+# What a client sees when its server dies.
+LOST = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
+
+
+def wait_until(condition, what: str, timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"timed out: {what}")
+        time.sleep(0.05)

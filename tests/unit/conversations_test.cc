@@ -1,0 +1,158 @@
+// Conversations found by their text, and kept by name: in memory, over a restart, apart by salt.
+#include "conversations.h"
+
+#include <gtest/gtest.h>
+
+#include "base_testing.h"
+#include "text_gguf.h"
+
+namespace hcache::server {
+namespace {
+
+using hcache::testing::TempDir;
+
+class ConversationsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto tokenizer = model::Tokenizer::load(vocab_.path());
+    ASSERT_TRUE(tokenizer.ok()) << tokenizer.status().to_string();
+    tokenizer_ = std::move(*tokenizer);
+    open();
+  }
+  // As a process that starts.
+  void open() {
+    conversations_.reset();
+    store_.reset();
+    store::StoreOptions options;
+    options.dirs = {dir_ / "store"};
+    auto store = store::Store::open(Env::real(), options);
+    ASSERT_TRUE(store.ok()) << store.status().to_string();
+    store_ = std::move(*store);
+    conversations_ =
+        std::make_unique<Conversations>(Env::real(), *tokenizer_, store_.get(), Fingerprint());
+    ASSERT_TRUE(conversations_->load().ok());
+  }
+  std::vector<int32_t> encode(std::string_view text) {
+    return tokenizer_->encode(text, {}).value_or({});
+  }
+  // The text's bytes one by one: tokens that stand for it and that encode() would never give.
+  std::vector<int32_t> spelled(std::string_view text) {
+    std::vector<int32_t> tokens;
+    for (const char c : text) {
+      const auto one = encode(std::string_view(&c, 1));
+      tokens.insert(tokens.end(), one.begin(), one.end());
+    }
+    return tokens;
+  }
+  std::string remember(std::vector<int32_t> tokens, const std::string& name = "",
+                       const SaltId& salt = salt_id("")) {
+    FinishedChain chain;
+    chain.salt = salt;
+    chain.name = name;
+    chain.tokens = std::move(tokens);
+    chain.messages = "[]";
+    const std::string given = conversations_->remember(std::move(chain));
+    EXPECT_TRUE(conversations_->persist(salt, given).ok());
+    return given;
+  }
+  Conversations::Tokens tokenise(std::string_view text, const SaltId& salt = salt_id("")) {
+    auto tokens = conversations_->tokenise(salt, text, {});
+    EXPECT_TRUE(tokens.ok()) << tokens.status().to_string();
+    return tokens.value_or({});
+  }
+
+  TempDir dir_;
+  model::test::TempFile vocab_{model::test::tiny_vocab()};
+  std::unique_ptr<model::Tokenizer> tokenizer_;
+  std::unique_ptr<store::Store> store_;
+  std::unique_ptr<Conversations> conversations_;
+};
+
+TEST_F(ConversationsTest, TextIsFoundAgainAsTheTokensItWas) {
+  const std::vector<int32_t> chain = spelled("hello there");
+  ASSERT_NE(chain, encode("hello there"));
+  remember(chain);
+  for (int process = 0; process < 2; ++process) {
+    const Conversations::Tokens found = tokenise("hello there, you");
+    EXPECT_EQ(found.known, static_cast<int64_t>(chain.size()));
+    std::vector<int32_t> expected = chain;
+    const std::vector<int32_t> rest = encode(", you");
+    expected.insert(expected.end(), rest.begin(), rest.end());
+    EXPECT_EQ(found.tokens, expected);
+    EXPECT_EQ(tokenise("hello").known, 0);
+    EXPECT_EQ(tokenise("hello thera, you").known, 0);
+    open();
+  }
+}
+
+TEST_F(ConversationsTest, EveryTurnIsKnownAndTheLongestWins) {
+  const std::string name = remember(spelled("one"));
+  remember(spelled("one the"));
+  EXPECT_EQ(remember(spelled("one the three four")), name);
+  for (int process = 0; process < 2; ++process) {
+    EXPECT_EQ(tokenise("one the three").known, static_cast<int64_t>(spelled("one the").size()));
+    EXPECT_EQ(tokenise("one, the").known, static_cast<int64_t>(spelled("one").size()));
+    open();
+  }
+  // Going back to an earlier turn begins another conversation, and keeps the first.
+  const std::string other = remember(spelled("one the other"));
+  EXPECT_NE(other, name);
+  EXPECT_EQ(tokenise("one the three four five").known,
+            static_cast<int64_t>(spelled("one the three four").size()));
+  ASSERT_TRUE(conversations_->remove(salt_id(""), name).ok());
+  EXPECT_EQ(tokenise("one the others").known,
+            static_cast<int64_t>(spelled("one the other").size()));
+}
+
+TEST_F(ConversationsTest, SaltsAreApart) {
+  const SaltId other = salt_id("other");
+  remember(spelled("secret"), "name");
+  EXPECT_EQ(tokenise("secret", other).known, 0);
+  EXPECT_TRUE(conversations_->list(other).empty());
+  EXPECT_EQ(conversations_->get(other, "name").code(), Code::kNotFound);
+  remember(spelled("public"), "name", other);
+  EXPECT_EQ(conversations_->tokens(salt_id(""), "name").value_or({}), spelled("secret"));
+  open();
+  EXPECT_EQ(conversations_->tokens(other, "name").value_or({}), spelled("public"));
+  EXPECT_EQ(conversations_->tokens(salt_id(""), "name").value_or({}), spelled("secret"));
+}
+
+TEST_F(ConversationsTest, AReplyContinuesItsConversation) {
+  const std::string name = remember(spelled("hello"));
+  EXPECT_EQ(remember(spelled("hello there")), name);
+  EXPECT_NE(remember(spelled("hullo")), name);
+  EXPECT_EQ(conversations_->list(salt_id("")).size(), 2U);
+  EXPECT_FALSE(conversations_->get(salt_id(""), name)->named);
+  remember(spelled("hi"), "mine");
+  EXPECT_TRUE(conversations_->get(salt_id(""), "mine")->named);
+}
+
+TEST_F(ConversationsTest, PinsNamesAndTimesSurviveARestart) {
+  const SaltId salt = salt_id("");
+  remember(spelled("hello"), "a");
+  remember(spelled("there"), "b");
+  ASSERT_TRUE(conversations_->set_pinned(salt, "a", true).ok());
+  ASSERT_TRUE(conversations_->set_ttl(salt, "a", 1).ok());
+  ASSERT_TRUE(conversations_->set_ttl(salt, "b", 1).ok());
+  EXPECT_EQ(conversations_->set_ttl(salt, "b", -1).code(), Code::kInvalidArgument);
+  EXPECT_EQ(conversations_->rename(salt, "a", "b").code(), Code::kAlreadyExists);
+  ASSERT_TRUE(conversations_->rename(salt, "a", "c").ok());
+  open();
+  EXPECT_EQ(conversations_->get(salt, "a").code(), Code::kNotFound);
+  const auto kept = conversations_->get(salt, "c");
+  ASSERT_TRUE(kept.ok());
+  EXPECT_TRUE(kept->pinned);
+  EXPECT_EQ(conversations_->messages(salt, "c").value_or(""), "[]");
+  EXPECT_EQ(tokenise("hello you").known, static_cast<int64_t>(spelled("hello").size()));
+  // What is pinned does not expire.
+  EXPECT_EQ(conversations_->expire().value_or(-1), 1);
+  EXPECT_EQ(conversations_->get(salt, "b").code(), Code::kNotFound);
+  ASSERT_TRUE(conversations_->remove(salt, "c").ok());
+  EXPECT_EQ(conversations_->remove(salt, "c").code(), Code::kNotFound);
+  EXPECT_EQ(tokenise("hello you").known, 0);
+  open();
+  EXPECT_TRUE(conversations_->list(salt).empty());
+}
+
+}  // namespace
+}  // namespace hcache::server

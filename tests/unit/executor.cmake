@@ -1,0 +1,1 @@
+hcache_test(executor_test unit/executor_test.cc LIBS hcache_executor hcache_model_tools)

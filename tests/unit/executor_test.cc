@@ -1,0 +1,358 @@
+// The scheduler's Executor over a real engine, store, saver and restorer: restores in slices beside
+// other sequences' steps, forks, trims, and what is durable when.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "engine_executor.h"
+#include "model/logits.h"
+#include "model_fixtures.h"
+#include "state/runtime.h"
+
+namespace hcache::server {
+namespace {
+
+using model::test::make_tiny;
+using model::test::TempDir;
+using model::test::tiny_options;
+using scheduler::kNotSaving;
+using scheduler::RestoreStatus;
+using scheduler::SeqId;
+
+using Tokens = std::vector<int32_t>;
+
+Tokens random_tokens(int n, uint32_t seed) {
+  Tokens tokens(n);
+  for (int32_t& token : tokens) {
+    seed = seed * 1664525U + 1013904223U;
+    token = static_cast<int32_t>((seed >> 8) % 200);
+  }
+  return tokens;
+}
+
+Tokens operator+(Tokens a, const Tokens& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+Tokens first(const Tokens& tokens, int n) { return {tokens.begin(), tokens.begin() + n}; }
+
+// A process: runtime and executor over one state directory.
+class Process {
+ public:
+  Process(const std::string& model, const std::string& state_dir, policy::Mode mode) {
+    state::RuntimeOptions options;
+    options.model_path = model;
+    options.state_dir = state_dir;
+    options.n_threads = 1;
+    options.engine.arena_tokens = 1024;
+    options.engine.max_batch_rows = 96;
+    options.saver.ring_bytes = 16U << 20;
+    options.save = policy::SaveMode::kAll;
+    state::CostProfile profile;
+    profile.layer.project = policy::CostCurve::affine(1e-5, 1e-6);
+    profile.layer.load_kv = policy::CostCurve::affine(0, 1e-8);
+    profile.layer.dense = policy::CostCurve::affine(1e-5, 6e-6);
+    profile.layer.attn_per_key = policy::CostCurve::affine(0, 1e-10);
+    profile.layer.hidden_bytes = 300;
+    profile.layer.kv_bytes = 512;
+    profile.read_bytes_per_s = 1e9;
+    options.profile = profile;
+    auto runtime = state::Runtime::open(Env::real(), options);
+    EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
+    runtime_ = std::move(*runtime);
+    EngineExecutorOptions executor;
+    executor.restore_mode = mode;
+    executor_ = std::make_unique<EngineExecutor>(Env::real(), *runtime_, executor);
+  }
+  ~Process() {
+    executor_.reset();
+    const Status status = runtime_->close();
+    EXPECT_TRUE(status.ok()) << status.to_string();
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  EngineExecutor& operator*() { return *executor_; }
+  EngineExecutor* operator->() { return executor_.get(); }
+
+  SeqId create(const std::string& salt = "", bool save = true) {
+    auto seq = executor_->create(salt, save);
+    EXPECT_TRUE(seq.ok()) << seq.status().to_string();
+    return *seq;
+  }
+  // Computes tokens in steps of at most 96; the logits of the last one.
+  std::vector<float> append(SeqId seq, const Tokens& tokens) {
+    std::vector<float> logits;
+    for (size_t at = 0; at < tokens.size(); at += 96) {
+      const auto rows = std::span(tokens).subspan(at, std::min<size_t>(96, tokens.size() - at));
+      const scheduler::StepItem item = {seq, rows, at + rows.size() == tokens.size()};
+      auto out = executor_->step({&item, 1});
+      EXPECT_TRUE(out.ok()) << out.status().to_string();
+      if (!out.ok()) return {};
+      EXPECT_GT(out->seconds, 0);
+      if (item.wants_logits) logits.assign(out->logits[0].begin(), out->logits[0].end());
+    }
+    return logits;
+  }
+  Tokens decode(SeqId seq, std::vector<float> logits, int n) {
+    Tokens tokens;
+    for (int i = 0; i < n; ++i) {
+      tokens.push_back(model::argmax(logits));
+      logits = append(seq, {tokens.back()});
+    }
+    return tokens;
+  }
+  std::vector<std::byte> state(SeqId seq, int n) {
+    engine::Engine& engine = runtime_->engine();
+    const size_t bytes = engine.kv_row_bytes() * n;
+    std::vector<std::byte> state(2 * bytes * engine.n_layer());
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      std::byte* k = state.data() + 2 * bytes * layer;
+      EXPECT_TRUE(engine.read_kv(seq, layer, 0, n, k, k + bytes).ok());
+    }
+    return state;
+  }
+  // Restores in the smallest slices; `between` runs after each of them.
+  RestoreStatus restore(SeqId seq, const Tokens& tokens, int upto,
+                        const std::function<void()>& between = {}) {
+    const Status begun = executor_->begin_restore(seq, tokens, upto);
+    EXPECT_TRUE(begun.ok()) << begun.to_string();
+    while (begun.ok()) {
+      auto status = executor_->advance_restore(seq, 0);
+      EXPECT_TRUE(status.ok()) << status.status().to_string();
+      if (!status.ok()) break;
+      if (status->phase == RestoreStatus::Phase::kDone) return *status;
+      EXPECT_GE(status->fraction, 0);
+      EXPECT_LE(status->fraction, 1);
+      ++slices_;
+      if (between) between();
+    }
+    return {};
+  }
+  void wait_until_durable(SeqId seq, int64_t n) {
+    executor_->request_flush(seq);
+    while (executor_->durable_tokens(seq) >= 0 && executor_->durable_tokens(seq) < n) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_GE(executor_->durable_tokens(seq), n);
+  }
+  [[nodiscard]] int slices() const { return slices_; }
+
+ private:
+  std::unique_ptr<state::Runtime> runtime_;
+  std::unique_ptr<EngineExecutor> executor_;
+  int slices_ = 0;
+};
+
+class ExecutorTest : public testing::Test {
+ protected:
+  ExecutorTest() : model_(make_tiny(dir_, tiny_options("llama", 4, GGML_TYPE_Q8_0))) {}
+  std::unique_ptr<Process> process(policy::Mode mode = policy::Mode::kPlan) {
+    return std::make_unique<Process>(model_, dir_.file("state"), mode);
+  }
+  int64_t saved(Process& p, const Tokens& tokens, const std::string& salt = "") {
+    auto n = p->saved_prefix(salt, tokens);
+    EXPECT_TRUE(n.ok()) << n.status().to_string();
+    return n.value_or(-1);
+  }
+
+  TempDir dir_;
+  std::string model_;
+};
+
+TEST_F(ExecutorTest, RestoresInSlicesBesideStepsOfOthers) {
+  const Tokens history = random_tokens(300, 1);
+  const Tokens question = random_tokens(20, 2);
+  std::vector<std::byte> state;
+  Tokens answer;
+  Tokens others;  // what another sequence answers when nothing else runs
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, history);
+    state = p->state(seq, 300);
+    answer = p->decode(seq, p->append(seq, question), 12);
+    const SeqId other = p->create("", false);
+    others = p->decode(other, p->append(other, random_tokens(40, 3)), 30);
+  }
+  for (const policy::Mode mode : {policy::Mode::kPlan, policy::Mode::kHidden, policy::Mode::kKv}) {
+    auto p = process(mode);
+    const SeqId other = p->create("", false);
+    std::vector<float> logits = p->append(other, random_tokens(40, 3));
+    Tokens heard;
+    const SeqId seq = p->create();
+    const RestoreStatus done = p->restore(seq, history + question, 300, [&] {
+      if (heard.size() == others.size()) return;
+      heard.push_back(model::argmax(logits));
+      logits = p->append(other, {heard.back()});
+    });
+    EXPECT_EQ(done.tokens, 300);
+    EXPECT_EQ(done.report.hidden_tokens + done.report.kv_tokens, 300);
+    EXPECT_GT(done.report.bytes_disk, 0U);
+    EXPECT_FALSE(done.report.schedule.empty());
+    EXPECT_GT(p->slices(), 4);
+    EXPECT_EQ(heard, first(others, static_cast<int>(heard.size())));
+    EXPECT_EQ(p->state(seq, 300), state);
+    EXPECT_EQ(p->decode(seq, p->append(seq, question), 12), answer);
+  }
+}
+
+TEST_F(ExecutorTest, RestoresNoMoreThanAskedAndLeavesTheLastToken) {
+  const Tokens history = random_tokens(200, 1);
+  {
+    auto p = process();
+    p->append(p->create(), history);
+  }
+  auto p = process();
+  EXPECT_EQ(saved(*p, history), 200);
+  const SeqId whole = p->create();
+  EXPECT_EQ(p->restore(whole, history, 200).tokens, 199);
+  const SeqId part = p->create();
+  EXPECT_EQ(p->restore(part, history, 128).tokens, 128);
+  const SeqId unknown = p->create();
+  EXPECT_EQ(p->restore(unknown, random_tokens(100, 9), 99).tokens, 0);
+  EXPECT_EQ((*p)->begin_restore(unknown, history, 0).code(), Code::kOutOfRange);
+  EXPECT_EQ((*p)->begin_restore(unknown, history, 201).code(), Code::kOutOfRange);
+}
+
+TEST_F(ExecutorTest, ForksAreSavedFromWhereTheyPart) {
+  const Tokens trunk = random_tokens(200, 1);
+  const Tokens left = random_tokens(30, 2);
+  const Tokens right = random_tokens(90, 3);
+  std::vector<std::byte> state;
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, trunk);
+    auto fork = (*p)->fork(seq, 150);  // inside a chunk that is complete
+    ASSERT_TRUE(fork.ok()) << fork.status().to_string();
+    p->append(seq, left);
+    p->append(*fork, right);
+    state = p->state(*fork, 240);
+    p->wait_until_durable(*fork, 240);
+  }
+  auto p = process();
+  EXPECT_EQ(saved(*p, trunk + left), 230);
+  const Tokens forked = first(trunk, 150) + right;
+  EXPECT_EQ(saved(*p, forked), 240);
+  const SeqId seq = p->create();
+  EXPECT_EQ(p->restore(seq, forked + Tokens{1}, 240).tokens, 240);
+  EXPECT_EQ(p->state(seq, 240), state);
+}
+
+TEST_F(ExecutorTest, ATrimmedSequenceIsSavedWithWhatFollows) {
+  const Tokens begun = random_tokens(250, 1);
+  for (const int kept : {30, 64, 130, 245}) {
+    const Tokens rest = random_tokens(100, static_cast<uint32_t>(kept));
+    std::vector<std::byte> state;
+    const Tokens chain = first(begun, kept) + rest;
+    const int n = kept + 100;
+    {
+      auto p = process();
+      const SeqId seq = p->create();
+      p->append(seq, begun);
+      p->wait_until_durable(seq, 250);
+      ASSERT_TRUE((*p)->trim(seq, kept).ok());
+      p->append(seq, rest);
+      state = p->state(seq, n);
+      p->wait_until_durable(seq, n);
+    }
+    auto p = process();
+    EXPECT_EQ(saved(*p, chain), n) << kept;
+    const SeqId seq = p->create();
+    EXPECT_EQ(p->restore(seq, chain + Tokens{1}, n).tokens, n);
+    EXPECT_EQ(p->state(seq, n), state) << kept;
+  }
+}
+
+TEST_F(ExecutorTest, DurableIsWhatACrashWouldLeave) {
+  const Tokens tokens = random_tokens(100, 1);
+  auto p = process();
+  const SeqId seq = p->create();
+  EXPECT_EQ((*p)->durable_tokens(seq), 0);
+  p->append(seq, tokens);
+  p->wait_until_durable(seq, 100);
+  EXPECT_EQ(saved(*p, tokens), 100);
+  const SeqId unsaved = p->create("", false);
+  p->append(unsaved, tokens);
+  EXPECT_EQ((*p)->durable_tokens(unsaved), kNotSaving);
+}
+
+TEST_F(ExecutorTest, SaltsSeeNothingOfEachOther) {
+  const Tokens tokens = random_tokens(150, 1);
+  auto p = process();
+  const SeqId seq = p->create("a");
+  p->append(seq, tokens);
+  p->wait_until_durable(seq, 150);
+  EXPECT_EQ(saved(*p, tokens, "a"), 150);
+  EXPECT_EQ(saved(*p, tokens, "b"), 0);
+  const SeqId other = p->create("b");
+  EXPECT_EQ(p->restore(other, tokens, 149).tokens, 0);
+}
+
+TEST_F(ExecutorTest, DamagedStateIsLeftToThePrefill) {
+  const Tokens history = random_tokens(300, 1);
+  std::vector<std::byte> state;
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, history);
+    state = p->state(seq, 300);
+  }
+  int damaged = 0;
+  for (const auto& file : std::filesystem::recursive_directory_iterator(dir_.file("state/store"))) {
+    const std::string name = file.path().filename().string();
+    if (!file.is_regular_file() || name.find("catalog") != std::string::npos) continue;
+    std::fstream bytes(file.path(), std::ios::in | std::ios::out | std::ios::binary);
+    const auto size = static_cast<std::streamoff>(file.file_size());
+    for (std::streamoff at = 2000; at < size; at += 40'000) {
+      bytes.seekg(at);
+      const int byte = bytes.get();
+      bytes.seekp(at);
+      bytes.put(static_cast<char>(byte ^ 0x10));
+      ++damaged;
+    }
+  }
+  ASSERT_GT(damaged, 1);
+  auto p = process(policy::Mode::kKv);
+  const SeqId seq = p->create();
+  const RestoreStatus done = p->restore(seq, history + Tokens{1}, 300);
+  EXPECT_LE(done.tokens, 300);  // what remains may still cover the chain
+  p->append(seq, {history.begin() + done.tokens, history.end()});
+  EXPECT_EQ(p->state(seq, 300), state);
+}
+
+TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
+  const Tokens history = random_tokens(300, 1);
+  {
+    auto p = process();
+    p->append(p->create(), history);
+  }
+  auto p = process();
+  const int64_t free_cells = (*p)->free_cells();
+  const SeqId seq = p->create();
+  ASSERT_TRUE((*p)->begin_restore(seq, history, 299).ok());
+  EXPECT_EQ((*p)->free_cells(), free_cells - 299);
+  ASSERT_TRUE((*p)->advance_restore(seq, 0).ok());
+  (*p)->release(seq);
+  EXPECT_EQ((*p)->free_cells(), free_cells);
+  EXPECT_EQ((*p)->advance_restore(seq, 1).status().code(), Code::kNotFound);
+}
+
+TEST_F(ExecutorTest, PredictionsGrowWithRowsAndDepth) {
+  auto p = process();
+  const auto predict = [&](int64_t rows, int64_t depth) {
+    const scheduler::StepShape shape = {rows, depth};
+    return (*p)->predict_step_s({&shape, 1});
+  };
+  EXPECT_GT(predict(1, 0), 0);
+  EXPECT_GT(predict(64, 0), predict(1, 0));
+  EXPECT_GT(predict(64, 900), predict(64, 0));
+}
+
+}  // namespace
+}  // namespace hcache::server
