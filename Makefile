@@ -38,6 +38,12 @@ test: deps  ## Build everything and run all tests, the format and the layering c
 	@scripts/run_tests.sh release $(CTEST_FLAGS)
 	@$(MAKE) check-format check-layering
 
+.PHONY: test-clients
+test-clients: release  ## Run the official openai and anthropic clients against the server
+	@$(PYTHON) -m venv build/clients
+	@build/clients/bin/pip install -q --disable-pip-version-check -r tests/e2e/requirements.txt
+	@build/clients/bin/python tests/e2e/clients_test.py build/release/bin/hcache
+
 .PHONY: asan tsan
 asan: deps  ## Build and run the tests under address and undefined sanitizers
 	@scripts/build.sh asan-ubsan

@@ -7,7 +7,7 @@ exec 1>&2
 
 packages=(
   # tools
-  build-essential cmake ninja-build ccache git python3 python3-pip pkg-config
+  build-essential cmake ninja-build ccache git python3 python3-pip python3-venv pkg-config
   clang-format clang-tidy
   # libraries
   libsqlite3-dev liburing-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev

@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <json-schema-to-grammar.h>
 
 #include <algorithm>
 #include <exception>
@@ -91,6 +92,27 @@ std::vector<ChatMessage> without_tools(const ChatInput& input, bool describe) {
     out.insert(out.begin(), ChatMessage{"system", tools});
   }
   return out;
+}
+
+// For a reply that must call: the library's own grammar lets any amount of text come first, which a
+// small model takes for an answer.
+std::string calls_only(const std::vector<common_chat_tool>& tools, bool several) {
+  std::string calls;
+  for (const common_chat_tool& tool : tools) {
+    if (!calls.empty()) calls += ",";
+    calls +=
+        fmt::format(R"({{"type":"object","properties":{{"name":{{"const":{}}},"arguments":{}}},)"
+                    R"("required":["name","arguments"],"additionalProperties":false}})",
+                    quoted(tool.name), tool.parameters);
+  }
+  std::string rules = json_schema_to_grammar(common_json::parse("{\"anyOf\":[" + calls + "]}"));
+  const std::string root = "root ::=";
+  const size_t at = ("\n" + rules).find("\n" + root);
+  rules.replace(at, root.size(), "call ::=");
+  const std::string call = R"("<tool_call>\n" call "\n</tool_call>")";
+  rules += "\n" + root + " " + call;
+  if (several) rules += R"( ("\n" )" + call + ")*";
+  return rules + "\n";
 }
 
 common_chat_tool_choice choice_of(ToolChoice choice) {
@@ -239,7 +261,12 @@ Result<ChatPrompt> ChatTemplate::prompt(const ChatInput& input) const {
                                                   inputs_of(own, impl_->templates.get()))
                           .prompt;
     }
-    return make_prompt(*impl_->tokenizer, params, input);
+    ChatPrompt prompt = make_prompt(*impl_->tokenizer, params, input);
+    if (foreign && input.tool_choice == ToolChoice::kRequired) {
+      prompt.grammar = calls_only(inputs.tools, input.parallel_tool_calls);
+      prompt.grammar_scope = {};
+    }
+    return prompt;
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the messages: {}", e.what()));
   }

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""The official clients against `hcache serve`: openai and anthropic, streams, tools, schemas.
+
+    clients_test.py HCACHE [-v] [name]
+
+Needs tests/e2e/requirements.txt; `make test-clients` installs it into build/clients.
+"""
+
+import json
+import sys
+import tempfile
+import unittest
+
+import anthropic
+import openai
+
+import serving
+
+PROGRAM = sys.argv.pop(1)
+TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class Clients(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.server = serving.Server(PROGRAM, "-m", serving.default_model(), "--state-dir",
+                                    cls.folder.name, "-t", "2", "--ctx", "4096", "--alias", "tiny",
+                                    "--api-key", "secret")
+        cls.openai = openai.OpenAI(base_url=cls.server.url + "/v1", api_key="secret",
+                                   max_retries=0)
+        cls.anthropic = anthropic.Anthropic(base_url=cls.server.url, api_key="secret",
+                                            max_retries=0)
+
+    @classmethod
+    def tearDownClass(cls):
+        with cls.server:
+            code = cls.server.stop()
+        cls.folder.cleanup()
+        assert code == 0
+
+    # ---- openai
+
+    def test_openai_chat(self):
+        answer = self.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Name a colour."}], n=2, seed=1,
+            max_tokens=6, logprobs=True, top_logprobs=3)
+        self.assertEqual(len(answer.choices), 2)
+        self.assertEqual(len(answer.choices[1].logprobs.content[0].top_logprobs), 3)
+        self.assertEqual(answer.usage.completion_tokens, 12)
+
+    def test_openai_stream(self):
+        chunks = list(self.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Count to three."}], stream=True,
+            temperature=0, max_tokens=8, stream_options={"include_usage": True}))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        self.assertTrue(text)
+        self.assertEqual(chunks[-1].usage.completion_tokens, 8)
+
+    def test_openai_tools(self):
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": TOOL}}]
+        messages = [{"role": "user", "content": "What is the weather in Bergen?"}]
+        answer = self.openai.chat.completions.create(
+            model="tiny", messages=messages, tools=tools, tool_choice="required", temperature=0,
+            max_tokens=200)
+        call = answer.choices[0].message.tool_calls[0]
+        self.assertEqual(call.function.name, "weather")
+        self.assertIn("city", json.loads(call.function.arguments))
+        # The call and its result go back.
+        messages += [answer.choices[0].message.model_dump(exclude_none=True),
+                     {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+        again = self.openai.chat.completions.create(model="tiny", messages=messages, tools=tools,
+                                                    temperature=0, max_tokens=12)
+        self.assertGreater(again.usage.prompt_tokens_details.cached_tokens, 0)
+
+    def test_openai_streamed_tool_call(self):
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": TOOL}}]
+        arguments: dict = {}  # by call
+        for chunk in self.openai.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Weather in Oslo?"}],
+                tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}},
+                temperature=0, max_tokens=200, stream=True):
+            for call in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
+                arguments[call.index] = (arguments.get(call.index, "") +
+                                         (call.function.arguments or ""))
+        self.assertIn("city", json.loads(arguments[0]))
+
+    def test_openai_schema(self):
+        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+                  "additionalProperties": False}
+        answer = self.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "How many legs has a cat?"}],
+            temperature=0, max_tokens=40,
+            response_format={"type": "json_schema",
+                             "json_schema": {"name": "legs", "schema": schema, "strict": True}})
+        self.assertIsInstance(json.loads(answer.choices[0].message.content)["n"], int)
+
+    def test_openai_completion_response_and_models(self):
+        text = self.openai.completions.create(model="tiny", prompt="The sea", max_tokens=4)
+        self.assertTrue(text.choices[0].text)
+        first = self.openai.responses.create(model="tiny", input="I am called Ada.",
+                                             max_output_tokens=8)
+        second = self.openai.responses.create(model="tiny", input="Who am I?",
+                                              previous_response_id=first.id, max_output_tokens=8)
+        self.assertGreater(second.usage.input_tokens_details.cached_tokens, 0)
+        self.assertIn("tiny", [m.id for m in self.openai.models.list()])
+
+    def test_openai_errors(self):
+        with self.assertRaises(openai.BadRequestError):
+            self.openai.chat.completions.create(model="tiny", messages=[])
+        with self.assertRaises(openai.AuthenticationError):
+            openai.OpenAI(base_url=self.server.url + "/v1", api_key="wrong", max_retries=0) \
+                .completions.create(model="tiny", prompt="x")
+
+    # ---- anthropic
+
+    def test_anthropic_messages(self):
+        messages = [{"role": "user", "content": [{
+            "type": "text", "text": serving.TEXT[:900],
+            "cache_control": {"type": "ephemeral"}}]}]
+        first = self.anthropic.messages.create(model="tiny", max_tokens=6, system="Be brief.",
+                                               messages=messages)
+        self.assertEqual(first.type, "message")
+        again = self.anthropic.messages.create(model="tiny", max_tokens=6, system="Be brief.",
+                                               messages=messages)
+        self.assertGreater(again.usage.cache_read_input_tokens, 100)
+        count = self.anthropic.messages.count_tokens(model="tiny", system="Be brief.",
+                                                     messages=messages)
+        self.assertGreater(count.input_tokens, 100)
+
+    def test_anthropic_stream(self):
+        with self.anthropic.messages.stream(
+                model="tiny", max_tokens=8,
+                messages=[{"role": "user", "content": "Count to three."}]) as stream:
+            text = "".join(stream.text_stream)
+            self.assertEqual(stream.get_final_message().content[0].text, text)
+
+    def test_anthropic_tools(self):
+        answer = self.anthropic.messages.create(
+            model="tiny", max_tokens=200, extra_body={"temperature": 0},
+            messages=[{"role": "user", "content": "What is the weather in Bergen?"}],
+            tools=[{"name": "weather", "input_schema": TOOL}], tool_choice={"type": "any"})
+        use = next(block for block in answer.content if block.type == "tool_use")
+        self.assertEqual(use.name, "weather")
+        self.assertIn("city", use.input)
+
+    def test_anthropic_errors(self):
+        with self.assertRaises(anthropic.BadRequestError):
+            self.anthropic.messages.create(model="tiny", max_tokens=4, messages=[
+                {"role": "user", "content": [{"type": "image", "source": {
+                    "type": "base64", "media_type": "image/png", "data": "AAAA"}}]}])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
