@@ -47,6 +47,8 @@ struct BenchArgs {
 [[nodiscard]] Json spread(const std::vector<double>& v, double factor);
 
 [[nodiscard]] Json machine_json(const state::Runtime& runtime);
+// The part of it that is true of any process here: processor, cores, memory.
+[[nodiscard]] Json host_json();
 void warn_of_debug_build();
 // Prints machine and table (unless the JSON goes to stdout), writes the JSON where it is wanted.
 [[nodiscard]] Status report(const BenchArgs& args, const Json& results,

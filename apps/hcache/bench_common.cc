@@ -29,7 +29,7 @@ Json spread(const std::vector<double>& v, double factor) {
           {"max", factor * *std::max_element(v.begin(), v.end())}};
 }
 
-Json machine_json(const state::Runtime& runtime) {
+Json host_json() {
   std::string cpu = "unknown";
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);) {
@@ -38,23 +38,26 @@ Json machine_json(const state::Runtime& runtime) {
       break;
     }
   }
-  const model::Device& device = runtime.model().device();
   const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
                       static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
-  return {{"cpu", cpu},
-          {"cores", std::thread::hardware_concurrency()},
-          {"memory_bytes", memory},
-          {"device", device.description()},
-          {"threads", device.n_threads()},
-          {"kernels", device.kernel_identity()},
-          {"cpu_target", cpu_target()},
-          {"ggml", ggml_version()},
-          {"version", HCACHE_VERSION},
+  return {{"cpu", cpu}, {"cores", std::thread::hardware_concurrency()}, {"memory_bytes", memory}};
+}
+
+Json machine_json(const state::Runtime& runtime) {
+  const model::Device& device = runtime.model().device();
+  Json json = host_json();
+  json["device"] = device.description();
+  json["threads"] = device.n_threads();
+  json["kernels"] = device.kernel_identity();
+  json["cpu_target"] = cpu_target();
+  json["ggml"] = ggml_version();
+  json["version"] = HCACHE_VERSION;
 #ifdef NDEBUG
-          {"build", "release"}};
+  json["build"] = "release";
 #else
-          {"build", "debug"}};
+  json["build"] = "debug";
 #endif
+  return json;
 }
 
 void warn_of_debug_build() {

@@ -1,16 +1,14 @@
 #include "bench_serve.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
+#include "bench.h"
 #include "bench_serve_http.h"
 #include "bench_serve_report.h"
 #include "bench_serve_text.h"
@@ -25,19 +23,9 @@ double seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
 
 // Where the clients run.
 Json client_machine() {
-  std::string cpu = "unknown";
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    if (!line.starts_with("model name")) continue;
-    cpu = line.substr(line.find(':') + 2);
-    break;
-  }
-  const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-                      static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
-  return {{"cpu", cpu},
-          {"cores", std::thread::hardware_concurrency()},
-          {"memory_bytes", memory},
-          {"version", HCACHE_VERSION}};
+  Json json = host_json();
+  json["version"] = HCACHE_VERSION;
+  return json;
 }
 
 // Everything that makes the load what it is, and no secret.

@@ -194,10 +194,7 @@ void messages_fields(Fields& f, GenerationRequest* r) {
 }
 
 Result<GenerationRequest> parse_messages(const Json& body, const Defaults& defaults) {
-  GenerationRequest r;
-  r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { messages_fields(f, &r); }));
-  return r;
+  return read_request(body, defaults, messages_fields);
 }
 
 Result<model::ChatInput> parse_count_tokens(const Json& body) {

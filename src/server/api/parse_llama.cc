@@ -44,10 +44,7 @@ void detokenize_fields(Fields& f, std::vector<int32_t>* tokens) {
 }
 
 Result<GenerationRequest> parse_llama_completion(const Json& body, const Defaults& defaults) {
-  GenerationRequest r;
-  r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { llama_completion_fields(f, &r); }));
-  return r;
+  return read_request(body, defaults, llama_completion_fields);
 }
 
 Result<TokenizeRequest> parse_tokenize(const Json& body) {

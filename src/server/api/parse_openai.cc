@@ -188,17 +188,11 @@ void embedding_fields(Fields& f, EmbeddingRequest* r) {
 }
 
 Result<GenerationRequest> parse_chat_completion(const Json& body, const Defaults& defaults) {
-  GenerationRequest r;
-  r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { chat_completion_fields(f, &r); }));
-  return r;
+  return read_request(body, defaults, chat_completion_fields);
 }
 
 Result<GenerationRequest> parse_completion(const Json& body, const Defaults& defaults) {
-  GenerationRequest r;
-  r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { completion_fields(f, &r); }));
-  return r;
+  return read_request(body, defaults, completion_fields);
 }
 
 Result<model::ChatInput> parse_apply_template(const Json& body) {

@@ -193,10 +193,7 @@ void response_fields(Fields& f, GenerationRequest* r) {
 }
 
 Result<GenerationRequest> parse_response(const Json& body, const Defaults& defaults) {
-  GenerationRequest r;
-  r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { response_fields(f, &r); }));
-  return r;
+  return read_request(body, defaults, response_fields);
 }
 
 }  // namespace hcache::api

@@ -142,6 +142,14 @@ Json token_schema() {
   return {{"type", "integer"}, {"minimum", 0}, {"maximum", static_cast<int64_t>(kMaxTokenId)}};
 }
 
+Result<GenerationRequest> read_request(const Json& body, const Defaults& defaults,
+                                       void (*declare)(Fields& f, GenerationRequest* r)) {
+  GenerationRequest r;
+  r.sampling = defaults;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { declare(f, &r); }));
+  return r;
+}
+
 Json prompt_schema() {
   const Json part = {{"anyOf", Json::array({Json{{"type", "string"}}, token_schema()})}};
   return {{"anyOf", Json::array({Json{{"type", "string"}},

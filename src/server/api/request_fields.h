@@ -10,6 +10,11 @@
 
 namespace hcache::api {
 
+// A request for text by the fields that `declare` names, in the order it names them.
+[[nodiscard]] Result<GenerationRequest> read_request(const Json& body, const Defaults& defaults,
+                                                     void (*declare)(Fields& f,
+                                                                     GenerationRequest* r));
+
 // Strings and lists in the forms that clients send them. The schemas describe what the readers
 // take.
 [[nodiscard]] Json prompt_schema();

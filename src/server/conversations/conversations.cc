@@ -215,26 +215,30 @@ std::string Conversations::remember(FinishedChain chain) {
 Status Conversations::persist(const SaltId& salt, std::string_view name) {
   if (store_ == nullptr) return {};
   MutexLock writing(write_mutex_);
-  Result<Entry> entry = copy(salt, name);
-  if (entry.code() == Code::kNotFound) return {};
-  HCACHE_RETURN_IF_ERROR(entry.status());
-  const Conversation& c = entry->conversation;
+  Entry entry;
+  {
+    MutexLock lock(mutex_);
+    const Result<Entry*> found = find(salt, name);
+    if (!found.ok()) return {};  // gone meanwhile
+    entry = **found;
+  }
+  const Conversation& c = entry.conversation;
   store::Session session;
   session.name = store_name(salt, c.name);
   session.fingerprint = fingerprint_;
   session.salt = salt;
-  session.tokens = entry->tokens;
+  session.tokens = entry.tokens;
   Json turns = Json::array();
-  for (const Turn& turn : entry->turns) turns.push_back(turn.tokens);
-  const Json metadata = {
-      {"named", c.named}, {"pinned", c.pinned},          {"expires_ns", c.expires_ns},
-      {"user", c.user},   {"messages", entry->messages}, {"turns", std::move(turns)}};
+  for (const Turn& turn : entry.turns) turns.push_back(turn.tokens);
+  const Json metadata = {{"named", c.named},           {"pinned", c.pinned},
+                         {"expires_ns", c.expires_ns}, {"user", c.user},
+                         {"messages", entry.messages}, {"turns", std::move(turns)}};
   session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
   HCACHE_RETURN_IF_ERROR(store_->put_session(session));
   // A pinned conversation's chunks are held, so that the store does not evict them.
   store::Match pins;
   if (c.pinned) {
-    HCACHE_ASSIGN_OR_RETURN(pins, store_->match(fingerprint_, salt, entry->tokens));
+    HCACHE_ASSIGN_OR_RETURN(pins, store_->match(fingerprint_, salt, entry.tokens));
   }
   MutexLock lock(mutex_);
   if (const auto now = find(salt, name); now.ok()) (*now)->pins = std::move(pins);
@@ -246,16 +250,6 @@ Result<Conversations::Entry*> Conversations::find(const SaltId& salt, std::strin
   if (tenant != tenants_.end()) {
     const auto it = tenant->second.by_name.find(name);
     if (it != tenant->second.by_name.end()) return &it->second;
-  }
-  return not_found(fmt::format("there is no session '{}'", name));
-}
-
-Result<Conversations::Entry> Conversations::copy(const SaltId& salt, std::string_view name) const {
-  MutexLock lock(mutex_);
-  const auto tenant = tenants_.find(salt);
-  if (tenant != tenants_.end()) {
-    const auto it = tenant->second.by_name.find(name);
-    if (it != tenant->second.by_name.end()) return it->second;
   }
   return not_found(fmt::format("there is no session '{}'", name));
 }
@@ -274,20 +268,22 @@ std::vector<Conversation> Conversations::list(const SaltId& salt) const {
   return out;
 }
 
-Result<Conversation> Conversations::get(const SaltId& salt, std::string_view name) const {
-  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
-  return std::move(entry.conversation);
+Result<Conversation> Conversations::get(const SaltId& salt, std::string_view name) {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+  return entry->conversation;
 }
 
-Result<std::vector<int32_t>> Conversations::tokens(const SaltId& salt,
-                                                   std::string_view name) const {
-  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
-  return std::move(entry.tokens);
+Result<std::vector<int32_t>> Conversations::tokens(const SaltId& salt, std::string_view name) {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+  return entry->tokens;
 }
 
-Result<std::string> Conversations::messages(const SaltId& salt, std::string_view name) const {
-  HCACHE_ASSIGN_OR_RETURN(Entry entry, copy(salt, name));
-  return std::move(entry.messages);
+Result<std::string> Conversations::messages(const SaltId& salt, std::string_view name) {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+  return entry->messages;
 }
 
 Status Conversations::set_pinned(const SaltId& salt, std::string_view name, bool pinned) {

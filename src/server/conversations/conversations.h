@@ -77,12 +77,11 @@ class Conversations {
 
   // ---- By name; kNotFound where the salt has none of that name.
   [[nodiscard]] std::vector<Conversation> list(const SaltId& salt) const HCACHE_EXCLUDES(mutex_);
-  Result<Conversation> get(const SaltId& salt, std::string_view name) const HCACHE_EXCLUDES(mutex_);
-  Result<std::vector<int32_t>> tokens(const SaltId& salt, std::string_view name) const
+  Result<Conversation> get(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+  Result<std::vector<int32_t>> tokens(const SaltId& salt, std::string_view name)
       HCACHE_EXCLUDES(mutex_);
   // What remember() was given.
-  Result<std::string> messages(const SaltId& salt, std::string_view name) const
-      HCACHE_EXCLUDES(mutex_);
+  Result<std::string> messages(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
   Status set_pinned(const SaltId& salt, std::string_view name, bool pinned) HCACHE_EXCLUDES(mutex_);
   // ttl_ns from now; 0: never expires.
   Status set_ttl(const SaltId& salt, std::string_view name, int64_t ttl_ns) HCACHE_EXCLUDES(mutex_);
@@ -137,7 +136,6 @@ class Conversations {
       HCACHE_REQUIRES(mutex_);
   // kNotFound. Valid while the lock is held.
   Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
-  Result<Entry> copy(const SaltId& salt, std::string_view name) const HCACHE_EXCLUDES(mutex_);
   static void insert(Tenant* tenant, Entry entry);
   static void forget(Tenant* tenant, const std::string& name);
   // The conversation that a chain continues, as a new entry without tokens.

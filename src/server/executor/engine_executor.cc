@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/log.h"
 #include "state/restorer.h"
 
 namespace hcache::server {
@@ -81,12 +80,18 @@ Result<EngineExecutor::Sequence*> EngineExecutor::find(SeqId seq) {
   return &it->second;
 }
 
+void EngineExecutor::begin_saving(SeqId seq, const Sequence& sequence,
+                                  std::span<const int32_t> tokens, store::ChunkRef tail) {
+  if (!sequence.save) return;
+  runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt, tokens, std::move(tail));
+}
+
 Result<SeqId> EngineExecutor::create(const std::string& salt, bool save) {
   HCACHE_ASSIGN_OR_RETURN(const SeqId seq, runtime_.engine().create_sequence());
   Sequence& sequence = sequences_[seq];
   sequence.salt = salt_id(salt);
   sequence.save = save && runtime_.saver() != nullptr;
-  if (sequence.save) runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt, {}, {});
+  begin_saving(seq, sequence, {}, {});
   return seq;
 }
 
@@ -165,11 +170,8 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
     return work.status();
   }
   restore.work = std::move(*work);
-  if (sequence.save) {
-    runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt,
-                            std::span<const int32_t>(restore.tokens).first(n_tokens),
-                            restore.planned.tail);
-  }
+  begin_saving(seq, sequence, std::span<const int32_t>(restore.tokens).first(n_tokens),
+               restore.planned.tail);
   return {};
 }
 
@@ -209,9 +211,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
   }
   if (!phase.ok()) {
     sequence->restore.reset();
-    if (sequence->save) {
-      runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence->salt, {}, {});
-    }
+    begin_saving(seq, *sequence, {}, {});
     return phase.status();
   }
   if (*phase == Restoration::Phase::kDone) {
@@ -233,14 +233,11 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
   status.tokens = runtime_.engine().length(seq);
   if (!restore->work) {
     // Nothing usable is left after damaged pages: the saver begins with the first token.
-    if (sequence.save && restore->attempts > 0) {
-      runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt, {}, {});
-    }
+    if (restore->attempts > 0) begin_saving(seq, sequence, {}, {});
     return status;
   }
   const state::RestoreReport& report = restore->work->report();
   if (options_.link_bytes_per_s <= 0) runtime_.observe(report);
-  if (report.predicted_s > 0) planner_error_ = report.restore_s / report.predicted_s;
   status.report.hidden_tokens = report.tokens_hidden;
   status.report.kv_tokens = report.tokens_kv;
   status.report.recomputed_tokens = report.tokens_recomputed;

@@ -4,9 +4,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -50,9 +48,6 @@ class EngineExecutor : public scheduler::Executor {
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
   double predict_step_s(std::span<const scheduler::StepShape> items) override;
 
-  // Measured over predicted seconds of restores so far (for metrics); 0 before the first.
-  [[nodiscard]] double planner_error() const { return planner_error_; }
-
  private:
   struct Restore;
   struct Sequence {
@@ -65,6 +60,9 @@ class EngineExecutor : public scheduler::Executor {
   // Plans what is left to try and begins reading; the sequence is empty.
   Status open_restore(scheduler::SeqId seq, Sequence& sequence);
   Result<scheduler::RestoreStatus> end_restore(scheduler::SeqId seq, Sequence& sequence);
+  // The saver takes the sequence up from `tokens`, which are saved already, unless it is not saved.
+  void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
+                    store::ChunkRef tail);
   [[nodiscard]] int64_t slice_rows(double budget_s) const;
 
   Env& env_;
@@ -73,7 +71,6 @@ class EngineExecutor : public scheduler::Executor {
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
   double step_correction_ = 1;  // measured over predicted, an exponential average
-  double planner_error_ = 0;
 };
 
 }  // namespace hcache::server
