@@ -185,9 +185,9 @@ class Bars:
         # A repetition takes seconds: more of them, since the ratio to `resident` is a small one.
         found = self.peer("restart", "--reps", 3 * self.args.reps)["restart"]
         for row in found:
-            if row.get("method") == "plan" and row["peer"] == "resident":
+            if row.get("peer") == "resident":
                 self.check(4, "TTFT plan / resident", row["ratio"], "<=", 1.15)
-            if row.get("method") == "plan" and row["peer"] == "llama-server slot":
+            if row.get("peer") == "llama-server slot":
                 self.check(4, "TTFT plan / llama-server's slot restore", row["ratio"], "<=", 0.5)
 
     def bar5(self) -> None:
@@ -247,13 +247,8 @@ class Bars:
                                   "resident", "--save", save)["store"]
             self.details.setdefault("bytes", {})[name] = stored
             what = f"{name}, --save {save} ({stored['schedule']})"
-            share = stored["share_of_kv_f16"]
-            if save == "plan":
-                # The plan's choice by itself: catalog and segment headers come on top of any.
-                self.note(7, f"{what}: share of F16 KV's bytes, catalog included", share)
-                share = stored["page_bytes"] / (stored["kv_f16_bytes_per_token"] *
-                                                stored["tokens"])
-            self.check(7, f"{what}: share of F16 KV's bytes", share, "<=", target)
+            self.check(7, f"{what}: share of F16 KV's bytes, catalog included",
+                       stored["share_of_kv_f16"], "<=", target)
 
     # ---- Other scripts -------------------------------------------------------------------------
 

@@ -98,6 +98,7 @@ Status plan_here(const PlanArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(save_request.mode, policy::parse_save_mode(args.runtime.save));
   save_request.history = *std::max_element(args.history.begin(), args.history.end());
   save_request.new_tokens = args.new_tokens;
+  save_request.overhead_bytes_per_token = store::catalog_bytes_per_token(costs.n_layer);
   HCACHE_ASSIGN_OR_RETURN(const policy::SavePlan save,
                           policy::plan_save(costs, save_request, nullptr));
   const std::vector<policy::Mode> modes = {policy::Mode::kPlan, policy::Mode::kHidden,

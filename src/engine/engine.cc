@@ -34,6 +34,23 @@ constexpr int kNodesPerSegment = 16;    // of ggml's attention, per layer
 
 size_t align_up(size_t n, size_t alignment) { return (n + alignment - 1) / alignment * alignment; }
 
+// From how many rows on ggml's CPU product takes the kernel that it takes for many; the result of a
+// row then does not depend on the others. 1: it has no other one, or the bits are the same.
+int64_t least_rows(ggml_type weight) {
+  switch (weight) {
+    case GGML_TYPE_F32:
+    case GGML_TYPE_F16:
+    case GGML_TYPE_BF16: return 2;
+    case GGML_TYPE_Q2_K:
+    case GGML_TYPE_Q3_K:
+    case GGML_TYPE_Q4_K:
+    case GGML_TYPE_Q5_K:
+    case GGML_TYPE_Q6_K:
+    case GGML_TYPE_IQ4_XS: return 8;
+    default: return 1;
+  }
+}
+
 // A set of tensors that live as long as the engine, in one buffer of their own.
 class TensorPool {
  public:
@@ -312,6 +329,19 @@ struct Engine::Impl {
   [[nodiscard]] bool takes_fast_product(const ggml_tensor* weight, ggml_type rows) const {
     return device.is_cpu() && ggml_backend_buffer_is_host(weight->buffer) &&
            can_project_fast(weight->type, rows);
+  }
+  // From how many rows on K and V of a layer come from the kernels that restoration uses.
+  [[nodiscard]] int64_t least_projection_rows(const LayerWeights& w) const {
+    return device.is_cpu() ? std::max(least_rows(w.k.w->type), least_rows(w.v.w->type)) : 1;
+  }
+  // The fast product that was seen to be ggml's.
+  [[nodiscard]] bool has_fast_product(const ggml_tensor* weight, ggml_type rows) const {
+    return fast_product_equals.contains(weight->type) && takes_fast_product(weight, rows);
+  }
+  // For K and V of a layer, from rows in the native type.
+  [[nodiscard]] bool has_fast_products(const LayerWeights& w) const {
+    const ggml_type native = native_hidden_type();
+    return has_fast_product(w.k.w, native) && has_fast_product(w.v.w, native);
   }
   // Which of K's and V's weights may take it with rows of `type`. x holds n_rows rows to try with.
   void check_fast_products(ggml_type type, int n_rows);
@@ -757,23 +787,6 @@ void Engine::Impl::store_kv(const Graph& g, int layer, ggml_tensor* k, ggml_tens
   g.add(ggml_set_rows(g.ctx, v_arena[layer], ggml_reshape_2d(g.ctx, v, width, v->ne[2]), rows));
 }
 
-// From how many rows on ggml's CPU product takes the kernel that it takes for many; the result of a
-// row then does not depend on the others. 1: it has no other one, or the bits are the same.
-int64_t least_rows(ggml_type weight) {
-  switch (weight) {
-    case GGML_TYPE_F32:
-    case GGML_TYPE_F16:
-    case GGML_TYPE_BF16: return 2;
-    case GGML_TYPE_Q2_K:
-    case GGML_TYPE_Q3_K:
-    case GGML_TYPE_Q4_K:
-    case GGML_TYPE_Q5_K:
-    case GGML_TYPE_Q6_K:
-    case GGML_TYPE_IQ4_XS: return 8;
-    default: return 1;
-  }
-}
-
 // The product of few rows by the kernel for many: rows of zeros are added and their results left.
 ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
   const int64_t n = x->ne[1];
@@ -814,12 +827,20 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
       g.add(saved);
       if (project_saved) kv_input = saved;
     }
-    // Restoration projects rows by the hundred; the same kernel must have computed them here.
-    const bool saves_hidden = captured != nullptr && captured->hidden_offset >= 0;
-    const bool padded = saves_hidden && device.is_cpu() &&
-                        n < std::max(least_rows(w.k.w->type), least_rows(w.v.w->type));
+    // Restoration projects rows by the hundred; the same kernel must have computed them here. What
+    // is not saved of layer 0 is projected from the tokens' embeddings.
+    const bool projected_later = captured != nullptr && (captured->hidden_offset >= 0 ||
+                                                         (layer == 0 && captured->k_offset < 0));
+    const bool tail = kv_only_last && layer == end - 1;
+    const bool padded = (projected_later || tail) && n < least_projection_rows(w);
     if (padded) kv_input = hidden;
-    const model::Product product = padded ? padded_product : ggml_mul_mat;
+    model::Product product = padded ? padded_product : ggml_mul_mat;
+    if (tail && has_fast_products(w)) {
+      ggml_tensor* rows = ggml_new_tensor_2d(ctx, native_hidden_type(), hp.n_embd, n);
+      ggml_set_input(rows);  // set_rows writes into it: it must have memory of its own
+      kv_input = ggml_set_rows(ctx, rows, hidden, step_rows);
+      product = build_fast_product;
+    }
     ggml_tensor* k =
         model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos, product);
     ggml_tensor* v =
@@ -916,6 +937,7 @@ Status Engine::run_layers(Step& step, int begin, int end) {
 }
 
 Status Engine::finish_with_kv(Step& step, int layer) {
+  can_project(impl_->native_hidden_type());  // compares the fast products, once
   HCACHE_RETURN_IF_ERROR(impl_->run_range(*step.impl_, step.impl_->next_layer, layer + 1, true));
   impl_->abandon_capture(*step.impl_);
   impl_->end_step(*step.impl_);
@@ -1170,11 +1192,12 @@ Result<Engine::Ticket> Engine::stage_hidden(int row_in_slice, int n_rows, ggml_t
   return impl.staged_ticket;
 }
 
-// K and V of `layer` from hidden rows [n_embd, n] of any type, into the sequence's rows.
+// K and V of `layer` from hidden rows [n_embd, n_rows or more] of any type, into the sequence's
+// rows; rows behind n_rows are there for the kernel's choice alone.
 Status Engine::Impl::project(ggml_tensor* rows, SeqId seq, int layer, int64_t first_pos,
                              int n_rows) {
   loaded = nullptr;
-  std::vector<int32_t> pos(n_rows);
+  std::vector<int32_t> pos(rows->ne[1]);
   std::iota(pos.begin(), pos.end(), static_cast<int32_t>(first_pos));
   ggml_backend_tensor_set_async(backend, positions, pos.data(), 0, pos.size() * sizeof(int32_t));
 
@@ -1182,22 +1205,22 @@ Status Engine::Impl::project(ggml_tensor* rows, SeqId seq, int layer, int64_t fi
   const LayerWeights& w = model.weights().layers[layer];
   const int64_t width = model.hparams().n_embd_kv();
   const int64_t cell = extents.extent(seq).first + first_pos;
-  ggml_tensor* rotation = ggml_view_1d(g.ctx, positions, n_rows, 0);
+  ggml_tensor* rotation = ggml_view_1d(g.ctx, positions, rows->ne[1], 0);
   const model::Product product = [this](ggml_context* ctx, ggml_tensor* weight,
                                         ggml_tensor* input) {
-    return fast_product_equals.contains(weight->type) && takes_fast_product(weight, input->type)
-               ? build_fast_product(ctx, weight, input)
-               : ggml_mul_mat(ctx, weight, input);
+    return has_fast_product(weight, input->type) ? build_fast_product(ctx, weight, input)
+                                                 : ggml_mul_mat(ctx, weight, input);
   };
   ggml_tensor* k =
       model::build_k(g.ctx, model, layer, product_input(g.ctx, w.k.w, rows), rotation, product);
   ggml_tensor* v = model::build_v(g.ctx, model, layer, product_input(g.ctx, w.v.w, rows), product);
   ggml_tensor* step_rows = ggml_view_1d(g.ctx, iota, n_rows, 0);
   // The same row conversion as in a step, into a view of the extent.
-  g.add(ggml_set_rows(g.ctx, arena_rows(g.ctx, k_arena[layer], cell, n_rows),
-                      ggml_reshape_2d(g.ctx, k, width, n_rows), step_rows));
-  g.add(ggml_set_rows(g.ctx, arena_rows(g.ctx, v_arena[layer], cell, n_rows),
-                      ggml_reshape_2d(g.ctx, v, width, n_rows), step_rows));
+  for (const auto& [arena, made] : {std::pair(k_arena[layer], k), std::pair(v_arena[layer], v)}) {
+    ggml_tensor* all = ggml_reshape_2d(g.ctx, made, width, rows->ne[1]);
+    g.add(ggml_set_rows(g.ctx, arena_rows(g.ctx, arena, cell, n_rows),
+                        ggml_view_2d(g.ctx, all, width, n_rows, all->nb[1], 0), step_rows));
+  }
   return compute(g);
 }
 
@@ -1210,7 +1233,11 @@ Status Engine::project_staged(SeqId seq, int layer, int64_t first_pos, int n_row
   ggml_tensor* slot = impl.staging[impl.staging_slot];
   ggml_context* ctx =
       ggml_init({.mem_size = ggml_tensor_overhead() * 2, .mem_buffer = nullptr, .no_alloc = true});
-  ggml_tensor* rows = ggml_new_tensor_2d(ctx, type, impl.model.hparams().n_embd, n_rows);
+  // A slice of few rows takes the slot's older ones along, for the kernel that takes many.
+  const int64_t computed =
+      std::clamp<int64_t>(impl.least_projection_rows(impl.model.weights().layers[layer]), n_rows,
+                          impl.options.max_batch_rows);
+  ggml_tensor* rows = ggml_new_tensor_2d(ctx, type, impl.model.hparams().n_embd, computed);
   Status status;
   if (ggml_backend_tensor_alloc(slot->buffer, rows, slot->data) != GGML_STATUS_SUCCESS) {
     status = internal_error("staged rows do not fit their slot");

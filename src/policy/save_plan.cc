@@ -98,11 +98,10 @@ Result<int32_t> unsaved_layers(const RestoreCosts& costs, const SaveRequest& req
   return unsaved;
 }
 
-Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
-  HCACHE_ASSIGN_OR_RETURN(const int32_t unsaved, unsaved_layers(costs, request));
+// Every contiguous split of H and KV behind `first` unsaved layers.
+Status add_splits(const RestoreCosts& costs, const SaveRequest& request, size_t first,
+                  std::vector<SavePlan>* candidates) {
   const auto n_layer = static_cast<size_t>(costs.n_layer);
-  const auto first = static_cast<size_t>(unsaved);
-  std::vector<SavePlan> candidates;
   for (bool hidden_first : {true, false}) {
     for (size_t n_first = 0; n_first <= n_layer - first; ++n_first) {
       std::vector<Encoding> layers(n_layer, kNoEncoding);
@@ -111,17 +110,32 @@ Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
       }
       if (!worth_saving(costs, layers)) continue;
       HCACHE_ASSIGN_OR_RETURN(SavePlan plan, describe(costs, request, std::move(layers)));
-      candidates.push_back(std::move(plan));
+      candidates->push_back(std::move(plan));
     }
   }
+  return {};
+}
 
-  int64_t budget = request.max_bytes_per_token;
-  if (budget > 0) {
-    int64_t least = std::numeric_limits<int64_t>::max();
-    for (const SavePlan& c : candidates) least = std::min(least, c.bytes_per_token);
-    budget = std::max(budget, least);
-    std::erase_if(candidates, [&](const SavePlan& c) { return c.bytes_per_token > budget; });
+// Of pages, per token.
+int64_t budget_of(const RestoreCosts& costs, const SaveRequest& request) {
+  const int64_t kv =
+      bytes_of(costs, std::vector<Encoding>(static_cast<size_t>(costs.n_layer), kHasKv));
+  const int64_t most = request.max_bytes_per_token > 0 ? request.max_bytes_per_token : kv;
+  return std::min(most, kv) - request.overhead_bytes_per_token;
+}
+
+Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
+  HCACHE_ASSIGN_OR_RETURN(const int32_t unsaved, unsaved_layers(costs, request));
+  std::vector<SavePlan> candidates;
+  HCACHE_RETURN_IF_ERROR(add_splits(costs, request, static_cast<size_t>(unsaved), &candidates));
+  if (unsaved == 0 && costs.re_tail_projects && costs.n_layer > 1) {
+    HCACHE_RETURN_IF_ERROR(add_splits(costs, request, 1, &candidates));
   }
+
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const SavePlan& c : candidates) least = std::min(least, c.bytes_per_token);
+  const int64_t budget = std::max(budget_of(costs, request), least);
+  std::erase_if(candidates, [&](const SavePlan& c) { return c.bytes_per_token > budget; });
   double fastest = std::numeric_limits<double>::infinity();
   for (const SavePlan& c : candidates) fastest = std::min(fastest, c.predicted.makespan_s);
   const SavePlan* best = nullptr;
@@ -137,10 +151,11 @@ Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
 }
 
 Status check_request(const SaveRequest& request) {
-  if (request.history < 1 || request.new_tokens < 0 || request.max_bytes_per_token < 0) {
-    return invalid_argument(fmt::format("save plan: history {}, new tokens {}, byte budget {}",
-                                        request.history, request.new_tokens,
-                                        request.max_bytes_per_token));
+  if (request.history < 1 || request.new_tokens < 0 || request.max_bytes_per_token < 0 ||
+      request.overhead_bytes_per_token < 0) {
+    return invalid_argument(fmt::format(
+        "save plan: history {}, new tokens {}, byte budget {}, overhead {}", request.history,
+        request.new_tokens, request.max_bytes_per_token, request.overhead_bytes_per_token));
   }
   for (double fraction : {request.min_gain, request.tolerance}) {
     if (!(fraction >= 0 && fraction < 1)) {
@@ -188,8 +203,7 @@ Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request
     return fresh;
   }
   HCACHE_ASSIGN_OR_RETURN(SavePlan kept, describe(costs, request, previous->layers));
-  if (request.max_bytes_per_token > 0 && kept.bytes_per_token > request.max_bytes_per_token &&
-      kept.bytes_per_token > fresh.bytes_per_token) {
+  if (kept.bytes_per_token > std::max(budget_of(costs, request), fresh.bytes_per_token)) {
     return fresh;
   }
   const double slower = kept.predicted.makespan_s;

@@ -361,6 +361,48 @@ TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
   }
 }
 
+// Slices of any size, a single row too, come from the kernels that computed the rows: K-quants take
+// another one for less than eight rows, float weights for one. Layer 0 needs no saved state: its
+// hidden states are the tokens' embeddings.
+TEST_P(RestoreTest, SlicesOfAnySizeRebuildEveryWeightType) {
+  if (GetParam().rpc) GTEST_SKIP() << "exact on the CPU";
+  for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0,
+                               GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K}) {
+    SCOPED_TRACE(ggml_type_name(type));
+    RecordingSink sink;
+    const std::unique_ptr<Engine> e = engine(tiny(type));
+    const Tokens tokens = random_tokens(e->model(), 60, 1);
+    CaptureOptions options = tap(*e, kTapHidden);
+    options.layers[0] = 0;
+    HCACHE_EXPECT_OK(e->set_capture(&sink, options));
+    const Conversation c = converse(*e, tokens);
+    HCACHE_EXPECT_OK(e->synchronize());
+    EXPECT_TRUE(sink.saved[c.seq].layers[0].hidden.empty());
+    const std::vector<Bytes> expected = read_kv(*e, c.seq);
+    HCACHE_EXPECT_OK(e->release_sequence(c.seq));
+    for (const int slice : {1, 7, 59, 64}) {
+      UploadRing ring(*e);
+      const SeqId seq = new_sequence(*e);
+      HCACHE_EXPECT_OK(e->reserve_rows(seq, c.n));
+      for (int64_t done = 0; done < c.n; done += slice) {
+        const auto rows = static_cast<size_t>(std::min<int64_t>(slice, c.n - done));
+        const BatchItem item{.seq = seq,
+                             .tokens = std::span(tokens).subspan(static_cast<size_t>(done), rows),
+                             .first_pos = done,
+                             .output = Output::kNone};
+        Step step = e->prepare({&item, 1}).value();
+        HCACHE_EXPECT_OK(e->finish_with_kv(step, 0));
+      }
+      for (int layer = 1; layer < e->n_layer(); ++layer) {
+        restore_hidden(*e, ring, sink.saved[c.seq], sink.hidden_type, seq, layer, 0, c.n, slice);
+      }
+      EXPECT_TRUE(same_kv(read_kv(*e, seq), expected)) << "slices of " << slice;
+      HCACHE_EXPECT_OK(e->release_sequence(seq));
+    }
+    HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
+  }
+}
+
 // The whole plan at once: a recomputed prefix of layers, hidden and KV above it, in two runs of
 // rows, and the step of new tokens following layer by layer, while another conversation decodes
 // between.

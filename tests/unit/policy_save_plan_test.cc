@@ -107,6 +107,47 @@ TEST(SavePlan, NeverStoresMoreThanTheKvCacheOnGroupedQueryModels) {
   }
 }
 
+TEST(SavePlan, StaysBelowTheKvCacheWithTheStoresOwnBytesOnTop) {
+  for (const bool embeddings : {false, true}) {
+    for (double link = 1e5; link < 1e11; link *= 3) {
+      RestoreCosts costs = grouped_3_to_1(link);
+      costs.re_tail_projects = embeddings;
+      SaveRequest request;
+      request.overhead_bytes_per_token = 46;
+      const SavePlan plan = save(costs, request);
+      EXPECT_LE(plan.bytes_per_token + 46, 30 * 768) << link << " " << plan.schedule;
+    }
+  }
+  // With larger hidden states only layer 0 can give way.
+  RestoreCosts costs = grouped_3_to_1(1e11);
+  costs.layers[0].hidden_bytes = 1152;
+  SaveRequest request;
+  request.overhead_bytes_per_token = 46;
+  EXPECT_EQ(save(costs, request).schedule, "KV:30");  // as far as possible
+  costs.re_tail_projects = true;
+  const SavePlan plan = save(costs, request);
+  EXPECT_EQ(plan.schedule, "RE:1 KV:29");
+  EXPECT_EQ(plan.bytes_per_token, 29 * 768);
+  // A plan of before that takes too much is given up, however little that gains.
+  SavePlan before = plan;
+  before.layers.assign(30, kHasKv);
+  EXPECT_EQ(save(costs, request, &before).schedule, "RE:1 KV:29");
+}
+
+TEST(SavePlan, LayerZeroComesFromEmbeddingsWhereThatCostsNothing) {
+  // Reads are all that takes time, so the layer that needs none is a gain.
+  RestoreCosts costs = multi_head(8, 0.5);
+  costs.re_tail_projects = true;
+  SaveRequest request;
+  request.history = 1024;
+  request.new_tokens = 0;
+  request.link_headroom = request.history_headroom = 1;
+  const SavePlan plan = save(costs, request);
+  EXPECT_EQ(plan.layers[0], kNoEncoding) << plan.schedule;
+  costs.re_tail_projects = false;
+  EXPECT_LE(plan.predicted.makespan_s, save(costs, request).predicted.makespan_s);
+}
+
 TEST(SavePlan, LargerHiddenStatesAreNeverSaved) {
   for (double link = 1e5; link < 1e11; link *= 3) {
     RestoreCosts costs = grouped_3_to_1(link);

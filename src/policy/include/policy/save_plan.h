@@ -34,6 +34,9 @@ struct SaveRequest {
   // Storage budget per token over all layers; 0: none. Unreachable budgets are met as far as
   // possible.
   int64_t max_bytes_per_token = 0;
+  // What the store keeps of a token beside its pages. With it a plan takes no more than the KV
+  // cache's bytes.
+  int64_t overhead_bytes_per_token = 0;
 };
 
 struct SavePlan {
@@ -46,8 +49,11 @@ struct SavePlan {
 };
 
 // previous may be null. In kPlan mode no layer is saved as hidden when that takes more bytes than
-// its KV, so a plan never stores more than the KV cache itself. The previous plan stays only if it
-// has the same mode and layer count and meets the same limits; its prediction is made anew.
+// its KV, so a plan never stores more than the KV cache itself. Where RestoreCosts::re_tail_projects
+// holds, layer 0 need not be saved at all: its hidden states are the tokens' embeddings, so it costs
+// what projecting saved ones does, without the read. That is how a plan stays below the KV cache's
+// bytes with the store's own on top. The previous plan stays only if it has the same mode and layer
+// count and meets the same limits; its prediction is made anew.
 // Errors: kInvalidArgument (costs, history, fractions).
 [[nodiscard]] Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request,
                                          const SavePlan* previous);

@@ -44,6 +44,10 @@ namespace hcache::store {
 
 // Tokens of a full chunk.
 inline constexpr std::uint32_t kChunkTokens = 64;
+// Bytes that the catalog takes for a token of full chunks with `pages` pages each: their records
+// (docs/format.md) in a half full B-tree with its indexes, and the session's own tokens. An
+// estimate, above what was measured.
+constexpr std::int64_t catalog_bytes_per_token(std::int64_t pages) { return 16 + pages; }
 // Pages that a reader hands out start at a multiple of this, in bytes.
 inline constexpr std::size_t kPageAlignment = 64;
 
