@@ -57,6 +57,8 @@ void warn_of_debug_build();
 // With --paced: says "ready" and waits for a line before each repetition, so that a script can let
 // another program take its turn. At the end of the input it waits no more.
 void wait_for_turn(const BenchArgs& args);
+// What it does with --paced.
+void wait_for_line();
 
 // A store of its own for one benchmark, next to the state, gone afterwards.
 class Scratch {

@@ -79,7 +79,10 @@ Status report(const BenchArgs& args, const Json& results,
 }
 
 void wait_for_turn(const BenchArgs& args) {
-  if (!args.paced) return;
+  if (args.paced) wait_for_line();
+}
+
+void wait_for_line() {
   fmt::print("ready\n");
   std::fflush(stdout);
   std::string line;

@@ -44,6 +44,7 @@ Json settings_json(const ServeArgs& args, const load::Schedule& schedule) {
           {"time_scale", args.load.time_scale},
           {"length_scale", args.load.length_scale},
           {"concurrency", args.client.concurrency},
+          {"pause_after", args.client.pause_after},
           {"seed", args.load.seed},
           {"text", args.text.empty() ? "built in" : args.text},
           {"token_bytes", args.bytes_per_token},
@@ -100,6 +101,7 @@ Result<load::Schedule> make_schedule(const ServeArgs& args) {
 Status complete(ServeArgs* args) {
   args->load.think_s = seconds(args->think_ns);
   args->load.think_exponential = args->think_spread == "exponential";
+  args->client.pause = wait_for_line;
   if (args->extra.empty()) return {};
   args->client.extra = Json::parse(args->extra, nullptr, false);
   if (!args->client.extra.is_object()) return invalid_argument("--extra is not a JSON object");

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <deque>
 #include <memory>
 #include <set>
 #include <utility>
@@ -67,9 +68,14 @@ class Clients {
     } else {
       for (int64_t i = 0; i < options_.concurrency; i++) begin_next();
     }
-    loop_.run([this] {
-      return proceed_(static_cast<double>(rounds_ - rounds_left_) / static_cast<double>(rounds_));
-    });
+    work();
+    if (!resting_.empty() && proceed()) {
+      const double rest_s = now_s();
+      options_.pause();
+      started_s_ += now_s() - rest_s;
+      wake();
+      work();
+    }
     for (const FlightPtr& flight : flights_) {
       flight->record.error = kInterrupted;
       keep(*flight);
@@ -78,15 +84,44 @@ class Clients {
   }
 
  private:
+  // Until nothing is left to do for now.
+  void work() {
+    loop_.run([this] { return proceed(); });
+  }
+
+  [[nodiscard]] bool proceed() const {
+    return proceed_(static_cast<double>(rounds_ - rounds_left_) / static_cast<double>(rounds_));
+  }
+
   void begin(size_t session) {
     auto conversation = std::make_shared<Conversation>();
     conversation->session = session;
     say(conversation);
   }
 
-  // Of the closed mode: a client takes the next session, if there is one.
+  // Of the closed mode: a client takes the next session, or one that rested, if there is one.
   void begin_next() {
-    if (next_session_ < schedule_.sessions.size()) begin(next_session_++);
+    if (next_session_ < schedule_.sessions.size()) {
+      begin(next_session_++);
+    } else if (awake_ && !resting_.empty()) {
+      const auto conversation = resting_.front();
+      resting_.pop_front();
+      say(conversation);
+    }
+  }
+
+  void rest(const std::shared_ptr<Conversation>& conversation) {
+    resting_.push_back(conversation);
+    if (options_.concurrency > 0) begin_next();
+  }
+
+  void wake() {
+    awake_ = true;
+    if (options_.concurrency == 0) {
+      for (const auto& conversation : resting_) say_later(conversation);
+    } else {
+      for (int64_t i = 0; i < options_.concurrency; i++) begin_next();
+    }
   }
 
   void say(const std::shared_ptr<Conversation>& conversation) {
@@ -182,9 +217,11 @@ class Clients {
     const size_t left = session.rounds.size() - conversation->round;
     if (ok && left > 0) {
       conversation->messages.push_back({{"role", "assistant"}, {"content", answer}});
-      const double pause_s =
-          options_.concurrency > 0 ? 0 : session.rounds[conversation->round].think_s;
-      loop_.after(pause_s, [this, conversation] { say(conversation); });
+      if (static_cast<int64_t>(conversation->round) == options_.pause_after) {
+        rest(conversation);
+      } else {
+        say_later(conversation);
+      }
       return;
     }
     if (!session.warmup) outcome_.not_sent += static_cast<int64_t>(left);
@@ -192,6 +229,14 @@ class Clients {
     if (options_.concurrency > 0) begin_next();
   }
 
+  void say_later(const std::shared_ptr<Conversation>& conversation) {
+    const Session& session = schedule_.sessions[conversation->session];
+    const double pause_s =
+        options_.concurrency > 0 ? 0 : session.rounds[conversation->round].think_s;
+    loop_.after(pause_s, [this, conversation] { say(conversation); });
+  }
+
+  // The time of the load: it stands still during a pause.
   [[nodiscard]] double elapsed_s() const { return now_s() - started_s_; }
 
   HttpLoop& loop_;
@@ -203,6 +248,8 @@ class Clients {
   size_t next_session_ = 0;
   size_t rounds_ = 0;
   size_t rounds_left_ = 0;
+  std::deque<std::shared_ptr<Conversation>> resting_;
+  bool awake_ = false;
   std::set<FlightPtr> flights_;
   Outcome outcome_;
 };

@@ -22,6 +22,10 @@ struct ClientOptions {
   // other and wait neither for arrivals nor between rounds.
   int64_t concurrency = 0;
   int64_t retries = 0;  // of one request, after a 429, as late as its Retry-After says
+  // Conversations rest after so many rounds until all that go on have come so far; then `pause` is
+  // called, once, and they go on when it returns. Its time does not count. 0: no rest.
+  int64_t pause_after = 0;
+  std::function<void()> pause;
 };
 
 // Called a few times per second with the share of the work that is done; false ends it.

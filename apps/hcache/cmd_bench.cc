@@ -28,6 +28,7 @@ void add_bench_serve(CLI::App& group, Verb* verb) {
   add_option(*serve, "time-scale", &s->load.time_scale);
   add_option(*serve, "length-scale", &s->load.length_scale);
   add_option(*serve, "concurrency", &s->client.concurrency);
+  add_option(*serve, "pause-after", &s->client.pause_after);
   add_option(*serve, "load-text", &s->text);
   add_option(*serve, "token-bytes", &s->bytes_per_token);
   add_option(*serve, "load-seed", &s->load.seed);

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <sstream>
+#include <utility>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -18,6 +19,29 @@ namespace {
 
 constexpr int64_t kPollNs = 100'000'000;
 
+// Named as llama-server's; llama_flags.h has those whose values differ.
+constexpr std::pair<const char*, const char*> kVariables[] = {
+    {"--model", "LLAMA_ARG_MODEL"},
+    {"--host", "LLAMA_ARG_HOST"},
+    {"--port", "LLAMA_ARG_PORT"},
+    {"--api-key", "LLAMA_API_KEY"},
+    {"--api-key-file", "LLAMA_ARG_API_KEY_FILE"},
+    {"--cors", "LLAMA_ARG_CORS_ORIGINS"},
+    {"--alias", "LLAMA_ARG_ALIAS"},
+    {"--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE"},
+    {"--ctx", "LLAMA_ARG_CTX_SIZE"},
+    {"--threads", "LLAMA_ARG_THREADS"},
+    {"--parallel", "LLAMA_ARG_N_PARALLEL"},
+    {"--max-tokens", "LLAMA_ARG_N_PREDICT"},
+    {"--temperature", "LLAMA_ARG_TEMPERATURE"},
+    {"--top-k", "LLAMA_ARG_TOP_K"},
+    {"--top-p", "LLAMA_ARG_TOP_P"},
+    {"--min-p", "LLAMA_ARG_MIN_P"},
+    {"--repeat-penalty", "LLAMA_ARG_REPEAT_PENALTY"},
+    {"--presence-penalty", "LLAMA_ARG_PRESENCE_PENALTY"},
+    {"--frequency-penalty", "LLAMA_ARG_FREQUENCY_PENALTY"},
+};
+
 struct ServeArgs {
   RuntimeArgs runtime;
   model::SamplingOptions sampling;
@@ -29,6 +53,7 @@ struct ServeArgs {
   std::vector<std::string> cors;
   std::string alias;
   std::string chat_template_file;
+  std::string slot_save_path;
   uint64_t dram_bytes = 0;
   int64_t flush_interval_ns = 0;
   int64_t grace_ns = 0;
@@ -39,6 +64,8 @@ struct ServeArgs {
   int64_t max_queued = 0;
   int64_t max_queued_per_key = 0;
   int64_t max_running_per_key = 0;
+  int64_t max_new_tokens = 0;
+  std::string log_requests;
   bool verbose = false;
 };
 
@@ -66,10 +93,6 @@ Result<std::vector<http::ApiKey>> api_keys(const ServeArgs& args) {
   return out;
 }
 
-bool is_loopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
-}
-
 Result<server::ServerOptions> server_options(const ServeArgs& args) {
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
@@ -85,7 +108,10 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
     HCACHE_ASSIGN_OR_RETURN(o.chat_template, read_whole_file(Env::real(), args.chat_template_file));
   }
   o.sampling = args.sampling;
+  o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
+  o.max_new_tokens = args.max_new_tokens;
+  o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
@@ -101,7 +127,7 @@ Status serve(const ServeArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   if (args.verbose) log::set_level(log::Level::kInfo);
   HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
-  if (!is_loopback(args.host) && options.http.api_keys.empty()) {
+  if (!http::is_loopback_host(args.host) && options.http.api_keys.empty()) {
     log::warn(
         "{} can be reached from elsewhere and no API key is set: anyone may use this server "
         "and read what is stored (--api-key)",
@@ -129,16 +155,17 @@ void add_serve(CLI::App& app, Verb* verb) {
   CLI::App* sub = app.add_subcommand(
       "serve", "Serve the model over HTTP: OpenAI's, Anthropic's and llama-server's protocols");
   const auto args = std::make_shared<ServeArgs>();
-  add_option(*sub, "serve-host", &args->host)->envname("LLAMA_ARG_HOST");
-  add_option(*sub, "serve-port", &args->port)->envname("LLAMA_ARG_PORT");
-  add_option(*sub, "api-key", &args->api_keys)->envname("LLAMA_API_KEY");
+  add_option(*sub, "serve-host", &args->host);
+  add_option(*sub, "serve-port", &args->port);
+  add_option(*sub, "api-key", &args->api_keys);
   add_option(*sub, "api-key-file", &args->api_key_file);
   add_option(*sub, "shared-keys", &args->shared_keys);
   add_option(*sub, "cors", &args->cors);
-  add_option(*sub, "alias", &args->alias)->envname("LLAMA_ARG_ALIAS");
-  add_option(*sub, "chat-template-file", &args->chat_template_file)
-      ->envname("LLAMA_ARG_CHAT_TEMPLATE_FILE");
-  add_option(*sub, "parallel", &args->parallel)->envname("LLAMA_ARG_N_PARALLEL");
+  add_option(*sub, "log-requests", &args->log_requests);
+  add_option(*sub, "alias", &args->alias);
+  add_option(*sub, "chat-template-file", &args->chat_template_file);
+  add_option(*sub, "reply-tokens", &args->max_new_tokens);
+  add_option(*sub, "parallel", &args->parallel);
   add_option(*sub, "step-tokens", &args->step_tokens);
   add_option(*sub, "restore-share", &args->restore_share);
   add_option(*sub, "max-queued", &args->max_queued);
@@ -146,15 +173,14 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
   add_option(*sub, "flush-interval", &args->flush_interval_ns);
+  add_option(*sub, "slot-save-path", &args->slot_save_path);
   add_option(*sub, "grace", &args->grace_ns);
   add_option(*sub, "ttl", &args->ttl_ns);
   add_runtime_options(*sub, &args->runtime);
   add_option(*sub, "restore-method", &args->runtime.restore_method);
   add_sampling_options(*sub, &args->sampling);
   add_option(*sub, "verbose", &args->verbose);
-  sub->get_option("--model")->envname("LLAMA_ARG_MODEL");
-  sub->get_option("--ctx")->envname("LLAMA_ARG_CTX_SIZE");
-  sub->get_option("--threads")->envname("LLAMA_ARG_THREADS");
+  for (const auto& [option, variable] : kVariables) sub->get_option(option)->envname(variable);
   sub->callback([args, verb] { *verb = [args] { return serve(*args); }; });
 }
 

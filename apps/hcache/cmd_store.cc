@@ -1,4 +1,4 @@
-// hcache store stat|ls|verify|gc|rm: looks after the saved state.
+// hcache store stat|ls|verify|gc|export|import|rm: looks after the saved state.
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -10,6 +10,8 @@
 #include "base/units.h"
 #include "commands.h"
 #include "options.h"
+#include "store/archive.h"
+#include "store/session_name.h"
 #include "store/store.h"
 #include "terminal.h"
 
@@ -23,6 +25,8 @@ struct StoreArgs {
   bool repair = false;
   bool all = false;
   std::string session;
+  std::string file;
+  std::string salt;
   std::string chunk;
   int64_t unused_for_ns = 0;
 };
@@ -212,6 +216,87 @@ Status gc(const StoreArgs& args) {
   return {};
 }
 
+Status write_session(store::Store& store, const std::string& name, File* out) {
+  HCACHE_ASSIGN_OR_RETURN(store::Session session, store.get_session(name));
+  HCACHE_ASSIGN_OR_RETURN(const store::Match match,
+                          store.match(session.fingerprint, session.salt, session.tokens));
+  const store::ArchiveHead head = {.fingerprint = session.fingerprint,
+                                   .model = {},  // the store knows it by its fingerprint alone
+                                   .name = store::client_name(session.salt, name),
+                                   .tokens = std::move(session.tokens),
+                                   .metadata_json = std::move(session.metadata_json)};
+  uint64_t at = 0;
+  HCACHE_RETURN_IF_ERROR(
+      store::write_archive(store, head, match, [&](std::string_view piece) -> Status {
+        if (interrupted()) return cancelled("interrupted");
+        HCACHE_RETURN_IF_ERROR(out->write_at(at, std::as_bytes(std::span(piece))));
+        at += piece.size();
+        return {};
+      }));
+  return out->sync();
+}
+
+Status export_session(const StoreArgs& args) {
+  if (args.session.empty() || args.file.empty()) {
+    return invalid_argument("say what to export and where to: --session and --out");
+  }
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, true));
+  HCACHE_RETURN_IF_ERROR(store->get_session(args.session).status());
+  Env& env = Env::real();
+  HCACHE_ASSIGN_OR_RETURN(
+      const auto out, env.open_file(args.file, {.write = true, .create = true, .truncate = true}));
+  if (const Status status = write_session(*store, args.session, out.get()); !status.ok()) {
+    env.remove_path(args.file).ignore("the first error is the one to report");
+    return status;
+  }
+  HCACHE_ASSIGN_OR_RETURN(const uint64_t bytes, out->size());
+  if (args.json) return write_json({{"name", args.session}, {"bytes", bytes}}, "");
+  fmt::print("{} in {}\n", format_bytes(bytes), args.file);
+  return {};
+}
+
+// Without what was meant for the place that the file comes from.
+std::string lasting_metadata(const std::string& text) {
+  Json metadata = Json::parse(text, nullptr, false);
+  if (!metadata.is_object()) return text;
+  metadata.erase("pinned");
+  metadata.erase("expires_ns");
+  return metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+// Any model's file is taken: its fingerprint keeps it apart.
+Status import_session(const StoreArgs& args) {
+  if (args.file.empty()) return invalid_argument("say what to import: --file");
+  HCACHE_ASSIGN_OR_RETURN(const std::string file, read_whole_file(Env::real(), args.file));
+  HCACHE_ASSIGN_OR_RETURN(const store::Archive archive, store::read_archive(file));
+  store::Session session;
+  session.salt = salt_id(args.salt);
+  session.name =
+      store::stored_name(session.salt, args.session.empty() ? archive.head.name : args.session);
+  session.fingerprint = archive.head.fingerprint;
+  session.tokens = archive.head.tokens;
+  session.metadata_json = lasting_metadata(archive.head.metadata_json);
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, false));
+  if (const Code code = store->get_session(session.name).code(); code != Code::kNotFound) {
+    return already_exists(
+        fmt::format("there is a session '{}'; choose another name with --session", session.name));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const store::PutReport report,
+                          store::put_archive(*store, archive, session.salt));
+  HCACHE_RETURN_IF_ERROR(store->put_session(session));
+  HCACHE_RETURN_IF_ERROR(store->close());
+  if (args.json) {
+    return write_json({{"name", session.name},
+                       {"tokens", session.tokens.size()},
+                       {"chunks", archive.chunks.size()},
+                       {"page_bytes", report.page_bytes}},
+                      "");
+  }
+  fmt::print("session {}: {} tokens, {} of state\n", session.name, session.tokens.size(),
+             format_bytes(report.page_bytes));
+  return {};
+}
+
 Status remove(const StoreArgs& args) {
   const bool by_filter = !args.chunk.empty() || args.unused_for_ns > 0;
   if (args.session.empty() && !by_filter && !args.all) {
@@ -269,6 +354,13 @@ void add_store(CLI::App& app, Verb* verb) {
   CLI::App* check = add("verify", "Read everything and check every byte", verify);
   add_option(*check, "repair", &args->repair);
   add("gc", "Give back room that nothing uses", gc);
+  CLI::App* out = add("export", "Write a conversation with its state to a file", export_session);
+  add_option(*out, "export-session", &args->session);
+  add_option(*out, "session-out", &args->file);
+  CLI::App* in = add("import", "Take in a conversation from such a file", import_session);
+  add_option(*in, "session-in", &args->file);
+  add_option(*in, "import-session", &args->session);
+  add_option(*in, "salt", &args->salt);
   CLI::App* rm = add("rm", "Remove a conversation or chunks", remove);
   add_option(*rm, "rm-session", &args->session);
   add_option(*rm, "rm-chunk", &args->chunk);

@@ -3,11 +3,18 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "base/cpu_target.h"
 #include "commands.h"
+#include "llama_flags.h"
 #include "terminal.h"
 
 namespace {
@@ -49,14 +56,25 @@ int run(int argc, char** argv) {
   hcache::cli::add_store(app, &verb);
   hcache::cli::add_rpc_serve(app, &verb);
 
+  std::vector<std::string> args(argv + 1, argv + argc);
+  std::vector<std::string> notes;
+  if (!args.empty() && args[0] == "serve") {
+    auto flags = hcache::cli::translate_llama_flags(std::span(args).subspan(1), std::getenv);
+    if (!flags.ok()) return report(flags.status());
+    args = std::move(flags->args);
+    args.insert(args.begin(), "serve");
+    notes = std::move(flags->notes);
+  }
+  std::reverse(args.begin(), args.end());  // as CLI11 takes them
   try {
-    app.parse(argc, argv);
+    app.parse(std::move(args));
   } catch (const CLI::Success& e) {  // --help, --version
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
     fmt::print(stderr, "hcache: {}\nRun with --help for the options.\n", e.what());
     return hcache::exit_code(Code::kInvalidArgument);
   }
+  for (const std::string& note : notes) fmt::print(stderr, "hcache: {}\n", note);
   hcache::cli::catch_interrupts();
   return report(verb());
 }

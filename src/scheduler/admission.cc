@@ -16,12 +16,6 @@ namespace {
 // A look into the catalog is believed for so long.
 constexpr double kLookupAgeS = 1;
 
-int64_t common_prefix(std::span<const int32_t> a, std::span<const int32_t> b) {
-  const size_t n = std::min(a.size(), b.size());
-  return std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(n), b.begin()).first -
-         a.begin();
-}
-
 }  // namespace
 
 void Core::sort_queue() {
@@ -236,6 +230,7 @@ Core::Admission Core::no_sequence(Task& task, const Status& status) {
 void Core::begin_restore(Task& task, int64_t rows) {
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
+  task.restore_alone = true;
   const Status status = executor_.begin_restore(task.seq, task.chain, rows);
   if (!status.ok()) return restore_failed(task, status);
   task.reserved = rows;

@@ -1,5 +1,7 @@
 #include "core.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -41,6 +43,38 @@ void Core::take_inbox() {
   }
   if (!delivery.stop.ok()) end_all(delivery.stop);
   sweep();
+  for (const ForgottenChain& chain : delivery.forgotten) forget(chain);
+  for (const Inbox::Visit& visit : delivery.visits) this->visit(visit);
+}
+
+void Core::visit(const Inbox::Visit& visit) {
+  const std::vector<Resident>& idle = residents_.all();
+  const auto found =
+      std::find_if(idle.begin(), idle.end(), [&](const Resident& r) { return r.seq == visit.seq; });
+  if (found == idle.end()) {
+    const bool runs = std::any_of(active_.begin(), active_.end(),
+                                  [&](const auto& task) { return task->seq == visit.seq; });
+    visit.done(runs ? unavailable(fmt::format("a request runs on sequence {}", visit.seq))
+                    : not_found(fmt::format("there is no sequence {}", visit.seq)));
+    return;
+  }
+  IdleSequence sequence = {found->tokens, found->salt, executor_.durable_tokens(visit.seq)};
+  if (visit.release) {
+    executor_.release(residents_.take(static_cast<size_t>(found - idle.begin())).seq);
+    progressed_ = true;
+  }
+  visit.done(std::move(sequence));
+}
+
+void Core::forget(const ForgottenChain& chain) {
+  int64_t keep = chain.keep;
+  for (const TaskList* list : {&queue_, &active_}) {
+    for (const auto& task : *list) {
+      if (task->request.salt != chain.salt) continue;
+      keep = std::max(keep, common_prefix(task->chain, chain.tokens));
+    }
+  }
+  residents_.forget(chain.salt, chain.tokens, keep);
 }
 
 void Core::end_all(const Status& reason) {

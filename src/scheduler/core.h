@@ -35,7 +35,9 @@ class Core {
 
   // ---- core.cc
   void take_inbox();
+  void visit(const Inbox::Visit& visit);
   void end_all(const Status& reason);
+  void forget(const ForgottenChain& chain);
   // Ends a request and gives its state to the idle sequences, or back (`keep_state` false: it is
   // suspect). The task stays in its list until sweep().
   void end(Task& task, const Status& status, std::string finish_reason, bool keep_state = true);
@@ -85,6 +87,8 @@ class Core {
   void preempt(Task& task);
   void restore();
   [[nodiscard]] Task* oldest_restore() const;
+  // Restores that are not alone are marked as such.
+  void note_company();
   [[nodiscard]] double advance(Task& task, double budget_s);
   void restored(Task& task, const RestoreStatus& status);
   void restore_failed(Task& task, const Status& status);

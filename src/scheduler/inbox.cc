@@ -97,6 +97,13 @@ void Inbox::cancel(RequestId id) {
   changed_.notify_one();
 }
 
+void Inbox::forget(ForgottenChain chain) {
+  MutexLock lock(mutex_);
+  delivery_.forgotten.push_back(std::move(chain));
+  signalled_ = true;
+  changed_.notify_one();
+}
+
 void Inbox::drain() {
   MutexLock lock(mutex_);
   draining_ = true;
@@ -112,6 +119,13 @@ void Inbox::stop_all(Status reason) {
 
 void Inbox::wake() {
   MutexLock lock(mutex_);
+  signalled_ = true;
+  changed_.notify_one();
+}
+
+void Inbox::visit_idle(Visit visit) {
+  MutexLock lock(mutex_);
+  delivery_.visits.push_back(std::move(visit));
   signalled_ = true;
   changed_.notify_one();
 }

@@ -17,6 +17,13 @@
 
 namespace hcache::scheduler {
 
+// A chain whose rows are to be dropped; see Scheduler::forget().
+struct ForgottenChain {
+  std::string salt;
+  std::vector<int32_t> tokens;
+  int64_t keep = 0;
+};
+
 class Inbox {
  public:
   // The limits are fixed; of the executor only now_ns() is used afterwards.
@@ -25,9 +32,16 @@ class Inbox {
   [[nodiscard]] Result<RequestId> submit(Request request, double* retry_after_s)
       HCACHE_EXCLUDES(mutex_);
   void cancel(RequestId id) HCACHE_EXCLUDES(mutex_);
+  void forget(ForgottenChain chain) HCACHE_EXCLUDES(mutex_);
   void drain() HCACHE_EXCLUDES(mutex_);
   void stop_all(Status reason) HCACHE_EXCLUDES(mutex_);
   void wake() HCACHE_EXCLUDES(mutex_);
+  struct Visit {
+    SeqId seq = kNoSeq;
+    bool release = false;
+    IdleVisitor done;
+  };
+  void visit_idle(Visit visit) HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] int64_t queued() const HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] int64_t running() const HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] Snapshot stats() const HCACHE_EXCLUDES(mutex_);
@@ -37,6 +51,8 @@ class Inbox {
   struct Delivery {
     std::vector<std::unique_ptr<Task>> submitted;
     std::vector<RequestId> cancelled;
+    std::vector<Visit> visits;
+    std::vector<ForgottenChain> forgotten;
     Status stop;  // not ok: end everything with it
   };
   [[nodiscard]] Delivery take() HCACHE_EXCLUDES(mutex_);

@@ -88,6 +88,18 @@ bool Residents::free_slot(SeqId pinned) {
   return true;
 }
 
+void Residents::forget(const std::string& salt, std::span<const int32_t> tokens, int64_t keep) {
+  for (size_t i = residents_.size(); i-- > 0;) {
+    Resident& resident = residents_[i];
+    if (resident.salt != salt || common_prefix(resident.tokens, tokens) <= keep) continue;
+    if (keep > 0 && executor_.trim(resident.seq, keep).ok()) {
+      resident.tokens.resize(static_cast<size_t>(keep));
+    } else {
+      executor_.release(take(i).seq);
+    }
+  }
+}
+
 void Residents::release_all() {
   for (const Resident& resident : residents_) executor_.release(resident.seq);
   residents_.clear();

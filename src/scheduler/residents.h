@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ class Residents {
   bool free_up(int64_t cells, EvictionReason reason, SeqId pinned = kNoSeq);
   // Evicts one, to make room for another sequence. False: none could go yet.
   bool free_slot(SeqId pinned = kNoSeq);
+  // Of every sequence with this salt: drops the rows in common with `tokens` from the keep-th on,
+  // and those behind them.
+  void forget(const std::string& salt, std::span<const int32_t> tokens, int64_t keep);
   void release_all();
 
   [[nodiscard]] const std::vector<Resident>& all() const { return residents_; }

@@ -82,9 +82,15 @@ Result<RequestId> Scheduler::submit(Request request, double* retry_after_s) {
   return inbox_->submit(std::move(request), retry_after_s);
 }
 void Scheduler::cancel(RequestId id) { inbox_->cancel(id); }
+void Scheduler::forget(std::string salt, std::vector<int32_t> tokens, int64_t keep) {
+  inbox_->forget({std::move(salt), std::move(tokens), keep});
+}
 void Scheduler::drain() { inbox_->drain(); }
 void Scheduler::stop_all(Status reason) { inbox_->stop_all(std::move(reason)); }
 void Scheduler::wake() { inbox_->wake(); }
+void Scheduler::visit_idle(SeqId seq, bool release, IdleVisitor done) {
+  inbox_->visit_idle({seq, release, std::move(done)});
+}
 int64_t Scheduler::queued() const { return inbox_->queued(); }
 int64_t Scheduler::running() const { return inbox_->running(); }
 Snapshot Scheduler::stats() const { return inbox_->stats(); }

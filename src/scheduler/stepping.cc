@@ -138,6 +138,8 @@ void Core::deliver(Task& task, int32_t rows, std::span<const float> logits) {
   if (outcome.generated_tokens == 0) {
     outcome.new_tokens = outcome.prompt_tokens - outcome.resident_tokens - outcome.hidden_tokens -
                          outcome.kv_tokens - outcome.recomputed_tokens;
+    const bool saving = executor_.durable_tokens(task.seq) != kNotSaving;
+    outcome.saving_tokens = saving ? outcome.new_tokens : 0;
     if (task.request.on_first) task.request.on_first(outcome);
   }
   if (task.max_new == 0) {
@@ -199,6 +201,7 @@ void Core::restore() {
   const double budget_s =
       policy::restore_budget_s(decoding_, predicted_s_, restore_debt_s_, options_.restore);
   const bool restoring = oldest_restore() != nullptr;
+  note_company();
   double used_s = 0;
   while (used_s < budget_s) {
     Task* task = oldest_restore();
@@ -209,6 +212,13 @@ void Core::restore() {
   restore_debt_s_ = policy::restore_debt_s(decoding_, budget_s, used_s);
   if (used_s > 0) progressed_ = true;
   count_time(restoring, used_s);
+}
+
+void Core::note_company() {
+  if (!stepped_ && restores_in_flight() < 2) return;
+  for (const auto& task : active_) {
+    if (task->in_restore()) task->restore_alone = false;
+  }
 }
 
 Task* Core::oldest_restore() const {
@@ -238,7 +248,16 @@ double Core::advance(Task& task, double budget_s) {
 void Core::restored(Task& task, const RestoreStatus& status) {
   const RestoreReport& report = status.report;
   Outcome& outcome = task.outcome;
-  outcome.restore_s += seconds_between(task.restore_begin_ns, executor_.now_ns());
+  const double seconds = seconds_between(task.restore_begin_ns, executor_.now_ns());
+  outcome.restore_s += seconds;
+  outcome.restores.push_back({.seconds = seconds,
+                              .predicted_s = report.predicted_s,
+                              .alone = task.restore_alone,
+                              .hidden_tokens = report.hidden_tokens,
+                              .kv_tokens = report.kv_tokens,
+                              .recomputed_tokens = report.recomputed_tokens,
+                              .hidden_pages = report.hidden_pages,
+                              .kv_pages = report.kv_pages});
   outcome.bytes_dram += report.bytes_dram;
   outcome.bytes_disk += report.bytes_disk;
   outcome.bytes_remote += report.bytes_remote;
@@ -271,6 +290,8 @@ void Core::count_time(bool restoring, double slices_s) {
     ++totals_.restore_steps;
     totals_.restore_step_s += step_s_ + slices_s;
     totals_.restore_slices_s += slices_s;
+    if (!decoding_ || step_s_ <= 0) return;
+    totals_.restore_stretch_max = std::max(totals_.restore_stretch_max, 1 + slices_s / step_s_);
   } else {
     ++totals_.steps;
     totals_.step_s += step_s_;

@@ -3,7 +3,9 @@
 // Threading: belongs to the owner thread once Inbox::take() has handed it out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,7 @@ struct Task {
   int64_t saved_ns = 0;
   bool looked_ahead = false;
   int64_t restore_begin_ns = 0;
+  bool restore_alone = true;    // so far; see RestoreRecord
   uint64_t restore_number = 0;  // in the order of their beginnings
   bool compute_only = false;    // reuse or restore failed: prefill everything this time
   int step_failures = 0;        // in a row
@@ -46,6 +49,12 @@ struct Task {
     return phase == Phase::kDone || phase == Phase::kCancelled || phase == Phase::kFailed;
   }
 };
+
+inline int64_t common_prefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  const size_t n = std::min(a.size(), b.size());
+  return std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(n), b.begin()).first -
+         a.begin();
+}
 
 inline double seconds_between(int64_t from_ns, int64_t to_ns) {
   return static_cast<double>(to_ns - from_ns) * 1e-9;

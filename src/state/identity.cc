@@ -65,6 +65,14 @@ std::optional<store::ElementType> element_type(ggml_type type) {
   return row != nullptr ? std::optional(row->element) : std::nullopt;
 }
 
+std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type,
+                                store::Encoding encoding) {
+  if (encoding == store::Encoding::kKv) return 2 * ggml_row_size(kv_type, hparams.n_embd_kv());
+  const std::optional<ggml_type> type = hidden_type(encoding);
+  if (!type || hparams.n_embd % ggml_blck_size(*type) != 0) return std::nullopt;
+  return ggml_row_size(*type, hparams.n_embd);
+}
+
 Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine) {
   const ggml_type native = engine.native_hidden_type();
   ggml_type type = native;

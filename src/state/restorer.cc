@@ -154,7 +154,7 @@ class RestorationImpl : public Restoration {
   // Makes view_ the cursor's page. False: it has not been read yet, and `wait` is false. An error
   // with failure_ set: the page can't be used.
   Result<bool> fetch_page(const PlannedPage& page, bool wait);
-  void note_read();  // view_'s times, as its layer's
+  void note_read(Method method);  // view_'s bytes, and its times as its layer's
   Status release_done(bool all);
 
   Env& env_;
@@ -192,6 +192,7 @@ Status RestorationImpl::open() {
   report_.schedule = plan_.schedule;
   report_.restored_tokens = plan_.restored_tokens;
   report_.predicted_s = plan_.predicted.makespan_s;
+  report_.predicted_restore_s = plan_.predicted.restored_s;
   for (const policy::PlanRun& run : plan_.runs) {
     const auto count = [&](Method m) {
       return std::count(run.layers.begin(), run.layers.end(), m);
@@ -295,7 +296,7 @@ Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
     }
   }
   if (view_->status.ok()) {
-    note_read();
+    note_read(store::is_hidden(page.info->encoding) ? Method::kHidden : Method::kKv);
     return true;
   }
   const Status status = view_->status;
@@ -308,8 +309,11 @@ Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
   return status;
 }
 
-void RestorationImpl::note_read() {
-  if (view_->read_end_ns == 0) return;  // from host memory
+void RestorationImpl::note_read(Method method) {
+  const bool from_memory = view_->read_begin_ns == 0;
+  TierBytes& pages = method == Method::kHidden ? report_.hidden_pages : report_.kv_pages;
+  (from_memory ? pages.dram : pages.disk) += view_->bytes.size();
+  if (from_memory) return;
   const auto since_start = [&](int64_t ns) {
     return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
   };

@@ -4,6 +4,7 @@
 #include <ggml-backend.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -78,6 +79,7 @@ class HostRing {
     }
   }
   [[nodiscard]] size_t peak() const { return peak_; }
+  [[nodiscard]] size_t used() const { return used_; }
 
  private:
   struct Block {
@@ -244,6 +246,7 @@ class SaverImpl : public Saver {
     const std::lock_guard lock(mutex_);
     SaverStats stats = stats_;
     stats.ring_peak_bytes = ring_->peak();
+    stats.backlog_bytes = ring_->used() + ready_bytes_;
     return stats;
   }
 
@@ -301,7 +304,7 @@ class SaverImpl : public Saver {
   // Stage two's own.
   std::map<SeqId, SavedSequence> sequences_;
   std::vector<ReadyChunk> ready_;
-  size_t ready_bytes_ = 0;
+  std::atomic<size_t> ready_bytes_ = 0;  // stats() reads it
   int64_t ready_since_ns_ = 0;
   ggml_type hidden_type_ = GGML_TYPE_F32;
   ggml_type kv_type_ = GGML_TYPE_F16;

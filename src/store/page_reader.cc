@@ -337,6 +337,7 @@ void PageReaderImpl::check_page(Item* checked) const {
   if (source_.page_moved(record, job.page)) {
     checked->job.status = unavailable(what + ": another process has evicted or moved the page");
   }
+  if (checked->job.status.code() == Code::kDataLoss) source_.count_checksum_failure();
 }
 
 Result<std::int64_t> PageReaderImpl::wait_for_next() {

@@ -45,6 +45,8 @@ class PageSource {
   // Whether the catalog does not name this place for this page any more.
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
   [[nodiscard]] virtual PageCache& cache() = 0;
+  // A page did not pass its check.
+  virtual void count_checksum_failure() = 0;
 };
 
 // Rings that no reader uses at the moment: memory that is mapped already is worth keeping, since

@@ -56,6 +56,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] std::string segment_path(const PagePlace& place) const override;
   [[nodiscard]] bool page_moved(const ChunkRecord& record, std::size_t page) override;
   [[nodiscard]] PageCache& cache() override { return cache_; }
+  void count_checksum_failure() override { ++checksum_failures_; }
 
  private:
   struct Pin;
@@ -170,6 +171,7 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<Segments> segments_;
   RingPool rings_;
   PageCache cache_;
+  std::atomic<std::uint64_t> checksum_failures_ = 0;
 
   Mutex write_mutex_;
   std::vector<Allocator> free_space_ HCACHE_GUARDED_BY(write_mutex_);  // per disk

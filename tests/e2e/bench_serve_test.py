@@ -268,6 +268,25 @@ class BenchServe(unittest.TestCase):
         self.assertEqual(out["summary"]["ok"], 14)
         self.assertEqual(most, 3)
 
+    def test_a_pause_between_rounds(self):
+        """All conversations come to rest after the same round, and go on when they are told to."""
+        for clients in (["--think", "50ms"], ["--concurrency", "3"]):
+            before = len(self.server.seen)
+            load = subprocess.Popen(self.command("--sessions", "5", "--rounds", "3", "--rate", "1e6",
+                                                 "--pause-after", "2", *clients),
+                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.addCleanup(load.kill)
+            self.assertEqual(load.stdout.readline(), "ready\n")
+            asked = [len(body["messages"]) for _, body in self.server.seen[before:]]
+            self.assertEqual(sorted(asked), [1] * 5 + [3] * 5)
+            load.communicate("\n", timeout=PATIENCE)
+            self.assertEqual(load.returncode, 0)
+            out = json.loads(pathlib.Path(self.path("out.json")).read_text(encoding="utf-8"))
+            self.assertEqual(out["summary"]["ok"], 15, clients)
+            self.assertEqual(out["settings"]["pause_after"], 2)
+            asked = [len(body["messages"]) for _, body in self.server.seen[before:]]
+            self.assertEqual(asked[10:], [5] * 5)
+
     def test_warm_up_is_not_counted(self):
         out = self.fast("--warmup", "2", sessions=3, rounds=2)
         self.assertEqual(len(self.server.seen), 10)

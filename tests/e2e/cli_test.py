@@ -80,6 +80,16 @@ class Cli(unittest.TestCase):
         self.assertGreater(stat["tokens"], 128)
         self.assertTrue(json.loads(self.hcache("store", "verify", *store))["ok"])
         self.assertEqual(json.loads(self.hcache("store", "ls", *store))[0]["name"], "s")
+        file = f"{self.state}/session.hcache"
+        self.hcache("store", "export", "--session", "nobody", "-o", file, *store, code=3)
+        self.hcache("store", "export", "--session", "s", "-o", file, *store)
+        self.hcache("store", "import", "-f", file, *store, code=4)
+        other = ["--state-dir", f"{self.state}/other", "--json"]
+        moved = json.loads(self.hcache("store", "import", "-f", file, *other))
+        self.assertEqual(moved["name"], "s")
+        there = json.loads(self.hcache("store", "stat", *other))
+        self.assertEqual((there["sessions"], there["chunks"]), (1, moved["chunks"]))
+        self.assertTrue(json.loads(self.hcache("store", "verify", *other))["ok"])
         self.hcache("store", "rm", "--session", "nobody", *store, code=3)
         self.hcache("store", "rm", *store, code=2)
         self.hcache("store", "rm", "--session", "s", *store)

@@ -6,7 +6,9 @@
 
 import http.client
 import json
+import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +24,12 @@ MODEL = serving.default_model()
 
 def start(folder: str, *options: str, **kwargs) -> Server:
     return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "2", *options, **kwargs)
+
+
+def request_lines(server: Server) -> list:
+    """What the server has logged of requests that ended."""
+    return [dict(field.split("=", 1) for field in shlex.split(line)[3:])
+            for line in server.errors().splitlines() if " info: request " in line]
 
 
 class Protocols(unittest.TestCase):
@@ -299,6 +307,109 @@ class Isolation(unittest.TestCase):
             self.assertEqual(cached(cache_salt="b"), 0)
             self.assertEqual(cached(), 0)
             self.assertGreater(cached(cache_salt="a"), 100)
+
+
+class Operating(unittest.TestCase):
+    """What llama-server's flags, logs, metrics and browsers get."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.server = start(cls.folder.name, "-np", "2", "-ub", "64", "-fa", "on", "-ngl", "99",
+                           "--jinja", "-ctk", "q8_0", "-ctv", "q8_0", "-n", "3",
+                           env={"LLAMA_ARG_CTX_SIZE": "2048", "LLAMA_ARG_CACHE_RAM": "64"})
+
+    @classmethod
+    def tearDownClass(cls):
+        with cls.server:
+            cls.server.stop()
+        cls.folder.cleanup()
+
+    def metric(self, name):
+        text = self.server.call("GET", "/metrics")[1]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+                   if line.startswith(name))
+
+    def test_llama_servers_flags(self):
+        notes = self.server.errors()
+        for flag in ("-fa", "-ngl", "--jinja"):
+            self.assertIn(f"hcache: {flag} is ignored: ", notes)
+        self.assertEqual(self.server.call("GET", "/props")[1]["total_slots"], 2)
+        self.assertEqual(self.metric("hcache_arena_cells"), 2048)
+        self.assertEqual(
+            self.server.call("GET", "/v1/store")[1]["tiers"]["dram"]["capacity_bytes"], 64 << 20)
+        messages = [{"role": "user", "content": "Count to a thousand."}]
+        self.assertEqual(self.server.chat(messages)["usage"]["completion_tokens"], 3)
+        self.assertEqual(self.server.chat(messages, max_tokens=5)["usage"]["completion_tokens"], 5)
+        for options in (["-ctk", "q8_0"], ["--lora", "x"], ["-np"]):
+            done = subprocess.run([PROGRAM, "serve", "-m", MODEL, *options], capture_output=True,
+                                  text=True, timeout=60)
+            self.assertEqual(done.returncode, 2, done.stderr)
+
+    def test_every_reply_has_a_line(self):
+        before = len(request_lines(self.server))
+        answer = self.server.chat([{"role": "user", "content": "Chrysanthemum."}], n=2)
+        wait_until(lambda: len(request_lines(self.server)) == before + 2, "two lines")
+        lines = request_lines(self.server)[before:]
+        self.assertEqual({line["choice"] for line in lines}, {"0", "1"})
+        for line in lines:
+            self.assertEqual(answer["id"], f"chatcmpl-{line['id']}")
+            self.assertEqual(line["key"], "-")
+            self.assertEqual((line["result"], line["finish"]), ("done", "length"))
+            self.assertEqual(line["reply_tokens"], "3")
+            tokens = sum(int(line[s]) for s in ("resident", "hidden", "kv", "recomputed", "new"))
+            self.assertEqual(tokens, int(line["prompt_tokens"]))
+            self.assertGreater(float(line["ttft_ms"]), 0)
+        self.assertNotIn("hrysanthemum", self.server.errors())
+
+    def test_messages_say_what_was_put_into_the_cache(self):
+        body = {"model": "tiny", "max_tokens": 2, "temperature": 0,
+                "messages": [{"role": "user", "content": serving.TEXT[2000:2600]}]}
+        first = self.server.post("/v1/messages", body)["usage"]
+        self.assertGreater(first["cache_creation_input_tokens"], 50)
+        body["messages"][0]["content"] += serving.TEXT[2600:3200]
+        events = self.server.stream("/v1/messages", {**body, "stream": True})
+        begun = next(data for name, data in events if name == "message_start")["message"]["usage"]
+        ended = next(data for name, data in events if name == "message_delta")["usage"]
+        for usage in (begun, ended):
+            self.assertGreater(usage["cache_read_input_tokens"], 50)
+            self.assertGreater(usage["cache_creation_input_tokens"], 50)
+            self.assertEqual(usage["input_tokens"], 0)
+        unsaved = self.server.post("/v1/messages", {
+            **body, "cache_salt": "apart", "cache_prompt": False})["usage"]
+        self.assertEqual(unsaved["cache_creation_input_tokens"], 0)
+        self.assertGreater(unsaved["input_tokens"], 100)
+
+    def test_a_deleted_session_leaves_the_arena(self):
+        salted = "?cache_salt=deleting"
+        idle = 'hcache_arena_cells{use="idle"}'
+        before = self.metric(idle)
+        messages = [{"role": "user", "content": serving.TEXT[4000:4400]}]
+        self.server.chat(messages, session_id="gone", cache_salt="deleting")
+        self.assertGreater(self.metric(idle), before + 50)
+        self.assertEqual(self.server.call("DELETE", f"/v1/sessions/gone{salted}")[0], 200)
+        wait_until(lambda: self.metric(idle) == before, "the arena without the session")
+
+    def test_pages_of_other_origins_are_refused(self):
+        body = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}
+        own = self.server.url
+        port = own.rsplit(":", 1)[1]
+        for headers, status in (({"Origin": own}, 200), ({"Origin": "https://evil.example"}, 403),
+                                ({"Origin": "null"}, 403), ({"Host": "evil.example"}, 403),
+                                ({"Host": f"evil.example:{port}",
+                                  "Origin": f"http://evil.example:{port}"}, 403),
+                                ({"Host": "localhost:1234"}, 200)):
+            answer = self.server.call("POST", "/v1/chat/completions", body, headers)
+            self.assertEqual(answer[0], status, headers)
+            if status == 403:
+                self.assertIn("allowed", answer[1]["error"]["message"])
+
+    def test_request_lines_can_be_left_out(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                start(folder, "--ctx", "512", "--no-store", "--log-requests", "off") as server:
+            server.chat([{"role": "user", "content": "Hi."}], max_tokens=1)
+            self.assertEqual(server.stop(), 0)
+            self.assertEqual(request_lines(server), [])
 
 
 class Stopping(unittest.TestCase):

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "store/archive.h"
 #include "store/store.h"
 
 namespace hcache::store::golden {
@@ -51,6 +52,14 @@ inline std::vector<std::pair<std::uint16_t, Encoding>> pages() {
     if (layer == 0 || layer == 2) out.emplace_back(layer, Encoding::kKv);
   }
   return out;
+}
+
+inline ArchiveHead archive_head() {
+  return {.fingerprint = fingerprint(),
+          .model = "a model",
+          .name = kSessionName,
+          .tokens = tokens(),
+          .metadata_json = kMetadata};
 }
 
 }  // namespace hcache::store::golden

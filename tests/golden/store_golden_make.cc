@@ -1,7 +1,9 @@
-// Writes a golden store: make_golden_store DIR. A new one only when the format's number changes.
+// Writes a golden store and its session as a file: make_golden_store DIR. New ones only when a
+// format's number changes.
 #include <cstdio>
 
 #include "base/env.h"
+#include "store/archive.h"
 #include "store_golden.h"
 
 namespace hcache::store::golden {
@@ -40,6 +42,17 @@ Status make(const std::string& dir) {
   session.tokens = all;
   session.metadata_json = kMetadata;
   HCACHE_RETURN_IF_ERROR(store->put_session(session));
+  std::string file;
+  {
+    HCACHE_ASSIGN_OR_RETURN(const Match match,
+                            store->match(fingerprint(), salt_id(kSaltText), all));
+    HCACHE_RETURN_IF_ERROR(
+        write_archive(*store, archive_head(), match, [&](std::string_view piece) {
+          file += piece;
+          return Status();
+        }));
+  }
+  HCACHE_RETURN_IF_ERROR(write_whole_file(Env::real(), join_path(dir, "session.hcache"), file));
   return store->close();
 }
 

@@ -72,6 +72,38 @@ TEST_P(GoldenStoreTest, ReadsBackAndGoesOn) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest, ::testing::Values("store_v1"));
 
+class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(GoldenSessionTest, ReadsBack) {
+  const auto file =
+      read_whole_file(Env::real(), std::string(HCACHE_TEST_DATA) + "/golden/" + GetParam());
+  ASSERT_OK(file);
+  const auto archive = read_archive(*file);
+  ASSERT_OK(archive);
+  EXPECT_EQ(archive->head.fingerprint, golden::fingerprint());
+  EXPECT_EQ(archive->head.model, golden::archive_head().model);
+  EXPECT_EQ(archive->head.name, golden::kSessionName);
+  EXPECT_EQ(archive->head.tokens, golden::tokens());
+  EXPECT_EQ(archive->head.metadata_json, golden::kMetadata);
+  ASSERT_EQ(archive->chunks.size(), 2U);
+  for (std::size_t c = 0; c < 2; ++c) {
+    const ArchiveChunk& chunk = archive->chunks[c];
+    EXPECT_EQ(chunk.n_tokens, c == 0 ? 64U : 36U);
+    EXPECT_EQ(chunk.k_type, ElementType::kQ8_0);
+    EXPECT_EQ(chunk.v_type, ElementType::kF16);
+    const auto pages = golden::pages();
+    ASSERT_EQ(chunk.pages.size(), pages.size());
+    for (std::size_t p = 0; p < pages.size(); ++p) {
+      EXPECT_EQ(std::pair(chunk.pages[p].layer, chunk.pages[p].encoding), pages[p]);
+      const auto expected = golden::page(c, pages[p].first, pages[p].second, chunk.n_tokens);
+      const std::span<const std::byte> bytes = chunk.pages[p].bytes;
+      EXPECT_TRUE(std::equal(expected.begin(), expected.end(), bytes.begin(), bytes.end()));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, GoldenSessionTest, ::testing::Values("session_v1.hcache"));
+
 TEST(GoldenIds, AreFrozen) {
   EXPECT_EQ(to_hex(salt_id("")), "70a3aaa626ff5abd94a8c2de304d14c0");
   EXPECT_EQ(to_hex(salt_id(golden::kSaltText)), "36b9a287904376c8a6be3ba657c1467c");

@@ -41,7 +41,8 @@ std::vector<Endpoint> endpoints() {
           {"ApplyTemplateRequest", kMessages, status_of(parse_apply_template)},
           {"EmbeddingRequest", R"({"input": "x"})", status_of(parse_embedding)},
           {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
-          {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)}};
+          {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
+          {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)}};
 }
 
 const Json& schema_of(const std::string& name) {

@@ -474,6 +474,48 @@ TEST(Embedding, Inputs) {
             "encoding_format: 'hex' is none of float, base64");
 }
 
+TEST(SlotFile, IsANameAndNoPath) {
+  const auto parsed = [](const std::string& name) {
+    Json body;
+    body["filename"] = name;
+    return parse_slot_file(body);
+  };
+  for (const char* name : {"x", "slot 1.bin", "a.b-c_d", "\xC3\xA9t\xC3\xA9.bin", ".hidden"}) {
+    EXPECT_EQ(parsed(name).value_or(""), name);
+  }
+  for (const char* name : {"",
+                           ".",
+                           "..",
+                           "a/b",
+                           "/etc/passwd",
+                           "..\\x",
+                           "a\\b",
+                           "a..b",
+                           " a",
+                           "a ",
+                           "a.",
+                           "a:b",
+                           "a*",
+                           "a?",
+                           "a\"",
+                           "<a",
+                           "a>",
+                           "a|b",
+                           "a\nb",
+                           "a\x7F",
+                           "a\xC2\x85",
+                           "\xEF\xBC\x8E",
+                           "a\xE2\x88\x95",
+                           "\xE2\x88\x96z",
+                           "\xEF\xBB\xBFx",
+                           "\xEF\xBF\xBD"}) {
+    EXPECT_EQ(parsed(name).code(), Code::kInvalidArgument) << name;
+  }
+  EXPECT_EQ(parsed(std::string("a\0b", 3)).code(), Code::kInvalidArgument);
+  EXPECT_TRUE(parsed(std::string(255, 'x')).ok());
+  EXPECT_FALSE(parsed(std::string(256, 'x')).ok());
+}
+
 TEST(Requests, ThePromptsGrammarAndStopsAreTakenOver) {
   GenerationRequest r = good(chat(), R"({"stop": "a", "grammar": "own"})");
   model::ChatPrompt prompt;

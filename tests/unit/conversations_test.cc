@@ -4,12 +4,14 @@
 #include <gtest/gtest.h>
 
 #include "base_testing.h"
+#include "store/session_name.h"
 #include "text_gguf.h"
 
 namespace hcache::server {
 namespace {
 
 using hcache::testing::TempDir;
+using namespace std::string_literals;
 
 class ConversationsTest : public ::testing::Test {
  protected:
@@ -117,6 +119,20 @@ TEST_F(ConversationsTest, SaltsAreApart) {
   EXPECT_EQ(conversations_->tokens(salt_id(""), "name").value_or({}), spelled("secret"));
 }
 
+TEST_F(ConversationsTest, NoNameReachesAnotherSaltsRow) {
+  const SaltId open_salt = salt_id("");
+  const SaltId own = salt_id("b");
+  for (const SaltId& salt : {own, open_salt}) {
+    const std::string taken = store::stored_name(own, "x");
+    for (const std::string& name : {taken, store::stored_name(open_salt, taken), "plain"s}) {
+      const std::string stored = store::stored_name(salt, name);
+      EXPECT_NE(stored, taken);
+      EXPECT_EQ(store::client_name(salt, stored), name);
+    }
+  }
+  EXPECT_EQ(store::stored_name(open_salt, "plain"), "plain");
+}
+
 TEST_F(ConversationsTest, AReplyContinuesItsConversation) {
   const std::string name = remember(spelled("hello"));
   EXPECT_EQ(remember(spelled("hello there")), name);
@@ -152,6 +168,88 @@ TEST_F(ConversationsTest, PinsNamesAndTimesSurviveARestart) {
   EXPECT_EQ(tokenise("hello you").known, 0);
   open();
   EXPECT_TRUE(conversations_->list(salt).empty());
+}
+
+TEST_F(ConversationsTest, ASnapshotStaysAsItWas) {
+  const SaltId salt = salt_id("");
+  const std::string name = remember(spelled("hello"));
+  FinishedChain chain;
+  chain.salt = salt;
+  chain.name = "kept";
+  chain.tokens = spelled("hello");
+  chain.snapshot = true;
+  ASSERT_EQ(conversations_->remember(std::move(chain)), "kept");
+  ASSERT_TRUE(conversations_->persist(salt, "kept").ok());
+  for (int process = 0; process < 2; ++process) {
+    // The conversation goes on as itself, with the snapshot beside it.
+    EXPECT_EQ(remember(spelled(process == 0 ? "hello there" : "hello there you")), name);
+    EXPECT_EQ(conversations_->tokens(salt, "kept").value_or({}), spelled("hello"));
+    open();
+  }
+  // What begins with the snapshot's text alone is a conversation of its own.
+  EXPECT_NE(remember(spelled("hello again")), "kept");
+  EXPECT_EQ(conversations_->tokens(salt, "kept").value_or({}), spelled("hello"));
+  // Its text is found again when all others have gone.
+  for (const Conversation& c : conversations_->list(salt)) {
+    if (c.name == "kept") continue;
+    ASSERT_TRUE(conversations_->remove(salt, c.name).ok());
+  }
+  ASSERT_TRUE(conversations_->recall(salt, "kept").ok());
+  EXPECT_EQ(tokenise("hello, you").known, static_cast<int64_t>(spelled("hello").size()));
+  EXPECT_EQ(conversations_->recall(salt, "none").code(), Code::kNotFound);
+}
+
+TEST_F(ConversationsTest, MovesElsewhereWithItsTurns) {
+  const SaltId salt = salt_id("");
+  const SaltId other = salt_id("other");
+  remember(spelled("one"), "mine");
+  remember(spelled("one the three"), "mine");
+  ASSERT_TRUE(conversations_->set_pinned(salt, "mine", true).ok());
+  ASSERT_TRUE(conversations_->set_ttl(salt, "mine", 1).ok());
+  const auto session = conversations_->session(salt, "mine");
+  ASSERT_TRUE(session.ok());
+  EXPECT_EQ(session->name, "mine");
+  ASSERT_TRUE(conversations_->add(other, *session).ok());
+  EXPECT_EQ(conversations_->add(other, *session).code(), Code::kAlreadyExists);
+  for (int process = 0; process < 2; ++process) {
+    const auto moved = conversations_->get(other, "mine");
+    ASSERT_TRUE(moved.ok());
+    EXPECT_TRUE(moved->named);
+    EXPECT_FALSE(moved->pinned);
+    EXPECT_EQ(moved->expires_ns, 0);
+    EXPECT_EQ(conversations_->messages(other, "mine").value_or(""), "[]");
+    EXPECT_EQ(tokenise("one the threes", other).known,
+              static_cast<int64_t>(spelled("one the three").size()));
+    EXPECT_EQ(tokenise("one, you", other).known, static_cast<int64_t>(spelled("one").size()));
+    open();
+  }
+}
+
+TEST_F(ConversationsTest, WhatComesFromElsewhereIsChecked) {
+  const SaltId salt = salt_id("");
+  store::Session session;
+  EXPECT_EQ(conversations_->add(salt, session).code(), Code::kInvalidArgument);  // no name
+  session.name = "x";
+  session.tokens = {0, tokenizer_->n_vocab()};
+  EXPECT_EQ(conversations_->add(salt, session).code(), Code::kInvalidArgument);
+  session.tokens = spelled("hello");
+  session.fingerprint.bytes[0] = 1;
+  EXPECT_EQ(conversations_->add(salt, session).code(), Code::kInvalidArgument);
+  EXPECT_TRUE(conversations_->list(salt).empty());
+  session.fingerprint = {};
+  // Metadata of any shape: what is not understood counts as absent.
+  int n = 0;
+  for (const char* metadata :
+       {"", "[]", "{", R"({"named": 5, "user": [], "messages": {}, "turns": 7})",
+        R"({"turns": [-1, 0, 1.5, "x", 99, 2], "expires_ns": "never", "pinned": "yes"})"}) {
+    session.name = std::to_string(n++);
+    session.metadata_json = metadata;
+    const auto added = conversations_->add(salt, session);
+    ASSERT_TRUE(added.ok()) << metadata;
+    EXPECT_EQ(added->tokens, static_cast<int64_t>(session.tokens.size()));
+  }
+  open();
+  EXPECT_EQ(conversations_->list(salt).size(), static_cast<size_t>(n));
 }
 
 }  // namespace

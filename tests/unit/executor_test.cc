@@ -141,6 +141,11 @@ class Process {
     EXPECT_GE(executor_->durable_tokens(seq), n);
   }
   [[nodiscard]] int slices() const { return slices_; }
+  [[nodiscard]] uint64_t checksum_failures() {
+    const auto stat = runtime_->store()->stat();
+    EXPECT_TRUE(stat.ok()) << stat.status().to_string();
+    return stat.ok() ? stat->checksum_failures : 0;
+  }
 
  private:
   std::unique_ptr<state::Runtime> runtime_;
@@ -193,6 +198,18 @@ TEST_F(ExecutorTest, RestoresInSlicesBesideStepsOfOthers) {
     EXPECT_EQ(done.tokens, 300);
     EXPECT_EQ(done.report.hidden_tokens + done.report.kv_tokens, 300);
     EXPECT_GT(done.report.bytes_disk, 0U);
+    const scheduler::TierBytes& hidden = done.report.hidden_pages;
+    const scheduler::TierBytes& kv = done.report.kv_pages;
+    EXPECT_GT(hidden.disk + kv.disk, 0U);
+    EXPECT_GE(done.report.bytes_disk, hidden.disk + kv.disk);
+    EXPECT_EQ(hidden.dram + kv.dram, 0U);
+    if (mode == policy::Mode::kHidden) {
+      EXPECT_EQ(kv.disk, 0U);
+    }
+    if (mode == policy::Mode::kKv) {
+      EXPECT_EQ(hidden.disk, 0U);
+    }
+    EXPECT_GT(done.report.predicted_s, 0);
     EXPECT_FALSE(done.report.schedule.empty());
     EXPECT_GT(p->slices(), 4);
     EXPECT_EQ(heard, first(others, static_cast<int>(heard.size())));
@@ -322,6 +339,7 @@ TEST_F(ExecutorTest, DamagedStateIsLeftToThePrefill) {
   const SeqId seq = p->create();
   const RestoreStatus done = p->restore(seq, history + Tokens{1}, 300);
   EXPECT_LE(done.tokens, 300);  // what remains may still cover the chain
+  EXPECT_GT(p->checksum_failures(), 0U);
   p->append(seq, {history.begin() + done.tokens, history.end()});
   EXPECT_EQ(p->state(seq, 300), state);
 }

@@ -132,6 +132,84 @@ TEST(KeyTest, EitherHeaderNamesTheKey) {
   EXPECT_EQ(find({{"x-api-key", ""}}), -1);
 }
 
+// ---- Browsers
+
+TEST(LoopbackTest, NamesOfThisMachineAlone) {
+  for (const char* host :
+       {"localhost", "LocalHost", "app.localhost", "127.0.0.1", "127.9.9.9", "::1"}) {
+    EXPECT_TRUE(is_loopback_host(host)) << host;
+  }
+  for (const char* host : {"", ".localhost", "localhost.example", "notlocalhost", "127.example.org",
+                           "128.0.0.1", "0.0.0.0", "::", "::2", "192.168.1.2"}) {
+    EXPECT_FALSE(is_loopback_host(host)) << host;
+  }
+}
+
+class AdmissionTest : public ::testing::Test {
+ protected:
+  AdmissionTest() {
+    router_.add("GET", "/", nothing(), {.is_public = true});
+    router_.add("POST", "/x", nothing());
+  }
+  // 200: it would be handled.
+  int ask(const std::string& method, const std::string& target, Headers headers) {
+    Request request;
+    request.method = method;
+    request.target = target;
+    request.headers = std::move(headers);
+    const Admission admission = admit(options_, router_, 0, &request);
+    if (admission.refusal) return admission.refusal->status;
+    return admission.route == nullptr ? 204 : 200;
+  }
+  int post(Headers headers) { return ask("POST", "/x", std::move(headers)); }
+
+  Options options_;
+  Router router_;
+};
+
+TEST_F(AdmissionTest, PagesOfOtherOriginsAreRefused) {
+  EXPECT_EQ(post({{"host", "localhost:80"}}), 200);
+  EXPECT_EQ(post({{"host", "localhost:80"}, {"origin", "http://localhost:80"}}), 200);
+  EXPECT_EQ(post({{"host", "Chat.Example"}, {"origin", "https://chat.example"}}), 200);
+  EXPECT_EQ(post({{"host", "[::1]:80"}, {"origin", "http://[::1]:80"}}), 200);
+  for (const char* origin : {"http://localhost:81", "http://localhost", "https://evil.example",
+                             "http://localhost:80.evil.example", "null", "", "://"}) {
+    EXPECT_EQ(post({{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
+    EXPECT_EQ(ask("GET", "/", {{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
+    EXPECT_EQ(ask("OPTIONS", "/x", {{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
+  }
+  EXPECT_EQ(post({{"origin", "http://localhost:80"}}), 403);
+  EXPECT_EQ(post({{"host", ""}, {"origin", "null"}}), 403);
+}
+
+TEST_F(AdmissionTest, AllowedOriginsMayCall) {
+  options_.cors_origins = {"https://app.example"};
+  EXPECT_EQ(post({{"host", "localhost"}, {"origin", "https://app.example"}}), 200);
+  EXPECT_EQ(post({{"host", "localhost"}, {"origin", "http://app.example"}}), 403);
+  EXPECT_EQ(ask("OPTIONS", "/x", {{"origin", "https://app.example"}}), 204);
+  options_.cors_origins = {"*"};
+  EXPECT_EQ(post({{"host", "localhost"}, {"origin", "https://evil.example"}}), 200);
+}
+
+TEST_F(AdmissionTest, OtherNamesOfALoopbackServerAreRefused) {
+  const Headers rebound = {{"host", "evil.example:80"}, {"origin", "http://evil.example:80"}};
+  EXPECT_EQ(post(rebound), 200) << "without the option any name will do";
+  options_.loopback_hosts_only = true;
+  EXPECT_EQ(post(rebound), 403);
+  EXPECT_EQ(ask("GET", "/", {{"host", "evil.example"}}), 403);
+  EXPECT_EQ(ask("GET", "/nothing", {{"host", "127.evil.example"}}), 403);
+  EXPECT_EQ(post({{"host", "localhost:9000"}}), 200);
+  EXPECT_EQ(post({{"host", "127.0.0.1"}}), 200);
+  EXPECT_EQ(post({{"host", "[::1]:9000"}}), 200);
+  EXPECT_EQ(post({}), 200) << "no browser leaves it out";
+  options_.cors_origins = {"https://chat.example"};
+  EXPECT_EQ(post({{"host", "chat.example"}}), 200) << "a proxy that passes the name on";
+  EXPECT_EQ(post({{"host", "[::2"}}), 403);
+  EXPECT_EQ(post({{"host", ""}}), 403);
+  options_.cors_origins = {"*"};
+  EXPECT_EQ(post({{"host", "evil.example"}}), 200);
+}
+
 // ---- Answers' bytes
 
 TEST(ResponseTest, HeadersAreAddedReplacedAndCleaned) {

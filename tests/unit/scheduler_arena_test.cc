@@ -358,5 +358,85 @@ TEST(SchedulerPreemption, AnArenaThatStaysFullFailsTheRequest) {
   EXPECT_EQ(record.outcome.status.code(), Code::kResourceExhausted);
 }
 
+// ---- Forgetting
+
+std::vector<int64_t> rows_held(const Bench& bench) {
+  std::vector<int64_t> rows;
+  for (const auto& [id, sequence] : bench.executor.sequences()) {
+    rows.push_back(static_cast<int64_t>(sequence.tokens.size()));
+  }
+  return rows;
+}
+
+TEST(SchedulerForget, AChainLeavesTheArenaAtOnce) {
+  Bench bench;
+  const Record& gone = bench.submit(tokens(100, 1), 20);
+  bench.submit(tokens(80, 2), 20);
+  bench.submit(tokens(100, 1), 20, [](Request& r) { r.salt = "other"; });
+  ASSERT_TRUE(bench.run_all());
+  bench.scheduler->forget("", gone.prompt + gone.answer);
+  EXPECT_EQ(rows_held(bench), (std::vector<int64_t>{119, 99, 119})) << "not before run_once()";
+  EXPECT_EQ(bench.run_once(), Activity::kIdle);
+  EXPECT_EQ(rows_held(bench), (std::vector<int64_t>{99, 119}));
+  EXPECT_EQ(bench.scheduler->stats().idle_cells, 218);
+}
+
+TEST(SchedulerForget, LongerConversationsStay) {
+  Bench bench;
+  const Record& first = bench.submit(tokens(100), 20);
+  ASSERT_TRUE(bench.run_all());
+  const Tokens chain = first.prompt + first.answer;
+  const Record& longer = bench.submit(conversation(first, tokens(70, 2)), 20);
+  ASSERT_TRUE(bench.run_all());
+  // The longer one is another conversation: it wants all of the first one's rows.
+  bench.scheduler->forget("", chain, static_cast<int64_t>(chain.size()));
+  bench.run_once();
+  EXPECT_EQ(rows_held(bench), std::vector<int64_t>{209});
+  bench.scheduler->forget("", longer.prompt + longer.answer, static_cast<int64_t>(chain.size()));
+  bench.run_once();
+  EXPECT_EQ(rows_held(bench), std::vector<int64_t>{120});
+  const Record& again = bench.submit(conversation(first, tokens(30, 3)), 5);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(again.outcome.resident_tokens, 120);
+  EXPECT_EQ(again.answer, bench.expected(again));
+}
+
+TEST(SchedulerForget, WhatFollowsAForgottenChainGoesToo) {
+  Bench bench;
+  const Record& first = bench.submit(tokens(100), 20);
+  ASSERT_TRUE(bench.run_all());
+  bench.submit(conversation(first, tokens(70, 2)), 20);  // a turn that nobody remembers
+  ASSERT_TRUE(bench.run_all());
+  bench.scheduler->forget("", first.prompt + first.answer);
+  bench.run_once();
+  EXPECT_TRUE(rows_held(bench).empty());
+}
+
+TEST(SchedulerForget, RowsOfRequestsInHandStay) {
+  Bench bench({}, {.batch = {.max_step_tokens = 64, .max_sequences = 1}});
+  const Record& first = bench.submit(tokens(100), 20);
+  ASSERT_TRUE(bench.run_all());
+  const Record& running = bench.submit(tokens(80, 2), 40);
+  bench.run_once();
+  const Record& queued = bench.submit(conversation(first, tokens(30, 3)), 5);
+  bench.scheduler->forget("", first.prompt + first.answer);
+  bench.scheduler->forget("", running.prompt);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(queued.outcome.resident_tokens, 119);
+  EXPECT_EQ(queued.answer, bench.expected(queued));
+  EXPECT_EQ(running.answer, bench.expected(running));
+}
+
+TEST(SchedulerForget, ASequenceThatCannotBeCutGoesAsAWhole) {
+  FakeOptions fake;
+  fake.fail_copy = 1;
+  Bench bench(fake);
+  const Record& record = bench.submit(tokens(100), 20);
+  ASSERT_TRUE(bench.run_all());
+  bench.scheduler->forget("", record.prompt, 50);
+  bench.run_once();
+  EXPECT_TRUE(rows_held(bench).empty());
+}
+
 }  // namespace
 }  // namespace hcache::scheduler

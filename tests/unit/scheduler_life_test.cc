@@ -10,6 +10,7 @@ using testing::Bench;
 using ::testing::ElementsAre;
 using testing::FakeOptions;
 using ::testing::HasSubstr;
+using testing::operator+;
 using testing::kPoison;
 using testing::Record;
 using testing::tokens;
@@ -33,6 +34,18 @@ TEST(SchedulerLife, AnswersARequest) {
   EXPECT_NEAR(outcome.total_s, outcome.ttft_s + 19 * 1.1e-3, 1e-6);
   EXPECT_EQ(outcome.queue_s, 0);
   EXPECT_EQ(bench.scheduler->stats().done, 1U);
+}
+
+TEST(SchedulerLife, CountsNewTokensThatAreBeingSaved) {
+  Bench bench;
+  const Record& saved = bench.submit(tokens(100, 1), 5);
+  const Record& unsaved = bench.submit(tokens(100, 2), 5, [](Request& r) { r.save = false; });
+  ASSERT_TRUE(bench.run_all());
+  const Record& again = bench.submit(tokens(100, 1) + saved.answer + tokens(30, 3), 5);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(saved.outcome.saving_tokens, 100);
+  EXPECT_EQ(unsaved.outcome.saving_tokens, 0);
+  EXPECT_EQ(again.outcome.saving_tokens, 31);  // the answer's last token was never computed
 }
 
 TEST(SchedulerLife, StopsWhereTheSamplerSays) {

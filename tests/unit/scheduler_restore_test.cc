@@ -37,6 +37,33 @@ TEST(SchedulerRestore, FetchesRestoresPrefillsDecodes) {
   EXPECT_NEAR(outcome.restore_busy_s, 300 * 1e-3, 1e-6);
   EXPECT_GE(outcome.restore_s, 2e-3 + 300 * 1e-3);
   EXPECT_LT(outcome.restore_s, outcome.ttft_s);
+  ASSERT_EQ(outcome.restores.size(), 1U);
+  const RestoreRecord& restore = outcome.restores[0];
+  EXPECT_EQ(restore.seconds, outcome.restore_s);
+  EXPECT_EQ(restore.predicted_s, 0.25);
+  EXPECT_TRUE(restore.alone);
+  EXPECT_EQ(restore.hidden_tokens, 150);
+  EXPECT_EQ(restore.hidden_pages.dram, 7U);
+  EXPECT_EQ(restore.kv_pages.disk, 9U);
+}
+
+TEST(SchedulerRestore, KnowsWhichRestoresHadTheEngineToThemselves) {
+  Bench bench;
+  for (int i = 1; i <= 3; ++i) bench.executor.save("", tokens(200, i));
+  const Record& alone = bench.submit(tokens(200, 1) + tokens(5, 4), 1);
+  ASSERT_TRUE(bench.run_all());
+  const Record& one = bench.submit(tokens(200, 2) + tokens(5, 4), 1);
+  const Record& other = bench.submit(tokens(200, 3) + tokens(5, 4), 1);
+  ASSERT_TRUE(bench.run_all());
+  bench.executor.save("", tokens(200, 5));
+  bench.submit(tokens(10, 6), 400);
+  bench.run_once();
+  const Record& beside = bench.submit(tokens(200, 5) + tokens(5, 4), 1);
+  ASSERT_TRUE(bench.run_all());
+  for (const Record* record : {&alone, &one, &other, &beside}) {
+    ASSERT_EQ(record->outcome.restores.size(), 1U);
+    EXPECT_EQ(record->outcome.restores[0].alone, record == &alone) << record->id;
+  }
 }
 
 TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {

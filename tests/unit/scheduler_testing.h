@@ -332,6 +332,9 @@ class FakeExecutor final : public Executor {
     status.report.hidden_tokens = status.tokens / 2;
     status.report.kv_tokens = status.tokens - status.tokens / 2;
     status.report.bytes_disk = static_cast<uint64_t>(status.tokens) * 100;
+    status.report.hidden_pages = {.dram = 7, .disk = 8};
+    status.report.kv_pages = {.dram = 0, .disk = 9};
+    status.report.predicted_s = 0.25;
     status.report.overlap = 0.5;
     status.report.schedule = "H:1 KV:1";
     sequence.tokens.assign(sequence.restore.begin(), sequence.restore.begin() + status.tokens);

@@ -1,11 +1,13 @@
 // A conversation outlives its process: for every architecture, weight type and method the restored
 // state is held against the state that was never interrupted.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <thread>
 
 #include "model/logits.h"
 #include "model_fixtures.h"
@@ -409,6 +411,20 @@ TEST_F(ConversationTest, SkipsRowsWhenTheRingIsFull) {
     EXPECT_LT(match->n_tokens, ref.history.size());
   }
   expect_same(restore(options_, ref, {}), ref);
+}
+
+TEST_F(ConversationTest, CountsWhatWaitsForTheDisk) {
+  options_.saver.flush_interval_ms = 3'600'000;
+  const auto runtime = open(options_);
+  ASSERT_NE(runtime, nullptr);
+  ASSERT_TRUE(runtime->start(random_tokens(100, 1), {}).ok());
+  ASSERT_TRUE(runtime->engine().synchronize().ok());
+  while (runtime->saver()->stats().rows_captured < 100) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_GT(runtime->saver()->stats().backlog_bytes, 0U);  // a full chunk waits for others
+  ASSERT_TRUE(runtime->flush().ok());
+  EXPECT_EQ(runtime->saver()->stats().backlog_bytes, 0U);
 }
 
 TEST_F(ConversationTest, DirectSavingWritesTheSame) {

@@ -214,4 +214,24 @@ Json slots_answer(std::span<const SlotState> slots) {
   return out;
 }
 
+Json slot_saved_answer(const SlotTransfer& transfer) {
+  return {{"id_slot", transfer.slot},
+          {"filename", transfer.filename},
+          {"n_saved", transfer.tokens},
+          {"n_written", transfer.bytes},
+          {"timings", {{"save_ms", transfer.ms}}}};
+}
+
+Json slot_restored_answer(const SlotTransfer& transfer) {
+  return {{"id_slot", transfer.slot},
+          {"filename", transfer.filename},
+          {"n_restored", transfer.tokens},
+          {"n_read", transfer.bytes},
+          {"timings", {{"restore_ms", transfer.ms}}}};
+}
+
+Json slot_erased_answer(int slot, int64_t tokens) {
+  return {{"id_slot", slot}, {"n_erased", tokens}};
+}
+
 }  // namespace hcache::api

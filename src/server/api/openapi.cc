@@ -31,6 +31,7 @@ std::string make_document() {
   schemas["EmbeddingRequest"] = request_schema(embedding_fields);
   schemas["TokenizeRequest"] = request_schema(tokenize_fields);
   schemas["DetokenizeRequest"] = request_schema(detokenize_fields);
+  schemas["SlotFileRequest"] = request_schema(slot_file_fields);
   return document.dump(2);
 }
 

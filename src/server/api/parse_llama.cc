@@ -1,9 +1,39 @@
-// llama-server: /completion, /tokenize, /detokenize.
+// llama-server: /completion, /tokenize, /detokenize, /slots.
 #include <algorithm>
+#include <array>
 
 #include "request_fields.h"
 
 namespace hcache::api {
+namespace {
+
+constexpr size_t kMaxFileName = 255;
+
+// llama-server's rules: nothing that separates or climbs folders, that looks as if it did, or that
+// some file system would change.
+bool is_file_name(std::string_view name) {
+  if (name.empty() || name.front() == ' ' || name.back() == ' ' || name.back() == '.') return false;
+  constexpr std::array<std::string_view, 6> kForbidden = {
+      "..",            // parents
+      "\xEF\xBC\x8E",  // fullwidth full stop
+      "\xE2\x88\x95",  // division slash
+      "\xE2\x88\x96",  // set minus
+      "\xEF\xBF\xBD",  // replacement character
+      "\xEF\xBB\xBF",  // byte order mark
+  };
+  for (const std::string_view text : kForbidden) {
+    if (name.find(text) != std::string_view::npos) return false;
+  }
+  for (size_t i = 0; i < name.size(); ++i) {
+    const auto c = static_cast<unsigned char>(name[i]);
+    const bool c1 =
+        c == 0xC2 && i + 1 < name.size() && static_cast<unsigned char>(name[i + 1]) < 0xA0;
+    if (c < 0x20 || c == 0x7F || c1) return false;
+  }
+  return name.find_first_of("/\\:*?\"<>|") == std::string_view::npos;
+}
+
+}  // namespace
 
 void llama_completion_fields(Fields& f, GenerationRequest* r) {
   r->dialect = Dialect::kLlama;
@@ -43,6 +73,15 @@ void detokenize_fields(Fields& f, std::vector<int32_t>* tokens) {
       [&](const Json& value, const std::string& path) { return read_tokens(value, path, tokens); });
 }
 
+void slot_file_fields(Fields& f, std::string* filename) {
+  f.required().text("filename", filename,
+                    "A name to save under or restore from; it names no file of the server's.",
+                    kMaxFileName);
+  if (f.has("filename") && f.ok() && !is_file_name(*filename)) {
+    f.fail("filename", "this is no plain file name");
+  }
+}
+
 Result<GenerationRequest> parse_llama_completion(const Json& body, const Defaults& defaults) {
   return read_request(body, defaults, llama_completion_fields);
 }
@@ -57,6 +96,12 @@ Result<std::vector<int32_t>> parse_detokenize(const Json& body) {
   std::vector<int32_t> tokens;
   HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { detokenize_fields(f, &tokens); }));
   return tokens;
+}
+
+Result<std::string> parse_slot_file(const Json& body) {
+  std::string filename;
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { slot_file_fields(f, &filename); }));
+  return filename;
 }
 
 }  // namespace hcache::api

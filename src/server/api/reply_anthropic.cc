@@ -39,10 +39,7 @@ class MessagesReply : public ReplyBase {
     Json message = head(Json::array());
     message["stop_reason"] = nullptr;
     message["stop_sequence"] = nullptr;
-    message["usage"] = {{"input_tokens", counts.tokens - counts.cached},
-                        {"cache_creation_input_tokens", 0},
-                        {"cache_read_input_tokens", counts.cached},
-                        {"output_tokens", 0}};
+    message["usage"] = usage_json(counts, 0);
     write("message_start", {{"message", std::move(message)}}, out);
   }
 
@@ -107,12 +104,16 @@ class MessagesReply : public ReplyBase {
   // Tokens are counted once: read from the cache, put into it, or neither.
   [[nodiscard]] Json usage_json() const {
     const Outcome o = total();
-    const int64_t others = o.prompt_tokens - o.cached();
-    const int64_t created = std::clamp<int64_t>(o.saved, 0, std::max<int64_t>(others, 0));
+    return usage_json({.tokens = o.prompt_tokens, .cached = o.cached(), .saved = o.saved},
+                      o.reply_tokens);
+  }
+  static Json usage_json(const PromptCounts& counts, int64_t reply_tokens) {
+    const int64_t others = counts.tokens - counts.cached;
+    const int64_t created = std::clamp<int64_t>(counts.saved, 0, std::max<int64_t>(others, 0));
     return {{"input_tokens", others - created},
             {"cache_creation_input_tokens", created},
-            {"cache_read_input_tokens", o.cached()},
-            {"output_tokens", o.reply_tokens}};
+            {"cache_read_input_tokens", counts.cached},
+            {"output_tokens", reply_tokens}};
   }
 
   void add_outcome(Json* out) const {

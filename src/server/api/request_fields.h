@@ -57,5 +57,6 @@ void apply_template_fields(Fields& f, GenerationRequest* r);
 void embedding_fields(Fields& f, EmbeddingRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);
 void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
+void slot_file_fields(Fields& f, std::string* filename);
 
 }  // namespace hcache::api

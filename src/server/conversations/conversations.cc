@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "store/session_name.h"
 
 namespace hcache::server {
 namespace {
@@ -16,14 +17,16 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kMaxTurns = 256;  // of one conversation that are known by their text
-constexpr int kSaltDigits = 16;    // of a salt, before a session's name in the store
+
+// A member of metadata that may come from anywhere; `fallback` where it is of another type.
+template <typename T>
+T field(const Json& metadata, const char* name, T fallback) {
+  const bool usable = metadata.is_object() && metadata.contains(name) &&
+                      metadata[name].type() == Json(fallback).type();
+  return usable ? metadata[name].template get<T>() : fallback;
+}
 
 }  // namespace
-
-std::string Conversations::store_name(const SaltId& salt, std::string_view name) const {
-  if (salt == salt_id("")) return std::string(name);
-  return fmt::format("{}:{}", to_hex(salt).substr(0, kSaltDigits), name);
-}
 
 std::string Conversations::chain_text(std::span<const int32_t> tokens) const {
   if (!tokens.empty() && tokens[0] == tokenizer_.bos()) tokens = tokens.subspan(1);
@@ -44,42 +47,65 @@ Status Conversations::load() {
       log::warn("session {} can't be read: {}", summary.name, session.status().to_string());
       continue;
     }
-    const Json metadata = Json::parse(session->metadata_json, nullptr, false);
-    const auto field = [&](const char* name, auto fallback) {
-      const bool usable = metadata.is_object() && metadata.contains(name) &&
-                          metadata[name].type() == Json(fallback).type();
-      return usable ? metadata[name].template get<decltype(fallback)>() : fallback;
-    };
-    Entry entry;
-    Conversation& c = entry.conversation;
-    const std::string prefix = store_name(session->salt, "");
-    c.name = summary.name.starts_with(prefix) ? summary.name.substr(prefix.size()) : summary.name;
-    c.tokens = static_cast<int64_t>(session->tokens.size());
-    c.created_ns = session->created_ns;
-    c.updated_ns = session->updated_ns;
-    c.named = field("named", true);  // the command line's sessions have no such field
-    c.pinned = field("pinned", false);
-    c.user = field("user", std::string());
-    entry.messages = field("messages", std::string());
-    if (metadata.is_object()) c.expires_ns = metadata.value("expires_ns", int64_t{0});
-    entry.tokens = std::move(session->tokens);
-    const auto add_turn = [&](size_t n) {
-      entry.turns.push_back({key_of(chain_text(std::span(entry.tokens).first(n))), n});
-    };
-    for (const Json& turn : field("turns", Json::array())) {
-      const bool usable = turn.is_number_unsigned() && turn.get<uint64_t>() > 0 &&
-                          turn.get<uint64_t>() < entry.tokens.size();
-      if (usable) add_turn(turn.get<uint64_t>());
-    }
-    if (!entry.tokens.empty()) add_turn(entry.tokens.size());
-    if (c.pinned) {
-      auto match = store_->match(fingerprint_, session->salt, entry.tokens);
+    const SaltId salt = session->salt;
+    session->name = store::client_name(salt, session->name);
+    Entry entry = entry_of(std::move(*session));
+    if (entry.conversation.pinned) {
+      auto match = store_->match(fingerprint_, salt, entry.tokens);
       if (match.ok()) entry.pins = std::move(*match);
     }
     MutexLock lock(mutex_);
-    insert(&tenants_[session->salt], std::move(entry));
+    insert(&tenants_[salt], std::move(entry));
   }
   return {};
+}
+
+Conversations::Entry Conversations::entry_of(store::Session session) const {
+  const Json metadata = Json::parse(session.metadata_json, nullptr, false);
+  Entry entry;
+  Conversation& c = entry.conversation;
+  c.name = std::move(session.name);
+  c.tokens = static_cast<int64_t>(session.tokens.size());
+  c.created_ns = session.created_ns;
+  c.updated_ns = session.updated_ns;
+  c.named = field(metadata, "named", true);  // the command line's sessions have no such field
+  c.pinned = field(metadata, "pinned", false);
+  c.snapshot = field(metadata, "snapshot", false);
+  c.user = field(metadata, "user", std::string());
+  c.expires_ns = static_cast<int64_t>(field(metadata, "expires_ns", uint64_t{0}));
+  entry.messages = field(metadata, "messages", std::string());
+  entry.tokens = std::move(session.tokens);
+  const auto add_turn = [&](size_t n) {
+    entry.turns.push_back({key_of(chain_text(std::span(entry.tokens).first(n))), n});
+  };
+  const Json turns = field(metadata, "turns", Json::array());
+  for (size_t i = turns.size() - std::min(turns.size(), kMaxTurns); i < turns.size(); ++i) {
+    const Json& turn = turns[i];
+    const bool usable = turn.is_number_unsigned() && turn.get<uint64_t>() > 0 &&
+                        turn.get<uint64_t>() < entry.tokens.size();
+    if (usable) add_turn(turn.get<uint64_t>());
+  }
+  if (!entry.tokens.empty()) add_turn(entry.tokens.size());
+  return entry;
+}
+
+store::Session Conversations::session_of(const Entry& entry) const {
+  const Conversation& c = entry.conversation;
+  store::Session session;
+  session.name = c.name;
+  session.fingerprint = fingerprint_;
+  session.tokens = entry.tokens;
+  session.created_ns = c.created_ns;
+  session.updated_ns = c.updated_ns;
+  Json turns = Json::array();
+  for (const Turn& turn : entry.turns) turns.push_back(turn.tokens);
+  const Json metadata = {
+      {"named", c.named},         {"pinned", c.pinned},
+      {"snapshot", c.snapshot},   {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
+      {"user", c.user},           {"messages", entry.messages},
+      {"turns", std::move(turns)}};
+  session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return session;
 }
 
 // Lengths are few compared to bytes: one pass over the text gives the hash at each of them.
@@ -146,7 +172,12 @@ Result<Conversations::Tokens> Conversations::tokenise(const SaltId& salt, std::s
 void Conversations::insert(Tenant* tenant, Entry entry) {
   const std::string name = entry.conversation.name;
   forget(tenant, name);
-  for (const Turn& turn : entry.turns) tenant->by_text[turn.text] = {name, turn.tokens};
+  for (const Turn& turn : entry.turns) {
+    const Tenant::Place place = {name, turn.tokens};
+    const auto [known, added] = tenant->by_text.try_emplace(turn.text, place);
+    // The conversation that a snapshot was taken of goes on.
+    if (!added && !entry.conversation.snapshot) known->second = place;
+  }
   tenant->by_name.insert_or_assign(name, std::move(entry));
 }
 
@@ -170,7 +201,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
   Conversation& c = entry.conversation;
   // Whoever resends an earlier turn and goes on differently begins another conversation.
   const Found before = find_text(tenant, text);
-  const bool continues = before.entry != nullptr &&
+  const bool continues = before.entry != nullptr && !before.entry->conversation.snapshot &&
                          before.turn.tokens == before.entry->tokens.size() &&
                          begins_with(before.entry->tokens);
   if (chain.name.empty()) {
@@ -180,6 +211,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
     if (named != tenant.by_name.end()) c = named->second.conversation;
     c.name = chain.name;
     c.named = true;
+    c.snapshot = chain.snapshot;
   }
   if (c.name.empty()) c.name = fmt::format("c-{:012x}", env_.random_u64() >> 16);
   if (!chain.user.empty()) c.user = chain.user;
@@ -222,22 +254,13 @@ Status Conversations::persist(const SaltId& salt, std::string_view name) {
     if (!found.ok()) return {};  // gone meanwhile
     entry = **found;
   }
-  const Conversation& c = entry.conversation;
-  store::Session session;
-  session.name = store_name(salt, c.name);
-  session.fingerprint = fingerprint_;
+  store::Session session = session_of(entry);
+  session.name = store::stored_name(salt, session.name);
   session.salt = salt;
-  session.tokens = entry.tokens;
-  Json turns = Json::array();
-  for (const Turn& turn : entry.turns) turns.push_back(turn.tokens);
-  const Json metadata = {{"named", c.named},           {"pinned", c.pinned},
-                         {"expires_ns", c.expires_ns}, {"user", c.user},
-                         {"messages", entry.messages}, {"turns", std::move(turns)}};
-  session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
   HCACHE_RETURN_IF_ERROR(store_->put_session(session));
   // A pinned conversation's chunks are held, so that the store does not evict them.
   store::Match pins;
-  if (c.pinned) {
+  if (entry.conversation.pinned) {
     HCACHE_ASSIGN_OR_RETURN(pins, store_->match(fingerprint_, salt, entry.tokens));
   }
   MutexLock lock(mutex_);
@@ -324,6 +347,49 @@ Status Conversations::rename(const SaltId& salt, std::string_view name, std::str
   return delete_stored(salt, name);
 }
 
+Status Conversations::recall(const SaltId& salt, std::string_view name) {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+  Entry again = *entry;
+  insert(&tenants_[salt], std::move(again));
+  return {};
+}
+
+Result<store::Session> Conversations::session(const SaltId& salt, std::string_view name) {
+  MutexLock lock(mutex_);
+  HCACHE_ASSIGN_OR_RETURN(const Entry* entry, find(salt, name));
+  store::Session session = session_of(*entry);
+  session.salt = salt;
+  return session;
+}
+
+Result<Conversation> Conversations::add(const SaltId& salt, store::Session session) {
+  if (session.name.empty()) return invalid_argument("a session's name must not be empty");
+  if (session.fingerprint != fingerprint_) {
+    return invalid_argument(fmt::format("session '{}' is another model's", session.name));
+  }
+  HCACHE_RETURN_IF_ERROR(tokenizer_.decode(session.tokens, true).status());
+  session.created_ns = session.updated_ns = env_.wall_ns();
+  Entry entry = entry_of(std::move(session));
+  entry.conversation.pinned = false;
+  entry.conversation.expires_ns = 0;
+  const Conversation added = entry.conversation;
+  {
+    MutexLock lock(mutex_);
+    if (find(salt, added.name).ok()) {
+      return already_exists(fmt::format("there is a session '{}'", added.name));
+    }
+    insert(&tenants_[salt], std::move(entry));
+  }
+  const Status status = persist(salt, added.name);
+  if (!status.ok()) {
+    remove(salt, added.name)
+        .ignore("what is not on disk is taken back; the first error is reported");
+    return status;
+  }
+  return added;
+}
+
 Status Conversations::remove(const SaltId& salt, std::string_view name) {
   {
     MutexLock lock(mutex_);
@@ -336,7 +402,7 @@ Status Conversations::remove(const SaltId& salt, std::string_view name) {
 Status Conversations::delete_stored(const SaltId& salt, std::string_view name) {
   if (store_ == nullptr) return {};
   MutexLock writing(write_mutex_);
-  const Status status = store_->delete_session(store_name(salt, name)).status();
+  const Status status = store_->delete_session(store::stored_name(salt, name)).status();
   return status.code() == Code::kNotFound ? Status() : status;  // was not written yet
 }
 

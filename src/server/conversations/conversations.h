@@ -7,7 +7,8 @@
 //
 // A conversation is a named session of the store; one without a client's name gets a name of its
 // own. Salts are kept apart: a name means another session under another salt, and the text of one
-// salt is never found under another.
+// salt is never found under another. A snapshot is a chain as it was when it was given a name:
+// replies that continue it belong to another conversation.
 //
 // Threading: any thread. remember() is quick; what else changes something, and persist(), waits for
 // the disk: not for threads that serve.
@@ -38,6 +39,7 @@ struct Conversation {
   int64_t updated_ns = 0;
   bool named = false;      // by the client
   bool pinned = false;     // its state is not evicted, it does not expire
+  bool snapshot = false;   // no reply continues it
   int64_t expires_ns = 0;  // wall clock; 0: never
   std::string user;
 };
@@ -50,6 +52,7 @@ struct FinishedChain {
   std::vector<int32_t> tokens;  // prompt and reply
   std::string messages;         // the caller's, kept as it is
   int64_t ttl_ns = 0;           // 0: as long as there is room
+  bool snapshot = false;        // kept as it is now; needs a name
 };
 
 class Conversations {
@@ -88,6 +91,14 @@ class Conversations {
   // kAlreadyExists where the new name is taken.
   Status rename(const SaltId& salt, std::string_view name, std::string_view to)
       HCACHE_EXCLUDES(mutex_);
+  // A snapshot's text is found again, though the conversation that it was taken of has gone.
+  Status recall(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+  // All that is remembered of it, with its name as clients know it.
+  Result<store::Session> session(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+  // Takes in what session() gave, here or elsewhere; neither a pin nor an end comes along. Durable
+  // when it returns. kInvalidArgument: another model's fingerprint, tokens outside the vocabulary,
+  // no name. kAlreadyExists: the name is taken.
+  Result<Conversation> add(const SaltId& salt, store::Session session) HCACHE_EXCLUDES(mutex_);
   // Removes it and the state that only it uses.
   Status remove(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
   // Removes what has expired; returns how many.
@@ -128,12 +139,13 @@ class Conversations {
     Turn turn;
   };
 
-  [[nodiscard]] std::string store_name(const SaltId& salt, std::string_view name) const;
   [[nodiscard]] std::string chain_text(std::span<const int32_t> tokens) const;
   [[nodiscard]] static TextKey key_of(std::string_view text);
   // The longest known text that `text` begins with.
   [[nodiscard]] Found find_text(const Tenant& tenant, std::string_view text) const
       HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] Entry entry_of(store::Session session) const;
+  [[nodiscard]] store::Session session_of(const Entry& entry) const;
   // kNotFound. Valid while the lock is held.
   Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
   static void insert(Tenant* tenant, Entry entry);

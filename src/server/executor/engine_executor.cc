@@ -243,6 +243,9 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
   status.report.recomputed_tokens = report.tokens_recomputed;
   status.report.bytes_dram = report.bytes_dram;
   status.report.bytes_disk = report.bytes_read;
+  status.report.hidden_pages = {report.hidden_pages.dram, report.hidden_pages.disk};
+  status.report.kv_pages = {report.kv_pages.dram, report.kv_pages.disk};
+  status.report.predicted_s = report.predicted_restore_s;
   status.report.schedule = report.schedule;
   status.report.timeline = timeline(report.layers);
   // What both took beyond the time that passed, they did at the same time.

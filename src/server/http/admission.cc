@@ -30,6 +30,43 @@ std::string join(const std::vector<std::string>& words) {
   return fmt::format("{}", fmt::join(words, ", "));
 }
 
+bool same_text(std::string_view a, std::string_view b) {
+  return a.size() == b.size() && strncasecmp(a.data(), b.data(), a.size()) == 0;
+}
+
+// "localhost:8080" of "http://localhost:8080"; empty for "null" and the like.
+std::string_view authority_of(std::string_view origin) {
+  const std::size_t at = origin.find("://");
+  return at == std::string_view::npos ? std::string_view() : origin.substr(at + 3);
+}
+
+// "localhost" of "localhost:8080", "::1" of "[::1]:8080".
+std::string_view host_of(std::string_view authority) {
+  if (authority.starts_with('[')) return authority.substr(1, authority.find(']') - 1);
+  return authority.substr(0, authority.find(':'));
+}
+
+// What a browser says of where a request comes from and whom it takes the server for.
+std::optional<std::string> why_foreign(const Options& options, const Request& request) {
+  const std::string* origin = request.header("origin");
+  const std::string* host = request.header("host");
+  if (origin != nullptr && allowed_origin(options, request).empty()) {
+    const std::string_view own = host == nullptr ? std::string_view() : *host;
+    if (own.empty() || !same_text(authority_of(*origin), own)) {
+      return "a page of another origin may not call this server: its Origin is not allowed";
+    }
+  }
+  if (!options.loopback_hosts_only || host == nullptr || is_loopback_host(host_of(*host))) {
+    return std::nullopt;
+  }
+  const bool named =
+      std::any_of(options.cors_origins.begin(), options.cors_origins.end(), [&](const auto& o) {
+        return o == "*" || same_text(host_of(authority_of(o)), host_of(*host));
+      });
+  if (named) return std::nullopt;
+  return "this server is for this machine alone: its Host is neither loopback nor allowed";
+}
+
 Admission refuse(int status, std::string message, Headers headers = {}) {
   Admission out;
   out.refusal = HttpError{status, std::move(message)};
@@ -52,6 +89,17 @@ Admission answer_options(const Options& options, const std::vector<std::string>&
 }
 
 }  // namespace
+
+bool is_loopback_host(std::string_view host) {
+  constexpr std::string_view kBelow = ".localhost";
+  if (same_text(host, "localhost") || host == "::1") return true;
+  if (host.size() > kBelow.size() && same_text(host.substr(host.size() - kBelow.size()), kBelow)) {
+    return true;
+  }
+  // Digits alone: 127.example.org is anybody's.
+  return host.starts_with("127.") &&
+         host.find_first_not_of("0123456789.") == std::string_view::npos;
+}
 
 KeyHash hash_api_key(std::string_view key) {
   return Hasher("hcache api key").add(key).finish<KeyHash>();
@@ -89,6 +137,7 @@ Admission admit(const Options& options, const Router& router, std::uint64_t cont
   request->path = std::move(target->path);
   request->segments = std::move(target->segments);
   request->query = std::move(target->query);
+  if (const auto why = why_foreign(options, *request)) return refuse(403, *why);
 
   if (request->path == "*") {
     if (request->method == "OPTIONS") return answer_options(options, router.methods(), *request);

@@ -7,9 +7,10 @@
 
 #include "api/answers.h"
 #include "api/request.h"
-#include "base/units.h"
 #include "generation.h"
 #include "page/page.h"
+#include "session_endpoints.h"
+#include "slot_endpoints.h"
 
 namespace hcache::server {
 namespace {
@@ -19,38 +20,22 @@ using http::Request;
 using http::Responder;
 using http::RouteOptions;
 
-constexpr double kNsPerSecond = 1e9;
+// Threads for what waits for clients, disks and slots, so that nothing else has to.
+constexpr int kTransferThreads = 4;
 
-http::Headers json_headers() { return {{"Content-Type", "application/json"}}; }
-
-void send_json(Responder& responder, const Json& json, int status = 200) {
-  responder.send(status, json_headers(), api::to_text(json));
-}
-
-void send_status(const Request& request, Responder& responder, const Status& status) {
-  const api::ErrorAnswer answer = api::render_error(status, api::error_style(request.path));
-  send_json(responder, answer.body, answer.http_status);
-}
-
-// One request on its way through a worker.
-struct Call {
-  Request request;
-  std::shared_ptr<Responder> responder;
-  Json body;
-};
-
-class Endpoints {
+class EndpointTable final : public Endpoints {
  public:
-  explicit Endpoints(Service& service) : service_(service) {}
+  explicit EndpointTable(Service& service) : service_(service) {}
 
   void add_to(http::Router* router);
+  void stop() override {
+    slots_.stop();
+    transfers_.reset();
+  }
 
  private:
-  using Answer = std::function<Result<Json>(Call&)>;
-  // Runs on a worker; what it returns is the answer.
-  http::Handler on(WorkQueue& (Service::*queue)(), Answer answer);
-  http::Handler quick(Answer answer) { return on(&Service::intake, std::move(answer)); }
-  http::Handler slow(Answer answer) { return on(&Service::keeper, std::move(answer)); }
+  http::Handler quick(Answer answer) { return answer_on(service_.intake(), std::move(answer)); }
+  http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
   using Parse = Result<api::GenerationRequest> (*)(const Json&, const api::Defaults&);
   http::Handler generate(Parse parse);
 
@@ -62,46 +47,18 @@ class Endpoints {
   [[nodiscard]] api::ModelCard model_card() const;
   Result<Json> model(const Call& call) const;
   [[nodiscard]] Json props() const;
-  Result<Json> slots() const;
-  Result<Json> slot_action(const Call& call);
 
-  [[nodiscard]] SaltId salt(const Call& call) const {
-    const std::string* extra = call.request.query_value("cache_salt");
-    return salt_id(service_.salt_of(call.request, extra == nullptr ? std::string() : *extra));
-  }
-  Result<Json> list_sessions(const Call& call) const;
-  Result<Json> get_session(const Call& call) const;
-  Result<Json> change_session(const Call& call);
-  Result<Json> delete_session(const Call& call);
-
-  Result<store::Store*> store() const;
   Result<Json> store_stat() const;
   Result<Json> store_verify() const;
   Result<Json> store_gc() const;
 
   Service& service_;
+  std::unique_ptr<WorkQueue> transfers_ = std::make_unique<WorkQueue>(kTransferThreads);
+  SessionEndpoints sessions_{service_, *transfers_};
+  SlotEndpoints slots_{service_, *transfers_};
 };
 
-http::Handler Endpoints::on(WorkQueue& (Service::*queue)(), Answer answer) {
-  return [this, queue, answer = std::move(answer)](Request request,
-                                                   std::shared_ptr<Responder> responder) {
-    auto call = std::make_shared<Call>();
-    call->request = std::move(request);
-    call->responder = std::move(responder);
-    (service_.*queue)().post([answer, call] {
-      if (!call->request.body.empty()) {
-        Result<Json> body = api::parse_body(call->request.body);
-        if (!body.ok()) return send_status(call->request, *call->responder, body.status());
-        call->body = std::move(*body);
-      }
-      const Result<Json> json = answer(*call);
-      if (!json.ok()) return send_status(call->request, *call->responder, json.status());
-      send_json(*call->responder, *json);
-    });
-  };
-}
-
-http::Handler Endpoints::generate(Parse parse) {
+http::Handler EndpointTable::generate(Parse parse) {
   return [this, parse](Request request, std::shared_ptr<Responder> responder) {
     service_.intake().post([this, parse, request = std::move(request),
                             responder = std::move(responder)] {
@@ -118,14 +75,14 @@ http::Handler Endpoints::generate(Parse parse) {
 
 // ---- Without generation -------------------------------------------------------------------------
 
-Result<Json> Endpoints::embeddings(const Call& call) const {
+Result<Json> EndpointTable::embeddings(const Call& call) const {
   HCACHE_RETURN_IF_ERROR(api::parse_embedding(call.body).status());
   return unimplemented(
       "embeddings need the last layer's hidden states, which the engine does not give out; serve "
       "an embedding model with llama-server --embeddings");
 }
 
-Result<Json> Endpoints::count_tokens(const Call& call) const {
+Result<Json> EndpointTable::count_tokens(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat, api::parse_count_tokens(call.body));
   HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.chat_template().prompt(chat));
   const model::EncodeOptions options = {
@@ -135,7 +92,7 @@ Result<Json> Endpoints::count_tokens(const Call& call) const {
   return api::count_tokens_answer(static_cast<int64_t>(tokens.size()));
 }
 
-Result<Json> Endpoints::tokenize(const Call& call) const {
+Result<Json> EndpointTable::tokenize(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const api::TokenizeRequest request, api::parse_tokenize(call.body));
   std::vector<int32_t> tokens;
   for (const api::Prompt::Part& part : request.content.parts) {
@@ -152,19 +109,19 @@ Result<Json> Endpoints::tokenize(const Call& call) const {
   return api::tokenize_answer(request, service_.tokenizer(), tokens);
 }
 
-Result<Json> Endpoints::detokenize(const Call& call) const {
+Result<Json> EndpointTable::detokenize(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens, api::parse_detokenize(call.body));
   HCACHE_ASSIGN_OR_RETURN(const std::string text, service_.tokenizer().decode(tokens, true));
   return api::detokenize_answer(text);
 }
 
-Result<Json> Endpoints::apply_template(const Call& call) const {
+Result<Json> EndpointTable::apply_template(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat, api::parse_apply_template(call.body));
   HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.chat_template().prompt(chat));
   return api::apply_template_answer(prompt.text);
 }
 
-api::ModelCard Endpoints::model_card() const {
+api::ModelCard EndpointTable::model_card() const {
   const model::Model& model = service_.runtime().model();
   api::ModelCard card;
   card.name = service_.model_name();
@@ -177,7 +134,7 @@ api::ModelCard Endpoints::model_card() const {
   return card;
 }
 
-Result<Json> Endpoints::model(const Call& call) const {
+Result<Json> EndpointTable::model(const Call& call) const {
   if (*call.request.param("model") != service_.model_name()) {
     return not_found(fmt::format("there is no model '{}'; this server has '{}'",
                                  *call.request.param("model"), service_.model_name()));
@@ -185,7 +142,7 @@ Result<Json> Endpoints::model(const Call& call) const {
   return api::model_answer(model_card());
 }
 
-Json Endpoints::props() const {
+Json EndpointTable::props() const {
   const model::Tokenizer& tokenizer = service_.tokenizer();
   const auto text_of = [&](int32_t token) {
     return token == model::Tokenizer::kNoToken ? std::string() : tokenizer.piece(token, true);
@@ -203,118 +160,10 @@ Json Endpoints::props() const {
   return api::props_answer(props);
 }
 
-Result<Json> Endpoints::slots() const {
-  std::vector<api::SlotState> slots;
-  for (const scheduler::ResidentSequence& sequence : service_.scheduler().stats().resident) {
-    api::SlotState& slot = slots.emplace_back();
-    slot.id = static_cast<int>(slots.size()) - 1;
-    slot.context = service_.context();
-    slot.processing = !sequence.idle;
-    slot.prompt_tokens = sequence.tokens;
-  }
-  return api::slots_answer(slots);
-}
-
-// ---- Sessions -----------------------------------------------------------------------------------
-
-Json session_json(const Conversation& c, int64_t now_ns) {
-  const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kNsPerSecond; };
-  Json json = {{"object", "session"},
-               {"id", c.name},
-               {"tokens", c.tokens},
-               {"named", c.named},
-               {"pinned", c.pinned},
-               {"created", seconds(c.created_ns)},
-               {"updated", seconds(c.updated_ns)},
-               {"age_s", seconds(now_ns - c.updated_ns)},
-               {"expires", nullptr},
-               {"user", c.user}};
-  if (c.expires_ns > 0) json["expires"] = seconds(c.expires_ns);
-  return json;
-}
-
-Result<Json> Endpoints::list_sessions(const Call& call) const {
-  Json data = Json::array();
-  for (const Conversation& c : service_.conversations().list(salt(call))) {
-    data.push_back(session_json(c, service_.env().wall_ns()));
-  }
-  return Json{{"object", "list"}, {"data", std::move(data)}};
-}
-
-Result<Json> Endpoints::get_session(const Call& call) const {
-  const std::string& name = *call.request.param("id");
-  HCACHE_ASSIGN_OR_RETURN(const Conversation c, service_.conversations().get(salt(call), name));
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
-                          service_.conversations().tokens(salt(call), name));
-  HCACHE_ASSIGN_OR_RETURN(std::string text, service_.tokenizer().decode(tokens, true));
-  Json json = session_json(c, service_.env().wall_ns());
-  json["text"] = std::move(text);
-  json["saved_tokens"] = 0;
-  uint64_t bytes = 0;
-  if (store::Store* saved = service_.store(); saved != nullptr) {
-    HCACHE_ASSIGN_OR_RETURN(const store::Match match,
-                            saved->match(service_.runtime().fingerprint(), salt(call), tokens));
-    for (const store::MatchedChunk& chunk : match.chunks) {
-      for (const store::PageInfo& page : chunk.chunk.info().pages) bytes += page.bytes;
-    }
-    json["saved_tokens"] = match.n_tokens;
-  }
-  json["saved_bytes"] = bytes;
-  return json;
-}
-
-// {"pinned": bool, "ttl_s": number (0: never expires), "id": new name}; each may be left out.
-Result<Json> Endpoints::change_session(const Call& call) {
-  Conversations& conversations = service_.conversations();
-  std::string name = *call.request.param("id");
-  const Json& body = call.body;
-  if (!body.is_object()) return invalid_argument("expected an object");
-  const auto wrong = [](const char* field, const char* expected) {
-    return invalid_argument(fmt::format("{}: expected {}", field, expected));
-  };
-  // Everything is checked before anything changes.
-  if (body.contains("pinned") && !body["pinned"].is_boolean()) return wrong("pinned", "a boolean");
-  if (body.contains("ttl_s") && (!body["ttl_s"].is_number() || body["ttl_s"].get<double>() < 0 ||
-                                 body["ttl_s"].get<double>() > 1e9)) {
-    return wrong("ttl_s", "seconds from 0 (never expires) to 1e9");
-  }
-  if (body.contains("id") && (!body["id"].is_string() || body["id"].get<std::string>().empty())) {
-    return wrong("id", "a name");
-  }
-  HCACHE_RETURN_IF_ERROR(conversations.get(salt(call), name).status());
-  if (body.contains("id")) {
-    const auto to = body["id"].get<std::string>();
-    HCACHE_RETURN_IF_ERROR(conversations.rename(salt(call), name, to));
-    name = to;
-  }
-  if (body.contains("pinned")) {
-    HCACHE_RETURN_IF_ERROR(conversations.set_pinned(salt(call), name, body["pinned"].get<bool>()));
-  }
-  if (body.contains("ttl_s")) {
-    HCACHE_RETURN_IF_ERROR(conversations.set_ttl(
-        salt(call), name, static_cast<int64_t>(body["ttl_s"].get<double>() * kNsPerSecond)));
-  }
-  HCACHE_ASSIGN_OR_RETURN(const Conversation c, conversations.get(salt(call), name));
-  return session_json(c, service_.env().wall_ns());
-}
-
-Result<Json> Endpoints::delete_session(const Call& call) {
-  const std::string& name = *call.request.param("id");
-  HCACHE_RETURN_IF_ERROR(service_.conversations().remove(salt(call), name));
-  return Json{{"object", "session.deleted"}, {"id", name}, {"deleted", true}};
-}
-
 // ---- The store ----------------------------------------------------------------------------------
 
-Result<store::Store*> Endpoints::store() const {
-  if (service_.store() == nullptr) {
-    return failed_precondition("this server saves nothing: it was started with --no-store");
-  }
-  return service_.store();
-}
-
-Result<Json> Endpoints::store_stat() const {
-  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store());
+Result<Json> EndpointTable::store_stat() const {
+  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store_of(service_));
   HCACHE_ASSIGN_OR_RETURN(const store::StoreStat stat, opened->stat());
   Json disks = Json::array();
   for (const store::DiskStat& disk : stat.disks) {
@@ -341,8 +190,8 @@ Result<Json> Endpoints::store_stat() const {
                 {"disk", {{"used_bytes", stat.allocated_bytes}, {"disks", std::move(disks)}}}}}};
 }
 
-Result<Json> Endpoints::store_verify() const {
-  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store());
+Result<Json> EndpointTable::store_verify() const {
+  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store_of(service_));
   HCACHE_ASSIGN_OR_RETURN(const store::VerifyReport report, opened->verify({}));
   Json damage = Json::array();
   for (const store::Damage& d : report.damaged_pages) damage.push_back(d.status.to_string());
@@ -354,8 +203,8 @@ Result<Json> Endpoints::store_verify() const {
               {"damage", std::move(damage)}};
 }
 
-Result<Json> Endpoints::store_gc() const {
-  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store());
+Result<Json> EndpointTable::store_gc() const {
+  HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store_of(service_));
   HCACHE_ASSIGN_OR_RETURN(const store::GcReport report, opened->gc());
   return Json{{"bytes_before", report.bytes_before},
               {"bytes_after", report.bytes_after},
@@ -365,7 +214,7 @@ Result<Json> Endpoints::store_gc() const {
 
 // ---- The table ----------------------------------------------------------------------------------
 
-void Endpoints::add_to(http::Router* router) {
+void EndpointTable::add_to(http::Router* router) {
   const RouteOptions is_public = {.is_public = true};
   const auto plain = [](const std::string& text, const std::string& type) {
     return [text, type](const Request&, const std::shared_ptr<Responder>& responder) {
@@ -401,17 +250,12 @@ void Endpoints::add_to(http::Router* router) {
   router->add("POST", "/apply-template",
               quick([this](Call& call) { return apply_template(call); }));
   router->add("GET", "/props", quick([this](Call&) -> Result<Json> { return props(); }));
-  router->add("GET", "/slots", quick([this](Call&) { return slots(); }));
   for (const char* path : {"/health", "/v1/health"}) {
     router->add("GET", path, plain(R"({"status":"ok"})", "application/json"), is_public);
   }
 
-  router->add("GET", "/v1/sessions", slow([this](Call& call) { return list_sessions(call); }));
-  router->add("GET", "/v1/sessions/{id}", slow([this](Call& call) { return get_session(call); }));
-  router->add("PATCH", "/v1/sessions/{id}",
-              slow([this](Call& call) { return change_session(call); }));
-  router->add("DELETE", "/v1/sessions/{id}",
-              slow([this](Call& call) { return delete_session(call); }));
+  sessions_.add_to(router);
+  slots_.add_to(router);
   router->add("GET", "/v1/store", slow([this](Call&) { return store_stat(); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));
@@ -439,8 +283,8 @@ void Endpoints::add_to(http::Router* router) {
 
 }  // namespace
 
-std::shared_ptr<void> add_endpoints(Service& service, http::Router* router) {
-  auto endpoints = std::make_shared<Endpoints>(service);
+std::unique_ptr<Endpoints> add_endpoints(Service& service, http::Router* router) {
+  auto endpoints = std::make_unique<EndpointTable>(service);
   endpoints->add_to(router);
   return endpoints;
 }

@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "messages.h"
+#include "request_log.h"
 
 namespace hcache::server {
 namespace {
@@ -27,6 +28,7 @@ api::Outcome api_outcome(const Outcome& o) {
   out.kv = o.kv_tokens;
   out.recomputed = o.recomputed_tokens;
   out.fresh = o.new_tokens;
+  out.saved = o.saving_tokens;
   out.dram_bytes = static_cast<int64_t>(o.bytes_dram);
   out.disk_bytes = static_cast<int64_t>(o.bytes_disk);
   out.remote_bytes = static_cast<int64_t>(o.bytes_remote);
@@ -98,7 +100,7 @@ Status Generation::prepare() {
   HCACHE_RETURN_IF_ERROR(make_prompts());
   HCACHE_RETURN_IF_ERROR(make_choices());
   api::ReplyContext context;
-  context.id = service_.new_id();
+  context.id = id_ = service_.new_id();
   if (request_.dialect == api::Dialect::kResponse) response_id_ = "resp_" + context.id;
   context.created_s = service_.env().wall_ns() / 1'000'000'000;
   context.model_name = request_.model_name.empty() ? service_.model_name() : request_.model_name;
@@ -209,7 +211,9 @@ Status Generation::submit() {
   for (size_t i = 0; i < choices_.size(); ++i) {
     scheduler::Request request;
     request.tokens = prompts_[choices_[i].prompt];
-    if (request_.max_tokens >= 0) request.max_new_tokens = request_.max_tokens;
+    const int64_t most =
+        request_.max_tokens >= 0 ? request_.max_tokens : service_.options().max_new_tokens;
+    if (most >= 0) request.max_new_tokens = most;
     request.salt = salt_;
     request.save = request_.use_cache;
     request.key = key_;
@@ -289,7 +293,8 @@ void Generation::on_first(const Outcome& outcome) {
   begun_ = true;
   if (request_.stream) responder_->start_stream(200, http::event_stream_headers());
   const api::Outcome counts = api_outcome(outcome);
-  send(builder_->begin({.tokens = counts.prompt_tokens, .cached = counts.cached()}));
+  send(builder_->begin(
+      {.tokens = counts.prompt_tokens, .cached = counts.cached(), .saved = counts.saved}));
 }
 
 void Generation::on_token(size_t index, const api::TokenEvent& event) {
@@ -301,6 +306,9 @@ void Generation::on_done(size_t index, const Outcome& outcome) {
   Choice& choice = choices_[index];
   ++n_done_;
   service_.metrics().observe(outcome);
+  if (service_.options().log_requests) {
+    log::write(log::Level::kInfo, request_line(id_, index, key_, outcome));
+  }
   if (failed_) return;
   if (outcome.phase == scheduler::Phase::kFailed) {
     cancel_all();

@@ -72,6 +72,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   const std::string salt_;
   const std::string key_;
   std::optional<model::ChatPrompt> chat_;
+  std::string id_;           // the answer's, without its protocol's prefix
   std::string response_id_;  // of a response that later ones may go on from
   std::vector<std::string> prompt_texts_;
   std::vector<std::vector<int32_t>> prompts_;

@@ -6,7 +6,9 @@
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <map>
 #include <sstream>
 
@@ -22,6 +24,21 @@ const prometheus::Histogram::BucketBoundaries kFirstToken = {
     0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 40, 80};
 const prometheus::Histogram::BucketBoundaries kBetweenTokens = {
     0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2};
+// Shares of the measured time.
+const prometheus::Histogram::BucketBoundaries kPlannerError = {0.02, 0.05, 0.1, 0.15, 0.2, 0.3,
+                                                               0.5,  0.75, 1,   2,    5};
+
+// What most of a restore's rows were restored by, and where most of its bytes came from.
+const char* main_method(const scheduler::RestoreRecord& r) {
+  if (r.recomputed_tokens > std::max(r.hidden_tokens, r.kv_tokens)) return "recompute";
+  return r.hidden_tokens >= r.kv_tokens ? "hidden" : "kv";
+}
+const char* main_tier(const scheduler::RestoreRecord& r) {
+  const uint64_t dram = r.hidden_pages.dram + r.kv_pages.dram;
+  const uint64_t disk = r.hidden_pages.disk + r.kv_pages.disk;
+  if (dram + disk == 0) return "none";
+  return dram > disk ? "dram" : "disk";
+}
 
 }  // namespace
 
@@ -43,17 +60,23 @@ struct Metrics::Impl {
           .Add({}, kFirstToken);
   prometheus::Histogram& between_tokens =
       histogram("hcache_tbt_seconds", "Between two tokens of a reply").Add({}, kBetweenTokens);
-  prometheus::Histogram& restore_seconds =
-      histogram("hcache_restore_seconds", "Restoring a conversation, from begin to end")
-          .Add({}, kFirstToken);
+  prometheus::Family<prometheus::Histogram>& restore_seconds =
+      histogram("hcache_restore_seconds",
+                "Restoring a conversation, from begin to end, by where most of its bytes came from "
+                "and how most of its tokens were restored");
+  prometheus::Family<prometheus::Histogram>& planner_error =
+      histogram("hcache_planner_error_ratio",
+                "Of each restore: |predicted - measured| / measured, both from its begin until its "
+                "last rows are in the arena; alone=no: other requests were computed or restored "
+                "meanwhile, which the plan does not know of");
   prometheus::Family<prometheus::Counter>& requests =
       counter("hcache_requests_total", "Requests that ended, by how");
   prometheus::Family<prometheus::Counter>& prompt_tokens =
       counter("hcache_prompt_tokens_total", "Prompt tokens, by where their state came from");
   prometheus::Counter& reply_tokens =
       counter("hcache_reply_tokens_total", "Tokens generated").Add({});
-  prometheus::Family<prometheus::Counter>& restored_bytes =
-      counter("hcache_restored_bytes_total", "Saved state read, by tier");
+  prometheus::Family<prometheus::Counter>& restored_bytes = counter(
+      "hcache_restored_bytes_total", "Saved state that restores used, by tier and by method");
   prometheus::Counter& preemptions =
       counter("hcache_preemptions_total", "Running requests that had to make room").Add({});
 
@@ -68,26 +91,42 @@ struct Metrics::Impl {
       gauge("hcache_steps", "Steps so far, by whether a restore was in flight");
   prometheus::Family<prometheus::Gauge>& step_seconds =
       gauge("hcache_step_seconds", "Time of steps so far, by whether a restore was in flight");
+  prometheus::Gauge& step_stretch =
+      gauge("hcache_step_stretch_max",
+            "Longest step of replies beside a restore, over that without")
+          .Add({});
   prometheus::Family<prometheus::Gauge>& saver =
       gauge("hcache_saver_rows", "Rows of state so far, by what became of them");
   prometheus::Gauge& saver_bytes =
       gauge("hcache_saver_written_bytes", "State written to the store so far").Add({});
+  prometheus::Gauge& saver_backlog =
+      gauge("hcache_saver_backlog_bytes", "State that waits to be written to the store").Add({});
   prometheus::Family<prometheus::Gauge>& tier_bytes =
       gauge("hcache_store_bytes", "Saved state, by tier");
   prometheus::Family<prometheus::Gauge>& lookups =
       gauge("hcache_dram_lookups", "Pages looked for in host memory so far, by result");
+  prometheus::Gauge& checksum_failures =
+      gauge("hcache_checksum_failures", "Saved pages that failed their check when read, so far")
+          .Add({});
   prometheus::Gauge& sessions = gauge("hcache_sessions", "Conversations remembered").Add({});
   prometheus::Family<prometheus::Gauge>& connections =
       gauge("hcache_http_connections", "HTTP connections, by state");
 };
 
-Metrics::Metrics() : impl_(std::make_unique<Impl>()) {}
+Metrics::Metrics() : impl_(std::make_unique<Impl>()) {
+  // Series that exist from the start, so that a first event shows in rate().
+  for (const char* alone : {"yes", "no"}) {
+    impl_->planner_error.Add({{"alone", alone}}, kPlannerError);
+  }
+  observe_bytes("hidden", {});
+  observe_bytes("kv", {});
+}
 Metrics::~Metrics() = default;
 
 void Metrics::observe(const scheduler::Outcome& o) {
   impl_->requests.Add({{"result", std::string(scheduler::phase_name(o.phase))}}).Increment();
   if (o.ttft_s > 0) impl_->first_token.Observe(o.ttft_s);
-  if (o.restore_s > 0) impl_->restore_seconds.Observe(o.restore_s);
+  for (const scheduler::RestoreRecord& restore : o.restores) observe_restore(restore);
   const std::array<std::pair<const char*, int64_t>, 5> sources = {
       {{"resident", o.resident_tokens},
        {"hidden", o.hidden_tokens},
@@ -98,12 +137,28 @@ void Metrics::observe(const scheduler::Outcome& o) {
     impl_->prompt_tokens.Add({{"source", source}}).Increment(static_cast<double>(tokens));
   }
   impl_->reply_tokens.Increment(static_cast<double>(o.generated_tokens));
-  const std::array<std::pair<const char*, uint64_t>, 3> tiers = {
-      {{"dram", o.bytes_dram}, {"disk", o.bytes_disk}, {"remote", o.bytes_remote}}};
-  for (const auto& [tier, bytes] : tiers) {
-    impl_->restored_bytes.Add({{"tier", tier}}).Increment(static_cast<double>(bytes));
-  }
   impl_->preemptions.Increment(static_cast<double>(o.preempted_at_s.size()));
+}
+
+void Metrics::observe_restore(const scheduler::RestoreRecord& restore) {
+  if (restore.hidden_tokens + restore.kv_tokens + restore.recomputed_tokens == 0) return;
+  impl_->restore_seconds
+      .Add({{"tier", main_tier(restore)}, {"method", main_method(restore)}}, kFirstToken)
+      .Observe(restore.seconds);
+  observe_bytes("hidden", restore.hidden_pages);
+  observe_bytes("kv", restore.kv_pages);
+  if (restore.predicted_s <= 0 || restore.seconds <= 0) return;
+  impl_->planner_error.Add({{"alone", restore.alone ? "yes" : "no"}}, kPlannerError)
+      .Observe(std::abs(restore.predicted_s - restore.seconds) / restore.seconds);
+}
+
+void Metrics::observe_bytes(const char* method, const scheduler::TierBytes& bytes) {
+  const std::array<std::pair<const char*, uint64_t>, 2> tiers = {
+      {{"dram", bytes.dram}, {"disk", bytes.disk}}};
+  for (const auto& [tier, n] : tiers) {
+    impl_->restored_bytes.Add({{"tier", tier}, {"method", method}})
+        .Increment(static_cast<double>(n));
+  }
 }
 
 void Metrics::observe_gap(double seconds) { impl_->between_tokens.Observe(seconds); }
@@ -129,13 +184,16 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   set(impl_->steps, {{"restoring", "yes"}}, s.restore_steps);
   set(impl_->step_seconds, {{"restoring", "no"}}, s.step_s);
   set(impl_->step_seconds, {{"restoring", "yes"}}, s.restore_step_s);
+  impl_->step_stretch.Set(s.restore_stretch_max);
   set(impl_->saver, {{"result", "captured"}}, snapshot.saver.rows_captured);
   set(impl_->saver, {{"result", "skipped"}}, snapshot.saver.rows_skipped);
   impl_->saver_bytes.Set(static_cast<double>(snapshot.saver.bytes_written));
+  impl_->saver_backlog.Set(static_cast<double>(snapshot.saver.backlog_bytes));
   set(impl_->tier_bytes, {{"tier", "disk"}}, snapshot.store.allocated_bytes);
   set(impl_->tier_bytes, {{"tier", "dram"}}, snapshot.store.dram_bytes);
   set(impl_->lookups, {{"result", "hit"}}, snapshot.store.dram_hits);
   set(impl_->lookups, {{"result", "miss"}}, snapshot.store.dram_misses);
+  impl_->checksum_failures.Set(static_cast<double>(snapshot.store.checksum_failures));
   impl_->sessions.Set(static_cast<double>(snapshot.store.sessions));
   set(impl_->connections, {{"state", "open"}}, snapshot.http.connections_open);
   set(impl_->connections, {{"state", "idle"}}, snapshot.http.connections_idle);

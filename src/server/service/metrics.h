@@ -36,6 +36,9 @@ class Metrics {
   [[nodiscard]] std::string text(const MetricsSnapshot& snapshot);
 
  private:
+  void observe_restore(const scheduler::RestoreRecord& restore);
+  void observe_bytes(const char* method, const scheduler::TierBytes& bytes);
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -19,6 +19,7 @@ class ServerImpl : public Server {
     http::Router router;
     endpoints_ = add_endpoints(*service_, &router);
     http::Options http = options.http;
+    http.loopback_hosts_only = http.api_keys.empty() && http::is_loopback_host(http.host);
     http.error_body = [](int status, std::string_view message, std::string_view path) {
       return http::ErrorBody{
           .content_type = "application/json",
@@ -38,6 +39,7 @@ class ServerImpl : public Server {
     service_->stop_events();  // they have no end of their own
     // Whoever is cut off here has its generation cancelled.
     if (http_) http_->stop(grace_ns);
+    if (endpoints_) endpoints_->stop();
     service_->watch(nullptr);
     const Status status = service_->stop(0);
     http_.reset();
@@ -49,7 +51,7 @@ class ServerImpl : public Server {
 
  private:
   std::unique_ptr<Service> service_;
-  std::shared_ptr<void> endpoints_;
+  std::unique_ptr<Endpoints> endpoints_;
   std::unique_ptr<http::Server> http_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -152,6 +153,22 @@ std::string Service::metrics_text() {
     snapshot.http = http->counters();
   }
   return metrics_.text(snapshot);
+}
+
+Status Service::remove_session(const std::string& salt, const std::string& name) {
+  const SaltId id = salt_id(salt);
+  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens, conversations_->tokens(id, name));
+  HCACHE_RETURN_IF_ERROR(conversations_->remove(id, name));
+  // What other conversations begin with stays.
+  int64_t shared = 0;
+  for (const Conversation& other : conversations_->list(id)) {
+    const auto theirs = conversations_->tokens(id, other.name);
+    if (!theirs.ok()) continue;  // gone meanwhile
+    const auto end = std::ranges::mismatch(tokens, *theirs).in1;
+    shared = std::max<int64_t>(shared, end - tokens.begin());
+  }
+  scheduler_->forget(salt, std::move(tokens), shared);
+  return {};
 }
 
 std::string Service::new_id() {

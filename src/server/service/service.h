@@ -71,6 +71,8 @@ class Service {
   // the request adds.
   [[nodiscard]] std::string salt_of(const http::Request& request,
                                     const std::string& cache_salt) const;
+  // Removes a conversation, the saved state that only it uses, and its rows in the arena.
+  Status remove_session(const std::string& salt, const std::string& name);
   // A name for an answer: letters and digits, never twice.
   [[nodiscard]] std::string new_id();
 

@@ -61,6 +61,12 @@ struct RestoreSpan {
   double compute_end_s = 0;
 };
 
+// Bytes of saved state that were used, by where they came from.
+struct TierBytes {
+  uint64_t dram = 0;
+  uint64_t disk = 0;
+};
+
 // What a restore did.
 struct RestoreReport {
   int64_t hidden_tokens = 0;  // restored rows, by what most of their layers used
@@ -69,8 +75,11 @@ struct RestoreReport {
   uint64_t bytes_dram = 0;  // read, by tier
   uint64_t bytes_disk = 0;
   uint64_t bytes_remote = 0;
-  double overlap = 0;    // share of the I/O time during which restore work ran too, 0 … 1
-  std::string schedule;  // "RE:4 H:26 KV:2"
+  TierBytes hidden_pages;  // of those, what the methods used: without alignment and gaps
+  TierBytes kv_pages;
+  double predicted_s = 0;  // that the plan expected it to take; 0: nothing was planned
+  double overlap = 0;      // share of the I/O time during which restore work ran too, 0 … 1
+  std::string schedule;    // "RE:4 H:26 KV:2"
   std::vector<RestoreSpan> timeline;
 };
 

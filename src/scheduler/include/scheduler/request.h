@@ -39,6 +39,19 @@ struct NextToken {
   std::string finish_reason;  // with stop: for the Outcome
 };
 
+// One restore of a request.
+struct RestoreRecord {
+  double seconds = 0;      // from its beginning to its end
+  double predicted_s = 0;  // the plan's for the same; 0: nothing was planned
+  // Nothing else was computed or restored meanwhile: the plan knows of nothing else.
+  bool alone = true;
+  int64_t hidden_tokens = 0;
+  int64_t kv_tokens = 0;
+  int64_t recomputed_tokens = 0;
+  TierBytes hidden_pages;
+  TierBytes kv_pages;
+};
+
 // Where the tokens of the prompt came from, what it cost, and how it ended.
 struct Outcome {
   RequestId id = 0;
@@ -54,6 +67,7 @@ struct Outcome {
   int64_t kv_tokens = 0;          // loaded as KV
   int64_t recomputed_tokens = 0;  // by the restore, as part of its schedule
   int64_t new_tokens = 0;         // prefilled
+  int64_t saving_tokens = 0;      // of new_tokens: on their way to the store, or there
 
   // Restores, those after a preemption included.
   uint64_t bytes_dram = 0;
@@ -64,6 +78,7 @@ struct Outcome {
   double overlap = 0;                 // of the last one; see RestoreReport
   std::string schedule;               // of the last one
   std::vector<RestoreSpan> timeline;  // of the last one
+  std::vector<RestoreRecord> restores;
 
   double queue_s = 0;                  // until it was first admitted
   double ttft_s = 0;                   // until its first token; 0: none came

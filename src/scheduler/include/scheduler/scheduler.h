@@ -26,13 +26,16 @@
 //  - Nothing waits for ever: the queue is in order of level and arrival, levels rise with waiting,
 //    and whoever comes first and does not fit keeps the others from overtaking.
 //
-// Threading: submit, cancel, drain, stop_all, wake, queued, running and stats may be called from
-// any thread; everything else, construction and destruction included, belongs to the owner thread.
+// Threading: submit, cancel, forget, drain, stop_all, wake, visit_idle, queued, running and stats
+// may be called from any thread; everything else, construction and destruction included, belongs to
+// the owner thread.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -71,10 +74,18 @@ inline constexpr size_t kEvictionReasons = 3;
 [[nodiscard]] std::string_view eviction_reason_name(EvictionReason reason);  // "admission", …
 
 struct ResidentSequence {
-  SeqId seq = kNoSeq;
+  SeqId seq = kNoSeq;  // stays while the sequence does, whoever goes on from it
   int64_t tokens = 0;  // rows it holds or has reserved
   bool idle = false;
 };
+
+// What an idle sequence holds.
+struct IdleSequence {
+  std::vector<int32_t> tokens;
+  std::string salt;
+  int64_t durable_tokens = 0;  // kNotSaving: no more will be
+};
+using IdleVisitor = std::function<void(Result<IdleSequence>)>;
 
 // As of the end of the last run_once(); queued is up to date.
 struct Snapshot {
@@ -105,6 +116,8 @@ struct Snapshot {
   double restore_step_s = 0;    // their time, slices included
   double restore_slices_s = 0;  // slices in those steps
   double restore_alone_s = 0;   // slices in iterations without a step
+  // The longest of the steps in which something decoded, slices included, over its time without.
+  double restore_stretch_max = 0;
   uint64_t failed_steps = 0;
   uint64_t decode_rows = 0;
   uint64_t prefill_rows = 0;
@@ -135,12 +148,20 @@ class Scheduler {
   // Ends a request with kCancelled in the next run_once(); its state stays resident if useful.
   // Nothing happens if it has ended.
   void cancel(RequestId id);
+  // Drops a chain from the arena in the next run_once(): idle sequences of this salt lose the rows
+  // that they have in common with `tokens`, and what follows them, except for the first `keep`,
+  // which somebody else still wants. What a request in the queue or running shares stays as well.
+  void forget(std::string salt, std::vector<int32_t> tokens, int64_t keep = 0);
   // Accepts nothing more; what is there goes on to its end.
   void drain();
   // drain(), and the next run_once() ends everything with `reason` (not ok).
   void stop_all(Status reason);
   // Ends a wait_for_work(): something became ready in the background.
   void wake();
+  // Looks at an idle sequence in the next run_once(), and with `release` gives its cells back then.
+  // `done` is called exactly once, there, and must not block: kNotFound if there is none of that
+  // id, kUnavailable if a request runs on it.
+  void visit_idle(SeqId seq, bool release, IdleVisitor done);
   [[nodiscard]] int64_t queued() const;   // preempted ones included
   [[nodiscard]] int64_t running() const;  // admitted
   [[nodiscard]] Snapshot stats() const;

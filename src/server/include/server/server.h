@@ -30,7 +30,10 @@ struct ServerOptions {
   model::SamplingOptions sampling;  // of requests that name none
   bool salt_per_key = true;         // false: all API keys share their state
   int64_t ttl_ns = 0;               // of conversations without a name; 0: as long as there is room
+  bool slot_actions = false;        // /slots/{id}?action=… may save, restore and erase
   int intake_threads = 1;           // that parse and tokenise
+  bool log_requests = false;        // one line per request that ended, whatever the log's level
+  int64_t max_new_tokens = -1;      // of requests that name no limit; -1: as many as fit
 };
 
 class Server {

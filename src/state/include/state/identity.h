@@ -23,6 +23,11 @@ std::optional<store::Encoding> hidden_encoding(ggml_type type);
 std::optional<ggml_type> hidden_type(store::Encoding encoding);
 std::optional<store::ElementType> element_type(ggml_type type);
 
+// The bytes of a token's row in a page, K and V together; nullopt where this model's state is never
+// held so.
+std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type,
+                                store::Encoding encoding);
+
 // "--state-type": f32, f16, bf16, q8 (the native 8-bit type where there is one, else Q8_0), or
 // native. kInvalidArgument names the choices.
 Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine);

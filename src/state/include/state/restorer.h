@@ -42,6 +42,12 @@ struct LayerTimes {
   double compute_end_s = 0;
 };
 
+// Pages that were used, by where they came from.
+struct TierBytes {
+  uint64_t dram = 0;
+  uint64_t disk = 0;
+};
+
 struct RestoreReport {
   std::string schedule;       // "RE:4 H:26 KV:2"
   int64_t tokens_hidden = 0;  // restored rows, by what most of their layers used
@@ -52,9 +58,12 @@ struct RestoreReport {
   uint64_t bytes_read = 0;  // from disk
   uint64_t bytes_dram = 0;  // found in host memory
   uint64_t page_bytes = 0;
-  double restore_s = 0;    // until the last layer's history was in the arena
-  double ttft_s = 0;       // until the logits of the last token
-  double predicted_s = 0;  // the plan's makespan
+  TierBytes hidden_pages;  // by method; bytes_read has alignment and gaps as well
+  TierBytes kv_pages;
+  double restore_s = 0;            // until the last layer's history was in the arena
+  double ttft_s = 0;               // until the logits of the last token
+  double predicted_s = 0;          // the plan's makespan
+  double predicted_restore_s = 0;  // the plan's for restore_s
   double io_busy_s = 0;
   double compute_busy_s = 0;
   std::vector<LayerTimes> layers;

@@ -30,6 +30,9 @@ struct SaverStats {
   uint64_t chunks_written = 0;
   uint64_t bytes_written = 0;  // pages
   uint64_t ring_peak_bytes = 0;
+  // Captured and not yet in the store: what the ring holds, and chunks that wait for their batch.
+  // Rows of a chunk that is not full yet wait for the chunk, not for the disk: they don't count.
+  uint64_t backlog_bytes = 0;
   double write_s = 0;  // stage two's time in the store
   Status last_error;   // of the store; said once, serving goes on
 };

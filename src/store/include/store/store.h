@@ -276,6 +276,8 @@ struct StoreStat {
   std::uint64_t dram_bytes = 0;
   std::uint64_t dram_hits = 0;  // pages, since the store was opened
   std::uint64_t dram_misses = 0;
+  // Pages that did not pass their check when they were read, since the store was opened.
+  std::uint64_t checksum_failures = 0;
 };
 
 struct Damage {

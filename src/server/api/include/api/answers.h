@@ -82,6 +82,18 @@ struct SlotState {
 };
 [[nodiscard]] Json slots_answer(std::span<const SlotState> slots);
 
+// What a slot action did.
+struct SlotTransfer {
+  int slot = 0;
+  std::string filename;
+  int64_t tokens = 0;
+  uint64_t bytes = 0;
+  double ms = 0;
+};
+[[nodiscard]] Json slot_saved_answer(const SlotTransfer& transfer);
+[[nodiscard]] Json slot_restored_answer(const SlotTransfer& transfer);
+[[nodiscard]] Json slot_erased_answer(int slot, int64_t tokens);
+
 // The OpenAPI 3.1 document of all endpoints, as text.
 [[nodiscard]] const std::string& openapi_document();
 

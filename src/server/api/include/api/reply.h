@@ -24,7 +24,7 @@ struct Outcome {
   int64_t kv = 0;          // restored from saved KV (in most layers)
   int64_t recomputed = 0;  // saved, but computed again
   int64_t fresh = 0;       // never seen
-  int64_t saved = 0;       // of those, how many are now in the store
+  int64_t saved = 0;       // of those, how many are now in the store, or on their way to it
   // Bytes read by tier.
   int64_t dram_bytes = 0;
   int64_t disk_bytes = 0;
@@ -92,6 +92,7 @@ struct ReplyContext {
 struct PromptCounts {
   int64_t tokens = 0;
   int64_t cached = 0;
+  int64_t saved = 0;  // see Outcome
 };
 
 // Builds one answer. Its choices are numbered prompt by prompt: prompt * n + i.

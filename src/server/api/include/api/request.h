@@ -112,4 +112,7 @@ struct TokenizeRequest {
 
 [[nodiscard]] Result<std::vector<int32_t>> parse_detokenize(const Json& body);
 
+// The `filename` of a slot action: a name that llama-server would take, never a path.
+[[nodiscard]] Result<std::string> parse_slot_file(const Json& body);
+
 }  // namespace hcache::api

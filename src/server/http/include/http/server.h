@@ -34,6 +34,10 @@ struct ApiKey {
   KeyHash hash;
 };
 
+// Whether a host is this machine's own, whatever its name server says: localhost, a name below it,
+// 127.0.0.0/8, ::1. Without brackets and port.
+[[nodiscard]] bool is_loopback_host(std::string_view host);
+
 struct ErrorBody {
   std::string content_type;
   std::string content;
@@ -81,7 +85,12 @@ struct Options {
   // or `x-api-key: KEY`; else 401.
   std::vector<ApiKey> api_keys;
   // Origins that browsers may call from ("https://app.example"), or "*" for all. Empty: no CORS.
+  // Requests whose Origin header names neither one of them nor the server itself, as the Host
+  // header has it, get 403: browsers send "simple" requests of any page without asking first.
   std::vector<std::string> cors_origins;
+  // Requests whose Host header names neither loopback nor the host of an allowed origin get 403. A
+  // page can have its own name lead here (DNS rebinding), and then passes for the server itself.
+  bool loopback_hosts_only = false;
 
   // Renders every error that the server makes itself. `path` is the request's, or empty. Default: a
   // line of text.

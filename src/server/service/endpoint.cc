@@ -1,0 +1,51 @@
+#include "endpoint.h"
+
+#include <utility>
+
+#include "api/answers.h"
+
+namespace hcache::server {
+
+using api::Json;
+
+void send_json(http::Responder& responder, const Json& json, int status) {
+  responder.send(status, {{"Content-Type", "application/json"}}, api::to_text(json));
+}
+
+void send_status(const http::Request& request, http::Responder& responder, const Status& status) {
+  const api::ErrorAnswer answer = api::render_error(status, api::error_style(request.path));
+  send_json(responder, answer.body, answer.http_status);
+}
+
+http::Handler answer_on(WorkQueue& queue, Answer answer) {
+  return [&queue, answer = std::move(answer)](http::Request request,
+                                              std::shared_ptr<http::Responder> responder) {
+    auto call = std::make_shared<Call>();
+    call->request = std::move(request);
+    call->responder = std::move(responder);
+    queue.post([answer, call] {
+      if (!call->request.body.empty()) {
+        Result<Json> body = api::parse_body(call->request.body);
+        if (!body.ok()) return send_status(call->request, *call->responder, body.status());
+        call->body = std::move(*body);
+      }
+      const Result<Json> json = answer(*call);
+      if (!json.ok()) return send_status(call->request, *call->responder, json.status());
+      send_json(*call->responder, *json);
+    });
+  };
+}
+
+std::string salt_text(const Service& service, const http::Request& request) {
+  const std::string* extra = request.query_value("cache_salt");
+  return service.salt_of(request, extra == nullptr ? std::string() : *extra);
+}
+
+Result<store::Store*> store_of(Service& service) {
+  if (service.store() == nullptr) {
+    return failed_precondition("this server saves nothing: it was started with --no-store");
+  }
+  return service.store();
+}
+
+}  // namespace hcache::server

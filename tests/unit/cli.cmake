@@ -1,0 +1,1 @@
+hcache_test(cli_llama_flags_test unit/cli_llama_flags_test.cc LIBS hcache_cli)
