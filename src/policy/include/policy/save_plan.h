@@ -49,11 +49,11 @@ struct SavePlan {
 };
 
 // previous may be null. In kPlan mode no layer is saved as hidden when that takes more bytes than
-// its KV, so a plan never stores more than the KV cache itself. Where RestoreCosts::re_tail_projects
-// holds, layer 0 need not be saved at all: its hidden states are the tokens' embeddings, so it costs
-// what projecting saved ones does, without the read. That is how a plan stays below the KV cache's
-// bytes with the store's own on top. The previous plan stays only if it has the same mode and layer
-// count and meets the same limits; its prediction is made anew.
+// its KV, so a plan never stores more than the KV cache itself. Where
+// RestoreCosts::re_tail_projects holds, layer 0 need not be saved at all: its hidden states are the
+// tokens' embeddings, so it costs what projecting saved ones does, without the read. That is how a
+// plan stays below the KV cache's bytes with the store's own on top. The previous plan stays only
+// if it has the same mode and layer count and meets the same limits; its prediction is made anew.
 // Errors: kInvalidArgument (costs, history, fractions).
 [[nodiscard]] Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request,
                                          const SavePlan* previous);
