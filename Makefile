@@ -39,10 +39,20 @@ test: deps  ## Build everything and run all tests, the format and the layering c
 	@$(MAKE) check-format check-layering
 
 .PHONY: test-clients
-test-clients: release  ## Run the official openai and anthropic clients against the server
-	@$(PYTHON) -m venv build/clients
-	@build/clients/bin/pip install -q --disable-pip-version-check -r tests/e2e/requirements.txt
+test-clients: release build/clients/ready  ## Run official clients and made-up requests against the server
 	@build/clients/bin/python tests/e2e/clients_test.py build/release/bin/hcache
+	@build/clients/bin/python tests/e2e/openapi_test.py build/release/bin/hcache
+
+.PHONY: test-page
+test-page: release build/clients/ready  ## Run the page in a browser (installs Debian's chromium)
+	@scripts/deps.sh chromium
+	@HCACHE_REQUIRE_BROWSER=1 build/clients/bin/python tests/e2e/page_test.py \
+	  build/release/bin/hcache "$$($(MAKE) -s print-model)"
+
+build/clients/ready: tests/e2e/requirements.txt | deps
+	@$(PYTHON) -m venv build/clients
+	@build/clients/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
 
 .PHONY: asan tsan
 asan: deps  ## Build and run the tests under address and undefined sanitizers

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Installs the Debian packages that building and testing need when running as root or where sudo
-# asks for no password; otherwise prints the exact line to run and fails. All output goes to
-# stderr, so that callers may capture what a later step prints.
+# deps.sh [PACKAGE...]: installs the Debian packages that building and testing need, or those named,
+# when running as root or where sudo asks for no password; otherwise prints the exact line to run
+# and fails. All output goes to stderr, so that callers may capture what a later step prints.
 set -euo pipefail
 exec 1>&2
 
@@ -14,6 +14,7 @@ packages=(
   libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev
   libbenchmark-dev
 )
+[ $# -eq 0 ] || packages=("$@")
 
 if ! command -v dpkg-query >/dev/null; then
   echo "deps: not a Debian system; make sure that the like of these is installed: ${packages[*]}"

@@ -118,7 +118,10 @@ class Clients {
   void wake() {
     awake_ = true;
     if (options_.concurrency == 0) {
-      for (const auto& conversation : resting_) say_later(conversation);
+      for (const auto& conversation : resting_) {
+        const double start_s = schedule_.sessions[conversation->session].start_s;
+        loop_.after(start_s, [this, conversation] { say(conversation); });
+      }
     } else {
       for (int64_t i = 0; i < options_.concurrency; i++) begin_next();
     }

@@ -23,7 +23,8 @@ struct ClientOptions {
   int64_t concurrency = 0;
   int64_t retries = 0;  // of one request, after a 429, as late as its Retry-After says
   // Conversations rest after so many rounds until all that go on have come so far; then `pause` is
-  // called, once, and they go on when it returns. Its time does not count. 0: no rest.
+  // called, once. When it returns they come back at the intervals at which they came first. Its
+  // time does not count. 0: no rest.
   int64_t pause_after = 0;
   std::function<void()> pause;
 };
