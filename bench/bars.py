@@ -275,12 +275,6 @@ class Bars:
         return results
 
 
-def slug(machine: dict) -> str:
-    device = machine["cpu"] if machine["device"] == machine["cpu"] else machine["device"]
-    text = f"{device} {machine['threads']} threads"
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,13 +305,7 @@ def main() -> None:
                     [[r["bar"], r["what"], r["target"],
                       "-" if r["measured"] is None else f"{r['measured']:.4g}",
                       {True: "pass", False: "MISSED", None: ""}[r["pass"]]] for r in bars.rows]))
-    results = {"machine": bars.machine, "quick": args.quick, "rows": bars.rows,
-               "details": bars.details}
-    out = args.json_file
-    if out is None and not args.quick:
-        out = lib.ROOT / "bench/results" / f"{slug(bars.machine)}.json"
-    lib.write_results(out, results)
-    sys.exit(0 if all(r["pass"] is not False for r in bars.rows) else 1)
+    lib.conclude(args, bars)
 
 
 if __name__ == "__main__":

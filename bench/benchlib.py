@@ -151,3 +151,19 @@ def table(header: list[str], rows: list[list[str]]) -> str:
         cells += [str(cell).rjust(width) for cell, width in zip(row[1:], widths[1:])]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def slug(machine: dict) -> str:
+    device = machine["cpu"] if machine["device"] == machine["cpu"] else machine["device"]
+    text = f"{device} {machine['threads']} threads"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def conclude(args: argparse.Namespace, bars, suffix: str = "") -> None:
+    """Writes what was measured, and ends the program: 1 if a bar was missed."""
+    out = args.json_file
+    if out is None and not args.quick:
+        out = ROOT / "bench/results" / f"{slug(bars.machine)}{suffix}.json"
+    write_results(out, {"machine": bars.machine, "quick": args.quick, "rows": bars.rows,
+                        "details": bars.details})
+    sys.exit(0 if all(r["pass"] is not False for r in bars.rows) else 1)

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import benchlib as lib
 import servers
-from bars import slug
 
 sys.path.insert(0, str(lib.ROOT / "tests/e2e"))
 import hostile  # noqa: E402: it lies with the tests, which share it
@@ -359,13 +358,7 @@ def main() -> None:
          "-" if r["measured"] is None else f"{r['measured']:.4g}",
          "-" if r["spread"] is None else "{:.4g} - {:.4g}".format(*r["spread"]),
          {True: "pass", False: "MISSED", None: ""}[r["pass"]]] for r in bars.rows]))
-    results = {"machine": bars.machine, "quick": args.quick, "rows": bars.rows,
-               "details": bars.details}
-    out = args.json_file
-    if out is None and not args.quick:
-        out = lib.ROOT / "bench/results" / f"{slug(bars.machine)}-serve.json"
-    lib.write_results(out, results)
-    sys.exit(0 if all(r["pass"] is not False for r in bars.rows) else 1)
+    lib.conclude(args, bars, "-serve")
 
 
 if __name__ == "__main__":

@@ -787,6 +787,13 @@ void Engine::Impl::store_kv(const Graph& g, int layer, ggml_tensor* k, ggml_tens
   g.add(ggml_set_rows(g.ctx, v_arena[layer], ggml_reshape_2d(g.ctx, v, width, v->ne[2]), rows));
 }
 
+// F32 rows converted to the type that they are saved in, as capture does it. `order`: 0, 1, …
+ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml_tensor* order) {
+  ggml_tensor* target = ggml_new_tensor_2d(ctx, type, rows->ne[0], rows->ne[1]);
+  ggml_set_input(target);  // set_rows writes into it: it must have memory of its own
+  return ggml_set_rows(ctx, target, rows, order);
+}
+
 // The product of few rows by the kernel for many: rows of zeros are added and their results left.
 ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
   const int64_t n = x->ne[1];
@@ -836,9 +843,7 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
     if (padded) kv_input = hidden;
     model::Product product = padded ? padded_product : ggml_mul_mat;
     if (tail && has_fast_products(w)) {
-      ggml_tensor* rows = ggml_new_tensor_2d(ctx, native_hidden_type(), hp.n_embd, n);
-      ggml_set_input(rows);  // set_rows writes into it: it must have memory of its own
-      kv_input = ggml_set_rows(ctx, rows, hidden, step_rows);
+      kv_input = saved_as(ctx, native_hidden_type(), hidden, step_rows);
       product = build_fast_product;
     }
     ggml_tensor* k =
@@ -937,7 +942,8 @@ Status Engine::run_layers(Step& step, int begin, int end) {
 }
 
 Status Engine::finish_with_kv(Step& step, int layer) {
-  can_project(impl_->native_hidden_type());  // compares the fast products, once
+  if (impl_->device.is_cpu())
+    can_project(impl_->native_hidden_type());  // tries fast products, once
   HCACHE_RETURN_IF_ERROR(impl_->run_range(*step.impl_, step.impl_->next_layer, layer + 1, true));
   impl_->abandon_capture(*step.impl_);
   impl_->end_step(*step.impl_);
@@ -1294,10 +1300,7 @@ bool Engine::can_project(ggml_type type) {
                                 values.size() * sizeof(float));
   const LayerWeights& w = impl.model.weights().layers[0];
   ggml_tensor* exact = ggml_view_2d(g.ctx, impl.x, n_embd, n_rows, impl.x->nb[1], 0);
-  ggml_tensor* target = ggml_new_tensor_2d(g.ctx, type, n_embd, n_rows);
-  ggml_set_input(target);  // set_rows writes into it: it must have memory of its own
-  ggml_tensor* saved =
-      ggml_set_rows(g.ctx, target, exact, ggml_view_1d(g.ctx, impl.iota, n_rows, 0));
+  ggml_tensor* saved = saved_as(g.ctx, type, exact, ggml_view_1d(g.ctx, impl.iota, n_rows, 0));
   ggml_tensor* from_saved = ggml_mul_mat(g.ctx, w.k.w, impl.product_input(g.ctx, w.k.w, saved));
   ggml_tensor* from_exact = ggml_mul_mat(g.ctx, w.k.w, exact);
   ggml_set_output(from_saved);
@@ -1327,11 +1330,8 @@ void Engine::Impl::check_fast_products(ggml_type type, int n_rows) {
   for (ggml_tensor* weight : {w.k.w, w.v.w}) {
     if (!takes_fast_product(weight, type)) continue;
     const Graph g(*this, 64);
-    ggml_tensor* target = ggml_new_tensor_2d(g.ctx, type, n_embd, n_rows);
-    ggml_set_input(target);
-    ggml_tensor* saved =
-        ggml_set_rows(g.ctx, target, ggml_view_2d(g.ctx, x, n_embd, n_rows, x->nb[1], 0),
-                      ggml_view_1d(g.ctx, iota, n_rows, 0));
+    ggml_tensor* saved = saved_as(g.ctx, type, ggml_view_2d(g.ctx, x, n_embd, n_rows, x->nb[1], 0),
+                                  ggml_view_1d(g.ctx, iota, n_rows, 0));
     std::array<ggml_tensor*, 2> products = {ggml_mul_mat(g.ctx, weight, saved),
                                             build_fast_product(g.ctx, weight, saved)};
     for (ggml_tensor* product : products) {

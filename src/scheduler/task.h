@@ -3,12 +3,11 @@
 // Threading: belongs to the owner thread once Inbox::take() has handed it out.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "base/tokens.h"
 #include "scheduler/executor.h"
 #include "scheduler/request.h"
 
@@ -49,12 +48,6 @@ struct Task {
     return phase == Phase::kDone || phase == Phase::kCancelled || phase == Phase::kFailed;
   }
 };
-
-inline int64_t common_prefix(std::span<const int32_t> a, std::span<const int32_t> b) {
-  const size_t n = std::min(a.size(), b.size());
-  return std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(n), b.begin()).first -
-         a.begin();
-}
 
 inline double seconds_between(int64_t from_ns, int64_t to_ns) {
   return static_cast<double>(to_ns - from_ns) * 1e-9;

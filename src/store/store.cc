@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/tokens.h"
 #include "store_impl.h"
 
 namespace hcache::store {
@@ -37,12 +38,6 @@ Status check_options(const StoreOptions& options) {
     return invalid_argument("segment_bytes must be 16 KiB to 64 GiB");
   }
   return {};
-}
-
-std::uint32_t common_prefix(std::span<const std::int32_t> a, std::span<const std::int32_t> b) {
-  const std::size_t n = std::min(a.size(), b.size());
-  const auto end = std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(n), b.begin());
-  return static_cast<std::uint32_t>(end.first - a.begin());
 }
 
 }  // namespace
@@ -355,7 +350,7 @@ Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint,
     std::uint32_t best_rows = 0;
     for (ChunkRecord& sibling : *siblings) {
       if (!fits(sibling.info)) continue;
-      const std::uint32_t n = common_prefix(sibling.info.tokens, tokens);
+      const auto n = static_cast<std::uint32_t>(common_prefix(sibling.info.tokens, tokens));
       if (n > best_rows || (n == best_rows && best != nullptr &&
                             sibling.info.pages.size() > best->info.pages.size())) {
         best = &sibling;
@@ -570,7 +565,7 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
       if (!other.ok() || !other->has_value()) continue;
       const Session& o = **other;
       if (o.fingerprint != session.fingerprint || o.salt != session.salt) continue;
-      std::uint64_t common = common_prefix(session.tokens, o.tokens);
+      auto common = static_cast<std::uint64_t>(common_prefix(session.tokens, o.tokens));
       // One that ends inside of a chunk has its state there.
       if (common == o.tokens.size()) common = round_up(common, kChunkTokens);
       shared = std::max(shared, common);

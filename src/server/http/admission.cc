@@ -1,12 +1,12 @@
 #include "admission.h"
 
 #include <fmt/format.h>
-#include <strings.h>
 
 #include <algorithm>
 #include <string_view>
 
 #include "target.h"
+#include "text.h"
 
 namespace hcache::http {
 namespace {
@@ -16,7 +16,7 @@ std::optional<std::string_view> presented_key(const Request& request) {
   constexpr std::string_view kScheme = "bearer ";
   if (const std::string* value = request.header("authorization")) {
     if (value->size() > kScheme.size() &&
-        strncasecmp(value->data(), kScheme.data(), kScheme.size()) == 0) {
+        same_ignoring_case(std::string_view(*value).substr(0, kScheme.size()), kScheme)) {
       std::string_view key = std::string_view(*value).substr(kScheme.size());
       key.remove_prefix(std::min(key.find_first_not_of(' '), key.size()));
       return key;
@@ -28,10 +28,6 @@ std::optional<std::string_view> presented_key(const Request& request) {
 
 std::string join(const std::vector<std::string>& words) {
   return fmt::format("{}", fmt::join(words, ", "));
-}
-
-bool same_text(std::string_view a, std::string_view b) {
-  return a.size() == b.size() && strncasecmp(a.data(), b.data(), a.size()) == 0;
 }
 
 // "localhost:8080" of "http://localhost:8080"; empty for "null" and the like.
@@ -52,7 +48,7 @@ std::optional<std::string> why_foreign(const Options& options, const Request& re
   const std::string* host = request.header("host");
   if (origin != nullptr && allowed_origin(options, request).empty()) {
     const std::string_view own = host == nullptr ? std::string_view() : *host;
-    if (own.empty() || !same_text(authority_of(*origin), own)) {
+    if (own.empty() || !same_ignoring_case(authority_of(*origin), own)) {
       return "a page of another origin may not call this server: its Origin is not allowed";
     }
   }
@@ -61,7 +57,7 @@ std::optional<std::string> why_foreign(const Options& options, const Request& re
   }
   const bool named =
       std::any_of(options.cors_origins.begin(), options.cors_origins.end(), [&](const auto& o) {
-        return o == "*" || same_text(host_of(authority_of(o)), host_of(*host));
+        return o == "*" || same_ignoring_case(host_of(authority_of(o)), host_of(*host));
       });
   if (named) return std::nullopt;
   return "this server is for this machine alone: its Host is neither loopback nor allowed";
@@ -92,8 +88,9 @@ Admission answer_options(const Options& options, const std::vector<std::string>&
 
 bool is_loopback_host(std::string_view host) {
   constexpr std::string_view kBelow = ".localhost";
-  if (same_text(host, "localhost") || host == "::1") return true;
-  if (host.size() > kBelow.size() && same_text(host.substr(host.size() - kBelow.size()), kBelow)) {
+  if (same_ignoring_case(host, "localhost") || host == "::1") return true;
+  if (host.size() > kBelow.size() &&
+      same_ignoring_case(host.substr(host.size() - kBelow.size()), kBelow)) {
     return true;
   }
   // Digits alone: 127.example.org is anybody's.

@@ -1,13 +1,14 @@
 #include "response.h"
 
 #include <fmt/format.h>
-#include <strings.h>
 
 #include <algorithm>
 #include <array>
 #include <ctime>
 #include <iterator>
 #include <utility>
+
+#include "text.h"
 
 namespace hcache::http {
 namespace {
@@ -19,13 +20,9 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kSecurity
     {"Cache-Control", "no-store"},
 }};
 
-bool same_name(std::string_view a, std::string_view b) {
-  return a.size() == b.size() && strncasecmp(a.data(), b.data(), a.size()) == 0;
-}
-
 bool contains(const Headers& headers, std::string_view name) {
   return std::any_of(headers.begin(), headers.end(),
-                     [&](const auto& header) { return same_name(header.first, name); });
+                     [&](const auto& header) { return same_ignoring_case(header.first, name); });
 }
 
 void append_clean(std::string_view text, std::string* out) {

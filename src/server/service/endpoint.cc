@@ -41,6 +41,14 @@ std::string salt_text(const Service& service, const http::Request& request) {
   return service.salt_of(request, extra == nullptr ? std::string() : *extra);
 }
 
+uint64_t page_bytes(const store::Match& match) {
+  uint64_t bytes = 0;
+  for (const store::MatchedChunk& chunk : match.chunks) {
+    for (const store::PageInfo& page : chunk.chunk.info().pages) bytes += page.bytes;
+  }
+  return bytes;
+}
+
 Result<store::Store*> store_of(Service& service) {
   if (service.store() == nullptr) {
     return failed_precondition("this server saves nothing: it was started with --no-store");

@@ -38,6 +38,9 @@ using Answer = std::function<Result<api::Json>(Call&)>;
   return salt_id(salt_text(service, request));
 }
 
+// Of the pages that hold a match's state.
+[[nodiscard]] uint64_t page_bytes(const store::Match& match);
+
 // kFailedPrecondition with --no-store.
 [[nodiscard]] Result<store::Store*> store_of(Service& service);
 

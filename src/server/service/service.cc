@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/log.h"
+#include "base/tokens.h"
 
 namespace hcache::server {
 namespace {
@@ -164,8 +165,7 @@ Status Service::remove_session(const std::string& salt, const std::string& name)
   for (const Conversation& other : conversations_->list(id)) {
     const auto theirs = conversations_->tokens(id, other.name);
     if (!theirs.ok()) continue;  // gone meanwhile
-    const auto end = std::ranges::mismatch(tokens, *theirs).in1;
-    shared = std::max<int64_t>(shared, end - tokens.begin());
+    shared = std::max(shared, common_prefix(tokens, *theirs));
   }
   scheduler_->forget(salt, std::move(tokens), shared);
   return {};

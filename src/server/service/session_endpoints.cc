@@ -41,17 +41,14 @@ Json session_json(const Conversation& c, int64_t now_ns) {
 // What the store has of a session, and what of that a file takes along.
 Status add_saved(Service& service, const SaltId& salt, std::span<const int32_t> tokens,
                  Json* json) {
-  uint64_t bytes = 0;
   (*json)["saved_tokens"] = 0;
+  (*json)["saved_bytes"] = 0;
   if (store::Store* saved = service.store(); saved != nullptr) {
     HCACHE_ASSIGN_OR_RETURN(const store::Match match,
                             saved->match(service.runtime().fingerprint(), salt, tokens));
-    for (const store::MatchedChunk& chunk : match.chunks) {
-      for (const store::PageInfo& page : chunk.chunk.info().pages) bytes += page.bytes;
-    }
     (*json)["saved_tokens"] = match.n_tokens;
+    (*json)["saved_bytes"] = page_bytes(match);
   }
-  (*json)["saved_bytes"] = bytes;
   return {};
 }
 

@@ -29,16 +29,10 @@ double ms_since(Env& env, int64_t begin_ns) {
   return static_cast<double>(env.monotonic_ns() - begin_ns) / 1e6;
 }
 
-// Of the pages that hold the tokens' state.
-Result<store::Match> match_of(Service& service, const SaltId& salt, std::span<const int32_t> tokens,
-                              uint64_t* bytes) {
+Result<store::Match> match_of(Service& service, const SaltId& salt,
+                              std::span<const int32_t> tokens) {
   HCACHE_ASSIGN_OR_RETURN(store::Store * store, store_of(service));
-  HCACHE_ASSIGN_OR_RETURN(store::Match match,
-                          store->match(service.runtime().fingerprint(), salt, tokens));
-  for (const store::MatchedChunk& chunk : match.chunks) {
-    for (const store::PageInfo& page : chunk.chunk.info().pages) *bytes += page.bytes;
-  }
-  return match;
+  return store->match(service.runtime().fingerprint(), salt, tokens);
 }
 
 }  // namespace
@@ -140,7 +134,10 @@ Result<Json> SlotEndpoints::save(const Call& call, int id) {
   }
   const SaltId salt = salt_of(service_, call.request);
   uint64_t bytes = 0;
-  HCACHE_RETURN_IF_ERROR(match_of(service_, salt, slot.held.tokens, &bytes).status());
+  {
+    HCACHE_ASSIGN_OR_RETURN(const store::Match match, match_of(service_, salt, slot.held.tokens));
+    bytes = page_bytes(match);
+  }
   const auto n_tokens = static_cast<int64_t>(slot.held.tokens.size());
   FinishedChain chain;
   chain.salt = salt;
@@ -169,13 +166,12 @@ Result<Json> SlotEndpoints::restore(const Call& call, int id) {
   if (static_cast<int64_t>(tokens->size()) > service_.context()) {
     return invalid_argument("Unable to restore slot: its tokens do not fit the context");
   }
-  uint64_t bytes = 0;
-  HCACHE_ASSIGN_OR_RETURN(const store::Match match, match_of(service_, salt, *tokens, &bytes));
+  HCACHE_ASSIGN_OR_RETURN(const store::Match match, match_of(service_, salt, *tokens));
   HCACHE_RETURN_IF_ERROR(service_.conversations().recall(salt, filename));
   return api::slot_restored_answer({.slot = id,
                                     .filename = filename,
                                     .tokens = static_cast<int64_t>(match.n_tokens),
-                                    .bytes = bytes,
+                                    .bytes = page_bytes(match),
                                     .ms = ms_since(service_.env(), begin_ns)});
 }
 
