@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -114,23 +115,30 @@ class Cli(unittest.TestCase):
         self.assertGreater(sessions[0]["tokens"], 5)
 
     def test_rpc_serve_lends_the_device(self):
-        port = 20000 + os.getpid() % 20000
-        server = subprocess.Popen([PROGRAM, "rpc-serve", "--port", str(port), "--threads", "1"],
-                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.addCleanup(server.stdout.close)
-        self.addCleanup(server.wait)
-        self.addCleanup(server.kill)
-        self.assertIn(b"serving", server.stdout.readline())
-        for _ in range(100):  # it listens a moment after it says so
-            with subprocess.Popen([sys.executable, "-c",
-                                   f"import socket; socket.create_connection(('127.0.0.1', {port}))"],
-                                  stderr=subprocess.DEVNULL) as probe:
-                if probe.wait() == 0:
-                    break
-            time.sleep(0.1)
-        turn = json.loads(self.talk("run", "--device", f"rpc:127.0.0.1:{port}", "--no-store",
-                                    "-p", "Hello"))
+        turn = json.loads(self.talk("run", "--device", f"rpc:127.0.0.1:{self.rpc_server()}",
+                                    "--no-store", "-p", "Hello"))
         self.assertTrue(turn["reply_tokens"])
+
+    def rpc_server(self) -> int:
+        """The port of an `rpc-serve`, which is stopped after the test."""
+        # Below those that the system gives to outgoing connections: another program may have one
+        # of those, and a connection to one that nobody listens on can end at its own beginning.
+        for port in (20000 + (os.getpid() + 997 * attempt) % 12000 for attempt in range(10)):
+            server = subprocess.Popen([PROGRAM, "rpc-serve", "--port", str(port), "--threads", "1"],
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self.addCleanup(server.stdout.close)
+            self.addCleanup(server.wait)
+            self.addCleanup(server.kill)
+            self.assertIn(b"serving", server.stdout.readline())
+            for _ in range(100):  # it listens a moment after it says so
+                if server.poll() is not None:
+                    break  # somebody else has the port
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    return port
+                except ConnectionRefusedError:
+                    time.sleep(0.1)
+        self.fail("no port was free for rpc-serve")
 
 
 class Reference(unittest.TestCase):
