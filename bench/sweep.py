@@ -6,8 +6,10 @@ lowest curve within 5 %, and how often the planner's prediction lies within 15 %
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
 
 import benchlib as lib
@@ -128,6 +130,13 @@ def plot(results: dict, path: Path) -> None:
 
 def main() -> None:
     args = parse_args()
+    # Asked before anything is measured, which takes minutes.
+    plots = importlib.util.find_spec("matplotlib") is not None
+    if not plots:
+        why = "no plot: Python's matplotlib is not installed (pip install matplotlib)"
+        if args.plot_only:
+            sys.exit(why)
+        lib.say(why)
     if args.plot_only:
         results = json.loads(args.plot_only.read_text())
     else:
@@ -145,7 +154,8 @@ def main() -> None:
     print(lib.table(["method", "MB/s", "schedule", "TTFT ms", "predicted", "off by"], rows))
     print(json.dumps(results["summary"], indent=1))
     lib.write_results(args.json_file, results)
-    plot(results, args.png)
+    if plots:
+        plot(results, args.png)
 
 
 if __name__ == "__main__":
