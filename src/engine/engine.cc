@@ -12,6 +12,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include "arena.h"
@@ -113,6 +114,10 @@ struct Step::Impl {
   std::vector<Segment> segments;
   std::vector<AttentionSegment> attention;
   std::vector<int32_t> output_rows;
+  std::vector<int32_t> tokens;
+  // x holds a row per distinct token, and token_rows says which one is a row's. 0: a row per row.
+  int64_t n_distinct = 0;
+  std::vector<int32_t> token_rows;
   std::vector<float> x;  // the rows before next_layer, as of when they last left the device
   std::vector<int32_t> positions;
   std::vector<int64_t> cells;
@@ -153,6 +158,7 @@ struct Engine::Impl {
   ggml_tensor* cells = nullptr;        // I64 [max_rows]
   ggml_tensor* iota = nullptr;         // I64 [max_rows]: 0, 1, 2, ...
   ggml_tensor* output_rows = nullptr;  // I32 [max_rows]
+  ggml_tensor* token_rows = nullptr;   // I32 [max_rows]
   const Step::Impl* loaded = nullptr;  // whose positions, cells and output_rows the device holds
   Step::Impl* x_owner = nullptr;       // the step between two layer ranges whose rows x holds
 
@@ -235,6 +241,7 @@ struct Engine::Impl {
     size_t n_outputs = 0;
     bool kv_only_last = false;
     bool capture = false;
+    int64_t n_distinct = 0;  // as Step::Impl::n_distinct
     friend bool operator==(const StepGraphKey&, const StepGraphKey&) = default;
   };
   // The last graph, when it was a step's and another step may run it again: decoding builds one
@@ -291,6 +298,7 @@ struct Engine::Impl {
   // --- Steps -------------------------------------------------------------------------------
   [[nodiscard]] Status check_room(const Step::Impl& step) const;
   void load_inputs(Step::Impl& step);
+  void keep_distinct_tokens(Step::Impl& step);
   void spill_x();
   void end_step(Step::Impl& step);
   Status run_range(Step::Impl& step, int begin, int end, bool kv_only_last);
@@ -454,6 +462,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   impl->cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows);
   impl->iota = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows);
   impl->output_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, rows);
+  impl->token_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, rows);
   HCACHE_RETURN_IF_ERROR(impl->input_pool.allocate(impl->device.buffer_type(), "a step's inputs"));
   std::vector<int64_t> iota(rows);
   std::iota(iota.begin(), iota.end(), 0);
@@ -679,6 +688,7 @@ Result<Step> Engine::prepare(std::span<const BatchItem> items) {
     const Step::Impl::Segment& s = step->segments[i];
     float* rows = step->x.data() + static_cast<size_t>(s.first_row) * hp.n_embd;
     HCACHE_RETURN_IF_ERROR(impl.model.embed_tokens(items[i].tokens, rows));
+    step->tokens.insert(step->tokens.end(), items[i].tokens.begin(), items[i].tokens.end());
     for (int r = 0; r < s.n_rows; ++r) {
       step->positions.push_back(static_cast<int32_t>(s.first_pos + r));
     }
@@ -753,6 +763,7 @@ void Engine::Impl::load_inputs(Step::Impl& step) {
   set(positions, step.positions);
   set(cells, step.cells);
   set(output_rows, step.output_rows);
+  set(token_rows, step.token_rows);
   loaded = &step;
 }
 
@@ -813,7 +824,9 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
   ggml_tensor* pos = ggml_view_1d(ctx, positions, n, 0);
   ggml_tensor* kv_rows = ggml_view_1d(ctx, cells, n, 0);
   ggml_tensor* step_rows = ggml_view_1d(ctx, iota, n, 0);
-  ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n, x->nb[1], 0);
+  const bool distinct = step.n_distinct > 0;
+  const int64_t n_x = distinct ? step.n_distinct : n;
+  ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n_x, x->nb[1], 0);
 
   // Project exactly what is saved: it is what the product would have converted to anyway.
   const bool project_saved =
@@ -839,12 +852,18 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
     const bool projected_later = captured != nullptr && (captured->hidden_offset >= 0 ||
                                                          (layer == 0 && captured->k_offset < 0));
     const bool tail = kv_only_last && layer == end - 1;
-    const bool padded = (projected_later || tail) && n < least_projection_rows(w);
+    const bool padded = (projected_later || tail) && n_x < least_projection_rows(w);
     if (padded) kv_input = hidden;
     model::Product product = padded ? padded_product : ggml_mul_mat;
     if (tail && has_fast_products(w)) {
-      kv_input = saved_as(ctx, native_hidden_type(), hidden, step_rows);
+      kv_input = saved_as(ctx, native_hidden_type(), hidden, ggml_view_1d(ctx, iota, n_x, 0));
       product = build_fast_product;
+    }
+    if (distinct) {
+      product = [this, n, by_row = product](ggml_context* c, ggml_tensor* weight,
+                                            ggml_tensor* rows) {
+        return ggml_get_rows(c, by_row(c, weight, rows), ggml_view_1d(c, token_rows, n, 0));
+      };
     }
     ggml_tensor* k =
         model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos, product);
@@ -882,13 +901,37 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
   return logits;
 }
 
+// Layer 0's K and V before rotation depend on the token alone: they are computed once per distinct
+// token, which in text is half of 512 rows. Keeps in x one row per token.
+void Engine::Impl::keep_distinct_tokens(Step::Impl& step) {
+  if (step.n_distinct > 0 || model.spec().learned_positions) return;
+  const auto n_embd = static_cast<size_t>(model.hparams().n_embd);
+  std::unordered_map<int32_t, int32_t> row_of;
+  for (size_t row = 0; row < step.tokens.size(); ++row) {
+    const auto next = static_cast<int32_t>(row_of.size());
+    const auto [at, is_new] = row_of.try_emplace(step.tokens[row], next);
+    step.token_rows.push_back(at->second);
+    const auto from = step.x.begin() + static_cast<std::ptrdiff_t>(row * n_embd);
+    if (is_new && static_cast<size_t>(next) != row) {
+      std::copy_n(from, n_embd, step.x.begin() + static_cast<std::ptrdiff_t>(next * n_embd));
+    }
+  }
+  step.x.resize(row_of.size() * n_embd);
+  step.n_distinct = static_cast<int64_t>(row_of.size());
+}
+
 Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_only_last) {
   if (step.finished || begin != step.next_layer || end < begin || end > n_layer()) {
     return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
                                            end, step.next_layer - 1));
   }
+  const bool layer_0_tail = kv_only_last && begin == 0 && end == 1;
+  if (step.n_distinct > 0 && !layer_0_tail) {
+    return failed_precondition("the step keeps no more than layer 0's K and V need");
+  }
   HCACHE_RETURN_IF_ERROR(check_room(step));
   if (begin == end) return {};
+  if (layer_0_tail && step.capture.empty()) keep_distinct_tokens(step);
   own_capture_block(step);
   if (x_owner != &step) {
     spill_x();
@@ -909,7 +952,8 @@ Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_onl
                             .n_rows = step.n_rows,
                             .n_outputs = step.output_rows.size(),
                             .kv_only_last = kv_only_last,
-                            .capture = !step.capture.empty()};
+                            .capture = !step.capture.empty(),
+                            .n_distinct = step.n_distinct};
   if (step_graph == nullptr || !(step_graph_key == key)) {
     const size_t n_nodes =
         static_cast<size_t>(end - begin) *

@@ -36,8 +36,8 @@ ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int laye
                                  ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
                                  const NormWeights& head_norm, int n_head,
                                  const Product& product = ggml_mul_mat) {
-  ggml_tensor* heads = ggml_reshape_3d(ctx, apply_linear(ctx, linear, hidden, product),
-                                       model.hparams().head_dim, n_head, hidden->ne[1]);
+  ggml_tensor* heads = apply_linear(ctx, linear, hidden, product);
+  heads = ggml_reshape_3d(ctx, heads, model.hparams().head_dim, n_head, heads->ne[1]);
   if (model.spec().qk_norm) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
   return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
 }
@@ -67,9 +67,8 @@ ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tens
 ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
                      const Product& product) {
   const HParams& hp = model.hparams();
-  const Linear& v = model.weights().layers[layer].v;
-  return ggml_reshape_3d(ctx, apply_linear(ctx, v, hidden, product), hp.head_dim, hp.n_head_kv,
-                         hidden->ne[1]);
+  ggml_tensor* v = apply_linear(ctx, model.weights().layers[layer].v, hidden, product);
+  return ggml_reshape_3d(ctx, v, hp.head_dim, hp.n_head_kv, v->ne[1]);
 }
 
 ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
