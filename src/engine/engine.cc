@@ -115,8 +115,7 @@ struct Step::Impl {
   std::vector<AttentionSegment> attention;
   std::vector<int32_t> output_rows;
   std::vector<int32_t> tokens;
-  // x holds a row per distinct token, and token_rows says which one is a row's. 0: a row per row.
-  int64_t n_distinct = 0;
+  // Which row of x is a row's, where x holds one per distinct token. Empty: each row has its own.
   std::vector<int32_t> token_rows;
   std::vector<float> x;  // the rows before next_layer, as of when they last left the device
   std::vector<int32_t> positions;
@@ -159,7 +158,7 @@ struct Engine::Impl {
   ggml_tensor* iota = nullptr;         // I64 [max_rows]: 0, 1, 2, ...
   ggml_tensor* output_rows = nullptr;  // I32 [max_rows]
   ggml_tensor* token_rows = nullptr;   // I32 [max_rows]
-  const Step::Impl* loaded = nullptr;  // whose positions, cells and output_rows the device holds
+  const Step::Impl* loaded = nullptr;  // whose positions, cells and other rows the device holds
   Step::Impl* x_owner = nullptr;       // the step between two layer ranges whose rows x holds
 
   ggml_gallocr_t allocator = nullptr;
@@ -241,7 +240,7 @@ struct Engine::Impl {
     size_t n_outputs = 0;
     bool kv_only_last = false;
     bool capture = false;
-    int64_t n_distinct = 0;  // as Step::Impl::n_distinct
+    size_t x_size = 0;  // smaller where x holds distinct tokens
     friend bool operator==(const StepGraphKey&, const StepGraphKey&) = default;
   };
   // The last graph, when it was a step's and another step may run it again: decoding builds one
@@ -824,8 +823,8 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
   ggml_tensor* pos = ggml_view_1d(ctx, positions, n, 0);
   ggml_tensor* kv_rows = ggml_view_1d(ctx, cells, n, 0);
   ggml_tensor* step_rows = ggml_view_1d(ctx, iota, n, 0);
-  const bool distinct = step.n_distinct > 0;
-  const int64_t n_x = distinct ? step.n_distinct : n;
+  const bool distinct = !step.token_rows.empty();
+  const auto n_x = static_cast<int64_t>(step.x.size()) / hp.n_embd;
   ggml_tensor* cur = ggml_view_2d(ctx, x, hp.n_embd, n_x, x->nb[1], 0);
 
   // Project exactly what is saved: it is what the product would have converted to anyway.
@@ -904,7 +903,7 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
 // Layer 0's K and V before rotation depend on the token alone: they are computed once per distinct
 // token, which in text is half of 512 rows. Keeps in x one row per token.
 void Engine::Impl::keep_distinct_tokens(Step::Impl& step) {
-  if (step.n_distinct > 0 || model.spec().learned_positions) return;
+  if (!step.token_rows.empty() || model.spec().learned_positions) return;
   const auto n_embd = static_cast<size_t>(model.hparams().n_embd);
   std::unordered_map<int32_t, int32_t> row_of;
   for (size_t row = 0; row < step.tokens.size(); ++row) {
@@ -917,7 +916,6 @@ void Engine::Impl::keep_distinct_tokens(Step::Impl& step) {
     }
   }
   step.x.resize(row_of.size() * n_embd);
-  step.n_distinct = static_cast<int64_t>(row_of.size());
 }
 
 Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_only_last) {
@@ -926,7 +924,7 @@ Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_onl
                                            end, step.next_layer - 1));
   }
   const bool layer_0_tail = kv_only_last && begin == 0 && end == 1;
-  if (step.n_distinct > 0 && !layer_0_tail) {
+  if (!step.token_rows.empty() && !layer_0_tail) {
     return failed_precondition("the step keeps no more than layer 0's K and V need");
   }
   HCACHE_RETURN_IF_ERROR(check_room(step));
@@ -953,7 +951,7 @@ Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_onl
                             .n_outputs = step.output_rows.size(),
                             .kv_only_last = kv_only_last,
                             .capture = !step.capture.empty(),
-                            .n_distinct = step.n_distinct};
+                            .x_size = step.x.size()};
   if (step_graph == nullptr || !(step_graph_key == key)) {
     const size_t n_nodes =
         static_cast<size_t>(end - begin) *
