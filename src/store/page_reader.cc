@@ -26,24 +26,31 @@ PageKey key_of(const PageJob& job) {
 
 }  // namespace
 
-AlignedBuffer RingPool::take(std::size_t bytes) {
+Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size_t depth) {
   {
     MutexLock lock(mutex_);
-    const auto found = std::find_if(idle_.begin(), idle_.end(),
-                                    [&](const AlignedBuffer& b) { return b.size() == bytes; });
+    const auto found = std::find_if(idle_.begin(), idle_.end(), [&](const ReaderParts& parts) {
+      return parts.ring.size() == ring_bytes && parts.queue->depth() == depth;
+    });
     if (found != idle_.end()) {
-      AlignedBuffer ring = std::move(*found);
+      ReaderParts parts = std::move(*found);
       idle_.erase(found);
-      return ring;
+      return parts;
     }
   }
-  return AlignedBuffer(bytes);
+  HCACHE_ASSIGN_OR_RETURN(auto queue, env.new_io_queue(depth));
+  return ReaderParts{ring_bytes > 0 ? AlignedBuffer(ring_bytes) : AlignedBuffer(),
+                     std::move(queue)};
 }
 
-void RingPool::give_back(AlignedBuffer ring) {
+void ReaderPool::give_back(ReaderParts parts) {
+  ReaderParts oldest;  // ends outside the lock
   MutexLock lock(mutex_);
-  if (idle_.size() == kMaxIdle) idle_.erase(idle_.begin());
-  idle_.push_back(std::move(ring));
+  if (idle_.size() == kMaxIdle) {
+    oldest = std::move(idle_.front());
+    idle_.erase(idle_.begin());
+  }
+  idle_.push_back(std::move(parts));
 }
 
 // Why the ring can't lock up: it is given out in order of planning and comes back in that order, so
@@ -51,18 +58,18 @@ void RingPool::give_back(AlignedBuffer ring) {
 // window_bytes_ of pages after its first; those in between are in requests that overrun that window
 // by less than one request per disk. Oldest (1/4) + window (1/8) + overrun (less than 1/4) + what
 // is lost at the wrap (1/4) is less than the ring.
-PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, RingPool& rings, std::uint32_t disks,
-                               const ReaderOptions& options, std::unique_ptr<IoQueue> queue)
+PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, std::uint32_t disks,
+                               const ReaderOptions& options, ReaderParts parts)
     : env_(env),
       source_(source),
-      rings_(rings),
+      pool_(pool),
       options_(options),
       request_bytes_(std::min<std::size_t>(options.request_bytes,
                                            options.ring_bytes / (4 * (disks + std::size_t{1})))),
       window_bytes_(options.ring_bytes / 8),
-      own_ring_(options.ring_memory == nullptr ? rings.take(options.ring_bytes) : AlignedBuffer()),
-      ring_(options.ring_memory == nullptr ? own_ring_.data() : options.ring_memory),
-      queue_(std::move(queue)) {
+      parts_(std::move(parts)),
+      ring_(options.ring_memory == nullptr ? parts_.ring.data() : options.ring_memory),
+      queue_(parts_.queue.get()) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -75,7 +82,7 @@ PageReaderImpl::~PageReaderImpl() {
     ready_.notify_all();
   }
   thread_.join();
-  if (own_ring_.size() > 0) rings_.give_back(std::move(own_ring_));
+  pool_.give_back(std::move(parts_));
 }
 
 Status PageReaderImpl::submit(std::span<const PageRequest> pages) {

@@ -49,26 +49,36 @@ class PageSource {
   virtual void count_checksum_failure() = 0;
 };
 
-// Rings that no reader uses at the moment: memory that is mapped already is worth keeping, since
-// faulting in a ring of 64 MiB takes as long as reading it from a fast disk. Threading: any thread.
-class RingPool {
+// What a reader reads with: a ring, unless its user brings the memory, and a queue.
+struct ReaderParts {
+  AlignedBuffer ring;
+  std::unique_ptr<IoQueue> queue;
+};
+
+// Parts that no reader uses at the moment. A ring of 64 MiB takes as long to fault in as to read
+// from a fast disk, and the kernel lets the end of an io_uring wait for milliseconds; both would
+// stand between a request and its first token. Threading: any thread.
+class ReaderPool {
  public:
-  // A ring of exactly `bytes`.
-  [[nodiscard]] AlignedBuffer take(std::size_t bytes) HCACHE_EXCLUDES(mutex_);
-  void give_back(AlignedBuffer ring) HCACHE_EXCLUDES(mutex_);
+  // A ring of exactly `ring_bytes` and a queue of exactly `depth`.
+  [[nodiscard]] Result<ReaderParts> take(Env& env, std::size_t ring_bytes, std::size_t depth)
+      HCACHE_EXCLUDES(mutex_);
+  // The queue has nothing in flight.
+  void give_back(ReaderParts parts) HCACHE_EXCLUDES(mutex_);
 
  private:
   static constexpr std::size_t kMaxIdle = 2;
 
   Mutex mutex_;
-  std::vector<AlignedBuffer> idle_ HCACHE_GUARDED_BY(mutex_);
+  std::vector<ReaderParts> idle_ HCACHE_GUARDED_BY(mutex_);
 };
 
 class PageReaderImpl final : public PageReader {
  public:
   // `options` have been checked; `disks` bounds how many requests interleave.
-  PageReaderImpl(Env& env, PageSource& source, RingPool& rings, std::uint32_t disks,
-                 const ReaderOptions& options, std::unique_ptr<IoQueue> queue);
+  // `parts` have a ring unless the options bring one; they go back to the pool.
+  PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, std::uint32_t disks,
+                 const ReaderOptions& options, ReaderParts parts);
   ~PageReaderImpl() override;
 
   [[nodiscard]] Status submit(std::span<const PageRequest> pages) override;
@@ -129,13 +139,13 @@ class PageReaderImpl final : public PageReader {
 
   Env& env_;
   PageSource& source_;
-  RingPool& rings_;
+  ReaderPool& pool_;
   const ReaderOptions options_;
   const std::size_t request_bytes_;
   const std::size_t window_bytes_;
-  AlignedBuffer own_ring_;
+  ReaderParts parts_;
   std::byte* const ring_;
-  std::unique_ptr<IoQueue> queue_;
+  IoQueue* const queue_;
 
   mutable Mutex mutex_;
   CondVar work_;   // for the I/O thread

@@ -456,9 +456,10 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
   options.ring_bytes = options.ring_bytes / kBlock * kBlock;
   options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
   options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);
-  HCACHE_ASSIGN_OR_RETURN(auto queue, env_.new_io_queue(options.queue_depth));
+  const std::size_t own_ring = options.ring_memory == nullptr ? options.ring_bytes : 0;
+  HCACHE_ASSIGN_OR_RETURN(ReaderParts parts, readers_.take(env_, own_ring, options.queue_depth));
   return std::unique_ptr<PageReader>(std::make_unique<PageReaderImpl>(
-      env_, *this, rings_, segments_->disks(), options, std::move(queue)));
+      env_, *this, readers_, segments_->disks(), options, std::move(parts)));
 }
 
 Result<PageJob> StoreImpl::job(const PageRequest& page) const {

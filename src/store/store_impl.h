@@ -169,7 +169,7 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<FileLock> lock_;
   std::unique_ptr<Catalog> catalog_;
   std::unique_ptr<Segments> segments_;
-  RingPool rings_;
+  ReaderPool readers_;
   PageCache cache_;
   std::atomic<std::uint64_t> checksum_failures_ = 0;
 
