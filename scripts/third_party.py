@@ -276,6 +276,8 @@ class LlamaBuild:
             "LLAMA_BUILD_NUMBER": "0",
             "LLAMA_BUILD_COMMIT": f"{LLAMA_PACKAGE}-{LLAMA_VERSION}",
         }
+        if tsan:
+            options["HCACHE_KERNEL_OPTIONS"] = "-fno-sanitize=thread"
         for option in ALL_CPU_OPTIONS:
             options["GGML_" + option] = "ON" if option in cpu_options else "OFF"
         if args.cuda:
