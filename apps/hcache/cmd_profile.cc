@@ -47,6 +47,7 @@ Status profile(const ProfileArgs& args) {
                     {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
                     {"read_bytes_per_s", p.read_bytes_per_s},
                     {"gemm_flops_per_s", p.gemm_flops_per_s},
+                    {"compute_scale", p.compute_scale},
                     {"paper_link_bytes_per_s", runtime->paper_link_bytes_per_s()},
                     {"finish_ms", p.finish_s * 1e3},
                     {"layer_costs", rows}},
@@ -57,6 +58,7 @@ Status profile(const ProfileArgs& args) {
   fmt::print("device        {}, {} threads\n", model.device().description(),
              model.device().n_threads());
   fmt::print("projection    {:.1f} GFLOP/s\n", p.gemm_flops_per_s / 1e9);
+  fmt::print("restores      project in {:.2f} times the time measured below\n", p.compute_scale);
   fmt::print("store reads   {}\n",
              p.read_bytes_per_s > 0 ? format_rate(p.read_bytes_per_s) : "not measured yet");
   fmt::print("state         {} bytes of hidden, {} of KV per token and layer\n",

@@ -35,6 +35,7 @@ namespace {
 SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method method,
                       int64_t rows, int64_t count) {
   SliceGroup g;
+  g.method = method;
   g.count = count;
   g.bytes = rows * (method == Method::kHidden ? layer.hidden_bytes : layer.kv_bytes);
   g.io = link_s(costs.link, g.bytes);
@@ -162,6 +163,7 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
       const double seconds = recompute_layer_s(costs, l, plan.recompute_layers, rows);
       state.compute += seconds;
       total.compute_busy_s += seconds;
+      if (plan.recompute_layers > 1) total.project_busy_s += seconds;
     } else if (rows > 0) {
       segments.clear();
       for (const PlanRun& run : plan.runs) {
@@ -179,6 +181,7 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
           times.io_end = t.usable;
           total.io_busy_s += g.io;
           total.compute_busy_s += g.compute;
+          if (g.method == Method::kHidden) total.project_busy_s += g.compute;
           total.bytes_read += g.bytes;
         }
       }

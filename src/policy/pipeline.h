@@ -35,6 +35,7 @@ struct Step {
 
 // Equal slices of one layer, read and consumed one after the other.
 struct SliceGroup {
+  Method method = Method::kKv;
   int64_t count = 0;
   int64_t bytes = 0;  // of one slice
   double io = 0;      // of one slice

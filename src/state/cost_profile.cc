@@ -20,7 +20,7 @@ using engine::BatchItem;
 using engine::Engine;
 using nlohmann::json;
 
-constexpr int kFormatVersion = 1;
+constexpr int kFormatVersion = 2;
 constexpr double kBudgetS = 5.0;         // of a measurement
 constexpr double kPointShare = 0.3;      // a size that would take more of the budget is left out
 constexpr int kMaxPasses = 7;            // over all sizes; see Samples
@@ -33,6 +33,9 @@ constexpr int64_t kMaxRows = 512;        // of one step or slice
 constexpr double kLinkGuess = 1e9;       // bytes/s of disks nobody has measured yet
 constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
+constexpr double kMinObservedS = 0.02;   // of projecting: less says little about its speed
+constexpr double kMaxSurprise = 2;       // times the prediction: more is counted as this
+constexpr double kMaxScale = 8;          // of the curves, up or down; beyond, they are wrong
 
 // Several timings of one thing, in seconds.
 class Samples {
@@ -348,12 +351,16 @@ Result<CostProfile> parse_profile(const std::string& text) {
     p.layer.hidden_bytes = j.at("hidden_bytes").get<int64_t>();
     p.layer.kv_bytes = j.at("kv_bytes").get<int64_t>();
     p.finish_s = j.at("finish_s").get<double>();
+    p.compute_scale = j.at("compute_scale").get<double>();
     p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
     p.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
     p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
     for (const double value :
          {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
       if (!std::isfinite(value) || value < 0) return data_loss("a figure below zero");
+    }
+    if (!(p.compute_scale >= 1 / kMaxScale && p.compute_scale <= kMaxScale)) {
+      return data_loss("a scale of the costs out of its range");
     }
     if (p.layer.hidden_bytes < 1 || p.layer.kv_bytes < 1) return data_loss("no bytes per token");
     return p;
@@ -407,6 +414,7 @@ Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& pr
                   {"attn_per_key", to_json(profile.layer.attn_per_key)},
                   {"hidden_bytes", profile.layer.hidden_bytes},
                   {"kv_bytes", profile.layer.kv_bytes},
+                  {"compute_scale", profile.compute_scale},
                   {"finish_s", profile.finish_s},
                   {"read_bytes_per_s", profile.read_bytes_per_s},
                   {"upload_bytes_per_s", profile.upload_bytes_per_s},
@@ -422,6 +430,13 @@ void observe_read_speed(CostProfile& profile, double bytes_per_s) {
           : bytes_per_s;
 }
 
+void observe_project_time(CostProfile& profile, double seconds, double predicted_s) {
+  if (!std::isfinite(seconds) || !(predicted_s >= kMinObservedS)) return;
+  const double surprise = std::clamp(seconds / predicted_s, 1 / kMaxSurprise, kMaxSurprise);
+  profile.compute_scale = std::clamp(profile.compute_scale * (1 + kObservedWeight * (surprise - 1)),
+                                     1 / kMaxScale, kMaxScale);
+}
+
 policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& engine,
                                    double link_bytes_per_s) {
   policy::RestoreCosts costs;
@@ -429,9 +444,13 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   // Only the row whose logits are wanted goes through the last layer's feed-forward block; the
   // others need no more than Q, K and V there.
   const model::HParams& hp = engine.model().hparams();
-  costs.layers.assign(static_cast<size_t>(costs.n_layer), profile.layer);
+  policy::LayerCosts layer = profile.layer;
+  layer.project = layer.project.scaled(profile.compute_scale);
+  layer.dense = layer.dense.scaled(profile.compute_scale);
+  layer.attn_per_key = layer.attn_per_key.scaled(profile.compute_scale);
+  costs.layers.assign(static_cast<size_t>(costs.n_layer), layer);
   costs.layers.back().dense =
-      profile.layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
+      layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
   costs.link.bytes_per_s = profile.read_bytes_per_s > 0 ? profile.read_bytes_per_s : kLinkGuess;
   if (link_bytes_per_s > 0) costs.link.bytes_per_s = link_bytes_per_s;
   costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
@@ -439,7 +458,7 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   costs.slice_rows = std::min<int64_t>(kMaxRows, engine.options().max_batch_rows);
   costs.batch_rows = engine.options().max_batch_rows;
   costs.ring_bytes = static_cast<int64_t>(RestoreRun{}.ring_bytes);
-  costs.finish_s = profile.finish_s + profile.layer.dense.at(1);
+  costs.finish_s = profile.finish_s * profile.compute_scale + layer.dense.at(1);
   costs.re_tail_projects = true;
   return costs;
 }

@@ -117,6 +117,14 @@ class RestorationImpl : public Restoration {
     }
     return result;
   }
+  // The same for rows of one layer that are projected.
+  template <typename F>
+  auto timed_projection(int layer, F&& call) {
+    const double before_s = report_.compute_busy_s;
+    auto result = timed_layers(layer, layer + 1, std::forward<F>(call));
+    report_.project_busy_s += report_.compute_busy_s - before_s;
+    return result;
+  }
   Status report_progress(double fraction) {
     if (run_.progress && !run_.progress(fraction)) return cancelled("the restore was cancelled");
     return {};
@@ -193,6 +201,7 @@ Status RestorationImpl::open() {
   report_.restored_tokens = plan_.restored_tokens;
   report_.predicted_s = plan_.predicted.makespan_s;
   report_.predicted_restore_s = plan_.predicted.restored_s;
+  report_.predicted_project_s = plan_.predicted.project_busy_s;
   for (const policy::PlanRun& run : plan_.runs) {
     const auto count = [&](Method m) {
       return std::count(run.layers.begin(), run.layers.end(), m);
@@ -345,8 +354,7 @@ Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
   const int64_t n = std::min(slice_rows - staged_.rows, page.n_rows - cursor_.row);
   const std::byte* rows =
       view_->bytes.data() + (page.row + cursor_.row) * engine_.hidden_row_bytes(type);
-  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket,
-                          timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_projection(cursor_.layer, [&] {
                             return engine_.stage_hidden(static_cast<int>(staged_.rows),
                                                         static_cast<int>(n), type, rows);
                           }));
@@ -364,7 +372,7 @@ Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
 Status RestorationImpl::project() {
   if (staged_.rows == 0) return {};
   const Staged staged = std::exchange(staged_, {});
-  return timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
+  return timed_projection(cursor_.layer, [&] {
     return engine_.project_staged(run_.seq, cursor_.layer, staged.begin,
                                   static_cast<int>(staged.rows), staged.type);
   });
@@ -410,10 +418,12 @@ Status RestorationImpl::recompute_rows(int64_t n) {
                        .first_pos = recomputed_rows_,
                        .output = BatchItem::Output::kNone};
   HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
+  const double before_s = report_.compute_busy_s;
   HCACHE_RETURN_IF_ERROR(timed_layers(0, layers, [&]() -> Status {
     HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layers - 1));
     return engine_.finish_with_kv(step, layers - 1);
   }));
+  if (layers > 1) report_.project_busy_s += report_.compute_busy_s - before_s;
   recomputed_rows_ += n;
   return {};
 }

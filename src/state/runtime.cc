@@ -27,7 +27,7 @@ class RuntimeImpl : public Runtime {
   Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
                               const StartOptions& options) override;
   bool discard(const PageFailure& failure) override;
-  void observe(const RestoreReport& report) override;
+  void observe(const RestoreReport& report, double link_bytes_per_s) override;
   Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) override;
   Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) override;
   Status finish(engine::SeqId seq) override {
@@ -257,10 +257,17 @@ bool RuntimeImpl::discard(const PageFailure& failure) {
   return droppable && store_->quarantine(failure.chunk, failure.layer, failure.encoding).ok();
 }
 
-void RuntimeImpl::observe(const RestoreReport& report) {
-  if (options_.profile || report.bytes_read < kMinObservedBytes) return;
-  observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
-  profile_dirty_ = true;
+void RuntimeImpl::observe(const RestoreReport& report, double link_bytes_per_s) {
+  if (options_.profile) return;
+  if (link_bytes_per_s <= 0 && report.bytes_read >= kMinObservedBytes) {
+    observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
+    profile_dirty_ = true;
+  }
+  // Where uploads run beside compute, calls return before their work is done.
+  if (profile_.upload_bytes_per_s == 0 && report.predicted_project_s > 0) {
+    observe_project_time(profile_, report.project_busy_s, report.predicted_project_s);
+    profile_dirty_ = true;
+  }
 }
 
 Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartOptions& options) {
@@ -309,7 +316,7 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
     *failure = outcome->failure;
     return Started{};
   }
-  if (options.link_bytes_per_s <= 0) observe(outcome->report);
+  observe(outcome->report, options.link_bytes_per_s);
   return Started{.seq = seq, .logits = std::move(outcome->logits), .report = outcome->report};
 }
 

@@ -70,6 +70,7 @@ TEST(Simulate, OverlapsReadsWithProjections) {
   EXPECT_NEAR(t.total.restored_s, 288e-6, 1e-12);
   EXPECT_NEAR(t.total.io_busy_s, 256e-6, 1e-12);
   EXPECT_NEAR(t.total.compute_busy_s, 128e-6, 1e-12);
+  EXPECT_NEAR(t.total.project_busy_s, 128e-6, 1e-12);
   EXPECT_EQ(t.total.bytes_read, 256'000);
 }
 
@@ -80,6 +81,7 @@ TEST(Simulate, RecomputationHidesTheFirstReads) {
   EXPECT_EQ(t.layers[0].io_end, 0);
   EXPECT_NEAR(t.layers[1].io_begin, 0, 1e-12);
   EXPECT_NEAR(t.total.makespan_s, 224e-6, 1e-12);
+  EXPECT_NEAR(t.total.project_busy_s, 32e-6, 1e-12);  // layer 0 alone is no whole layer
 }
 
 TEST(Simulate, PrefillFollowsLayerByLayer) {
@@ -146,6 +148,7 @@ TEST(Simulate, AgreesWithTheReferenceOnRandomPlans) {
     Timeline t = simulate(costs, plan).value();
     EXPECT_NEAR(t.total.makespan_s, testing::reference_makespan(costs, plan), 1e-12) << i;
     EXPECT_LE(t.total.compute_busy_s, t.total.makespan_s * (1 + 1e-9));
+    EXPECT_LE(t.total.project_busy_s, t.total.compute_busy_s * (1 + 1e-9));
     EXPECT_LE(t.total.io_busy_s, t.total.makespan_s * (1 + 1e-9) + 1e-12);
     for (size_t l = 1; l < t.layers.size(); ++l) {
       EXPECT_GE(t.layers[l].compute_end, t.layers[l - 1].compute_end);

@@ -44,6 +44,7 @@ CostProfile sample_profile() {
   p.layer.hidden_bytes = 648;
   p.layer.kv_bytes = 768;
   p.finish_s = 0.004;
+  p.compute_scale = 1.25;
   p.read_bytes_per_s = 1.7e9;
   p.gemm_flops_per_s = 1.9e11;
   return p;
@@ -69,6 +70,7 @@ TEST(CostProfileFile, RoundTrips) {
   EXPECT_EQ(q->layer.hidden_bytes, p.layer.hidden_bytes);
   EXPECT_EQ(q->layer.kv_bytes, p.layer.kv_bytes);
   EXPECT_DOUBLE_EQ(q->finish_s, p.finish_s);
+  EXPECT_DOUBLE_EQ(q->compute_scale, p.compute_scale);
   EXPECT_DOUBLE_EQ(q->read_bytes_per_s, p.read_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->upload_bytes_per_s, p.upload_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->gemm_flops_per_s, p.gemm_flops_per_s);
@@ -94,7 +96,9 @@ TEST(CostProfileFile, DamageIsToldFromAbsence) {
   };
   for (const std::string& text :
        {std::string(), std::string("{"), std::string("[]"), good.substr(0, good.size() / 2),
-        with("\"version\": 1", "\"version\": 99"), with("\"finish_s\": 0.004", "\"finish_s\": -1"),
+        with("\"version\": 2", "\"version\": 99"),
+        with("\"compute_scale\": 1.25", "\"compute_scale\": 0"),
+        with("\"finish_s\": 0.004", "\"finish_s\": -1"),
         with("\"kv_bytes\": 768", "\"kv_bytes\": \"x\""), with("threads=2", "threads=3"),
         with("0.02", "-0.02"), with("\"points\"", "\"pints\"")}) {
     ASSERT_TRUE(write_whole_file(Env::real(), path, text).ok());
@@ -112,6 +116,28 @@ TEST(CostProfile, ReadSpeedFollowsWhatIsObserved) {
   EXPECT_DOUBLE_EQ(p.read_bytes_per_s, 1300);
   for (const double nonsense : {0.0, -5.0, std::nan(""), HUGE_VAL}) observe_read_speed(p, nonsense);
   EXPECT_DOUBLE_EQ(p.read_bytes_per_s, 1300);
+}
+
+TEST(CostProfile, ComputeScaleFollowsWhatIsObserved) {
+  CostProfile p;
+  observe_project_time(p, 0.6, 0.5);
+  EXPECT_DOUBLE_EQ(p.compute_scale, 1.06);
+  observe_project_time(p, 50, 0.5);  // a burst of somebody else's counts as twice the time
+  EXPECT_DOUBLE_EQ(p.compute_scale, 1.06 * 1.3);
+  const double before = p.compute_scale;
+  observe_project_time(p, 0.5, 0.001);  // too little work to tell
+  observe_project_time(p, std::nan(""), 0.5);
+  observe_project_time(p, 0.5, std::nan(""));
+  EXPECT_DOUBLE_EQ(p.compute_scale, before);
+
+  // Predictions that follow what is observed settle on the truth from either side.
+  for (const double truth : {0.4, 3.0}) {
+    CostProfile q;
+    for (int i = 0; i < 40; ++i) observe_project_time(q, truth, q.compute_scale);
+    EXPECT_NEAR(q.compute_scale, truth, 0.01 * truth);
+    for (int i = 0; i < 100; ++i) observe_project_time(q, 1e9, 1);
+    EXPECT_LE(q.compute_scale, 8);
+  }
 }
 
 class RealModel : public ::testing::Test {
@@ -167,6 +193,16 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
   EXPECT_TRUE(costs.re_tail_projects);
   EXPECT_DOUBLE_EQ(restore_costs(*p, *e, 1.9e7).link.bytes_per_s, 1.9e7);
   EXPECT_TRUE(policy::plan_save(costs, {}, nullptr).ok());
+
+  CostProfile slower = *p;
+  slower.compute_scale = 2;
+  const policy::RestoreCosts scaled = restore_costs(slower, *e, 0);
+  for (const int l : {0, 29}) {
+    EXPECT_DOUBLE_EQ(scaled.layer(l).project.at(128), 2 * costs.layer(l).project.at(128));
+    EXPECT_DOUBLE_EQ(scaled.layer(l).dense.at(128), 2 * costs.layer(l).dense.at(128));
+    EXPECT_DOUBLE_EQ(scaled.layer(l).load_kv.at(128), costs.layer(l).load_kv.at(128));
+  }
+  EXPECT_DOUBLE_EQ(scaled.finish_s, 2 * costs.finish_s);
 }
 
 TEST_F(RealModel, MeasuringCanBeCancelled) {

@@ -190,6 +190,8 @@ TEST_P(RestoreTest, ContinuesAsIfNeverInterrupted) {
     EXPECT_EQ(restored.report.restored_tokens, mode == policy::Mode::kRecompute ? 0 : n_saved)
         << restored.report.schedule;
     EXPECT_EQ(restored.report.damaged_pages, 0U);
+    EXPECT_EQ(restored.report.project_busy_s > 0, restored.report.predicted_project_s > 0)
+        << restored.report.schedule;
     // Whatever the type: what is not recomputed comes back to the bit.
     if (exact || mode == policy::Mode::kKv || mode == policy::Mode::kHidden) {
       EXPECT_TRUE(restored.state == ref.state) << restored.report.schedule;

@@ -237,7 +237,7 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
     return status;
   }
   const state::RestoreReport& report = restore->work->report();
-  if (options_.link_bytes_per_s <= 0) runtime_.observe(report);
+  runtime_.observe(report, options_.link_bytes_per_s);
   status.report.hidden_tokens = report.tokens_hidden;
   status.report.kv_tokens = report.tokens_kv;
   status.report.recomputed_tokens = report.tokens_recomputed;

@@ -157,6 +157,9 @@ struct Prediction {
   double restored_s = 0;      // until the last layer's history rows are in the arena
   double io_busy_s = 0;       // time the link moves bytes
   double compute_busy_s = 0;  // time the compute resource works, prefill included
+  // Of it, history rows that are projected, or recomputed through at least one whole layer: what
+  // layer 0's tail takes depends on how often its tokens repeat, which no plan knows.
+  double project_busy_s = 0;
   int64_t bytes_read = 0;
 };
 

@@ -1,5 +1,5 @@
 // What restoring costs on this machine: measured once per (model, device, threads, build) and kept
-// in the state directory; the links' speeds are corrected by what restores observe.
+// in the state directory; the links' and the cores' speeds are corrected by what restores observe.
 #pragma once
 
 #include <functional>
@@ -18,6 +18,7 @@ using ProgressFn = std::function<bool(const std::string& what, double fraction)>
 struct CostProfile {
   std::string key;                // what it was measured for; another key is another profile
   policy::LayerCosts layer;       // one for all layers; bytes per token for the native encodings
+  double compute_scale = 1;       // restores project so many times slower than the curves say
   double finish_s = 0;            // final norm and output head for one row
   double read_bytes_per_s = 0;    // of the store's disks together; 0: not measured yet
   double upload_bytes_per_s = 0;  // host to device, where that runs beside compute; 0: it does not
@@ -41,6 +42,10 @@ Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& pr
 // Exponential average of an observed rate into the profile (weight 0.3; the first one counts
 // whole).
 void observe_read_speed(CostProfile& profile, double bytes_per_s);
+// The same for the time that projecting and recomputing history rows took against what this
+// profile predicted. Clocks fall under load and neighbours come and go: the curves' shape stays,
+// their scale does not. Copies into the arena, which memory bounds, are not scaled.
+void observe_project_time(CostProfile& profile, double seconds, double predicted_s);
 
 // The planner's input. link_bytes_per_s > 0 replaces the disks' speed (a throttled link).
 policy::RestoreCosts restore_costs(const CostProfile& profile, const engine::Engine& engine,

@@ -66,6 +66,8 @@ struct RestoreReport {
   double predicted_restore_s = 0;  // the plan's for restore_s
   double io_busy_s = 0;
   double compute_busy_s = 0;
+  double project_busy_s = 0;       // of it, as policy::Prediction::project_busy_s
+  double predicted_project_s = 0;  // the plan's for project_busy_s
   std::vector<LayerTimes> layers;
   uint64_t damaged_pages = 0;  // found, dropped and recomputed on the way
 };

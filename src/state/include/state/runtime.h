@@ -82,8 +82,9 @@ class Runtime {
   // Drops a page that could not be used. False when it can't be dropped: nothing saved should be
   // used for this chain then.
   virtual bool discard(const PageFailure& failure) = 0;
-  // Corrects the profile by what a restore observed of the store's speed.
-  virtual void observe(const RestoreReport& report) = 0;
+  // Corrects the profile by what a restore observed of the store's and the device's speed; of the
+  // store's only if no link throttled it.
+  virtual void observe(const RestoreReport& report, double link_bytes_per_s) = 0;
   // Match, plan, restore and prefill: a new sequence holding `tokens` (at least one). Damaged pages
   // are dropped and planned around; with no usable page everything is recomputed.
   virtual Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) = 0;
