@@ -14,6 +14,7 @@ from pathlib import Path
 
 import benchlib as lib
 
+FAST = 2.0  # times the paper's link
 LINKED = ["plan", "hidden", "kv", "naive-hybrid"]
 STYLE = {  # colour-blind safe, and told apart in grey by marker
     "plan": ("#000000", "o", 2.4),
@@ -62,10 +63,15 @@ def measure(args: argparse.Namespace) -> dict:
     paper = fixed["gemm_flops_per_s"] / (312e12 / 32e9)
     links = [paper * args.slowest * 10 ** (args.decades * i / (args.points - 1))
              for i in range(args.points)]
-    swept = hcache.bench("restore", *common, "--methods", ",".join(LINKED), "--link",
-                         ",".join(f"{link:.0f}" for link in links), "--reps", args.reps)
+    rows = fixed["rows"]
+    # On a fast link a restore takes a fifth of the time, and noise is a larger part of it.
+    for part, reps in (([x for x in links if x <= FAST * paper], args.reps),
+                       ([x for x in links if x > FAST * paper], 5 * args.reps)):
+        if part:
+            rows += hcache.bench("restore", *common, "--methods", ",".join(LINKED), "--link",
+                                 ",".join(f"{x:.0f}" for x in part), "--reps", reps)["rows"]
     return {"machine": fixed["machine"], "paper_link_bytes_per_s": paper,
-            "history": args.history, "new": args.new, "rows": swept["rows"] + fixed["rows"]}
+            "history": args.history, "new": args.new, "rows": rows}
 
 
 def judge(results: dict) -> dict:
@@ -78,9 +84,11 @@ def judge(results: dict) -> dict:
             by_link.setdefault(row["link_bytes_per_s"], {})[row["method"]] = row
     worst = 0.0
     for rows in by_link.values():
-        others = [r["ttft_ms"]["median"] for m, r in rows.items() if m != "plan"]
-        best = min([*others, fixed["recompute"]])
-        worst = max(worst, rows["plan"]["ttft_ms"]["median"] / best)
+        best = min((r for m, r in rows.items() if m != "plan"),
+                   key=lambda r: r["ttft_ms"]["median"])
+        # Neighbours in time, repetition by repetition: both saw the same machine.
+        ratio = lib.compare("", rows["plan"]["ttft_samples_ms"], best["ttft_samples_ms"])["ratio"]
+        worst = max(worst, ratio, rows["plan"]["ttft_ms"]["median"] / fixed["recompute"])
     errors = [abs(r["predicted_ms"] / r["ttft_ms"]["median"] - 1) for r in results["rows"]
               if r["predicted_ms"]]
     plan_errors = [abs(r["plan"]["predicted_ms"] / r["plan"]["ttft_ms"]["median"] - 1)

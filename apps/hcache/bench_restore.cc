@@ -64,6 +64,7 @@ struct RestoreRow {
   double link_bytes_per_s = 0;
   state::RestoreReport report;
   std::vector<double> ttft_s;
+  std::vector<double> predicted_s;  // every restore corrects what the next one is predicted from
   std::vector<double> restore_s;
   std::vector<double> io_busy;
   std::vector<double> compute_busy;
@@ -212,6 +213,7 @@ class RestoreBench {
     } else {
       row.report = report;
       row.ttft_s.push_back(ttft);
+      row.predicted_s.push_back(report.predicted_s);
       row.restore_s.push_back(report.restore_s);
       row.io_busy.push_back(report.io_busy_s / ttft);
       row.compute_busy.push_back(report.compute_busy_s / ttft);
@@ -250,40 +252,39 @@ class RestoreBench {
     const model::Model& model = runtime_.model();
     const double per_token =
         static_cast<double>(row.report.page_bytes) / static_cast<double>(history_);
-    const bool predicted = row.report.predicted_s > 0;
-    json_.push_back(
-        {{"model", std::filesystem::path(model.path()).filename().string()},
-         {"type", model.type_name()},
-         {"n_head", model.hparams().n_head},
-         {"n_head_kv", model.hparams().n_head_kv},
-         {"history", history_},
-         {"conversation", conversation_},
-         {"new", args_.new_tokens},
-         {"method", row.method},
-         {"schedule", row.report.schedule},
-         {"link", row.link},
-         {"link_bytes_per_s",
-          row.link_bytes_per_s > 0 ? Json(row.link_bytes_per_s) : Json(nullptr)},
-         {"bytes_per_token", per_token},
-         {"bytes_read", row.report.bytes_read},
-         {"restore_ms", spread(row.restore_s, 1e3)},
-         {"ttft_ms", spread(row.ttft_s, 1e3)},
-         {"ttft_samples_ms", milliseconds(row.ttft_s)},
-         {"predicted_ms", predicted ? Json(row.report.predicted_s * 1e3) : Json(nullptr)},
-         {"io_busy", median(row.io_busy)},
-         {"compute_busy", median(row.compute_busy)},
-         {"fidelity",
-          {{"kv_identical", row.fidelity.kv_identical},
-           {"greedy_agree", row.fidelity.greedy_agree},
-           {"greedy_total", row.fidelity.greedy_total},
-           {"max_logit_diff", row.fidelity.max_logit_diff},
-           {"mean_kl", row.fidelity.mean_kl},
-           {"margin", row.fidelity.margin}}}});
+    const double predicted_ms = median(row.predicted_s) * 1e3;
+    json_.push_back({{"model", std::filesystem::path(model.path()).filename().string()},
+                     {"type", model.type_name()},
+                     {"n_head", model.hparams().n_head},
+                     {"n_head_kv", model.hparams().n_head_kv},
+                     {"history", history_},
+                     {"conversation", conversation_},
+                     {"new", args_.new_tokens},
+                     {"method", row.method},
+                     {"schedule", row.report.schedule},
+                     {"link", row.link},
+                     {"link_bytes_per_s",
+                      row.link_bytes_per_s > 0 ? Json(row.link_bytes_per_s) : Json(nullptr)},
+                     {"bytes_per_token", per_token},
+                     {"bytes_read", row.report.bytes_read},
+                     {"restore_ms", spread(row.restore_s, 1e3)},
+                     {"ttft_ms", spread(row.ttft_s, 1e3)},
+                     {"ttft_samples_ms", milliseconds(row.ttft_s)},
+                     {"predicted_ms", predicted_ms > 0 ? Json(predicted_ms) : Json(nullptr)},
+                     {"io_busy", median(row.io_busy)},
+                     {"compute_busy", median(row.compute_busy)},
+                     {"fidelity",
+                      {{"kv_identical", row.fidelity.kv_identical},
+                       {"greedy_agree", row.fidelity.greedy_agree},
+                       {"greedy_total", row.fidelity.greedy_total},
+                       {"max_logit_diff", row.fidelity.max_logit_diff},
+                       {"mean_kl", row.fidelity.mean_kl},
+                       {"margin", row.fidelity.margin}}}});
     table_.push_back(
         {fmt::format("{}", history_),
          row.link_bytes_per_s > 0 ? format_rate(row.link_bytes_per_s) : "none", row.method,
          row.report.schedule, fmt::format("{:.1f}", median(row.ttft_s) * 1e3),
-         predicted ? fmt::format("{:.1f}", row.report.predicted_s * 1e3) : "-",
+         predicted_ms > 0 ? fmt::format("{:.1f}", predicted_ms) : "-",
          fmt::format("{:.1f}", median(row.restore_s) * 1e3), format_bytes(row.report.bytes_read),
          fmt::format("{:.0f} %", median(row.io_busy) * 100),
          fmt::format("{:.0f} %", median(row.compute_busy) * 100),
