@@ -23,6 +23,7 @@ LADDER = {
     "engine": {"base", "model", "ggml"},
     "state": {"base", "policy", "store", "model", "engine", "ggml"},
     "scheduler": {"base", "policy"},
+    "sim": {"base", "policy", "scheduler"},
     # Below `server`: bytes on a socket; JSON and text; what was said before; the engine behind the
     # scheduler. server/service joins them.
     "server/http": {"base"},

@@ -19,6 +19,7 @@ void add_plan(CLI::App& app, Verb* verb);
 void add_profile(CLI::App& app, Verb* verb);
 void add_model(CLI::App& app, Verb* verb);
 void add_store(CLI::App& app, Verb* verb);
+void add_sim(CLI::App& app, Verb* verb);
 void add_rpc_serve(CLI::App& app, Verb* verb);
 
 // `--device list`: prints the devices that this build sees.

@@ -52,6 +52,7 @@ int run(int argc, char** argv) {
   hcache::cli::add_bench(app, &verb);
   hcache::cli::add_plan(app, &verb);
   hcache::cli::add_profile(app, &verb);
+  hcache::cli::add_sim(app, &verb);
   hcache::cli::add_model(app, &verb);
   hcache::cli::add_store(app, &verb);
   hcache::cli::add_rpc_serve(app, &verb);

@@ -104,6 +104,10 @@ constexpr OptionRow kTable[] = {
     {"grammar", "--grammar", Kind::kText, "GBNF", "", 0, 0, "",
      "the answer must follow this grammar"},
 
+    {"scenario", "--scenario", Kind::kText, "FILE", "", 0, 0, "",
+     "what to simulate (docs/simulator.md)"},
+    {"sim-trace", "--trace", Kind::kText, "FILE", "", 0, 0, "",
+     "recorded requests in Mooncake's format, instead of the scenario's own"},
     {"hardware", "--hardware", Kind::kText, "NAME", "", 0, 0, "",
      "plan for hardware of the paper instead of this machine: a100, a30, rtx4090, l20, h800"},
     {"shape", "-m,--model", Kind::kText, "FILE|NAME", "", 0, 0, "",

@@ -1,0 +1,218 @@
+#include "policy/eviction.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+namespace hcache::policy {
+namespace {
+
+using Key = EvictionOrder::Key;
+using Object = EvictionOrder::Object;
+
+// How often the return model is told how long everything has been watched.
+constexpr double kSweepS = 5;
+// What is gone is watched for so long; nearly all that returns does so earlier.
+constexpr double kMemoryS = 3600;
+
+Key queue_key(const Object& o) {
+  Key key{.first = o.last_use_s};
+  if (o.wanted) {
+    key.wanted = true;
+    key.urgency = std::numeric_limits<uint64_t>::max() - *o.wanted;
+  }
+  return key;
+}
+
+struct PolicyRow {
+  EvictPolicy policy;
+  std::string_view name;
+  Key (*key)(const Object&);
+};
+
+constexpr std::array kPolicies = {
+    PolicyRow{EvictPolicy::kLru, "lru", [](const Object& o) { return Key{.first = o.last_use_s}; }},
+    PolicyRow{EvictPolicy::kFifo, "fifo", [](const Object& o) { return Key{.first = o.stored_s}; }},
+    PolicyRow{EvictPolicy::kLfu, "lfu",
+              [](const Object& o) {
+                return Key{.first = static_cast<double>(o.uses), .second = o.last_use_s};
+              }},
+    PolicyRow{EvictPolicy::kSchedulerAware, "scheduler-aware", queue_key},
+    PolicyRow{EvictPolicy::kCarScore, "car-score",
+              [](const Object& o) {
+                return Key{.first = static_cast<double>(o.score), .second = o.last_use_s};
+              }},
+    PolicyRow{EvictPolicy::kCostAware, "cost-aware", queue_key},
+};
+
+const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_t>(policy)]; }
+
+}  // namespace
+
+std::string_view evict_policy_name(EvictPolicy policy) { return row_of(policy).name; }
+
+Result<EvictPolicy> parse_evict_policy(std::string_view name) {
+  std::string names;
+  for (const PolicyRow& row : kPolicies) {
+    if (row.name == name) return row.policy;
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", row.name);
+  }
+  return invalid_argument(fmt::format("no eviction policy '{}'; there are {}", name, names));
+}
+
+void EvictionOrder::list(Id id, const Object& object) {
+  if (object.held > 0) return;
+  if (learns() && !object.wanted) {
+    const Group group = {.object_class = ReturnModel::class_of(object.uses),
+                         .worth = std::ilogb(object.worth_per_use)};
+    groups_[group].emplace(object.last_use_s, id);
+  } else {
+    order_.emplace(row_of(policy_).key(object), id);
+  }
+}
+
+void EvictionOrder::unlist(Id id, const Object& object) {
+  if (object.held > 0) return;
+  if (learns() && !object.wanted) {
+    const auto group = groups_.find({.object_class = ReturnModel::class_of(object.uses),
+                                     .worth = std::ilogb(object.worth_per_use)});
+    group->second.erase({object.last_use_s, id});
+    if (group->second.empty()) groups_.erase(group);
+  } else {
+    order_.erase({row_of(policy_).key(object), id});
+  }
+}
+
+void EvictionOrder::insert(Id id, double now_s, double bytes, double rebuild_s) {
+  Object object;
+  object.stored_s = now_s;
+  object.last_use_s = now_s;
+  object.worth_per_use = std::max(rebuild_s, 1e-9) / std::max(bytes, 1.0);
+  if (const auto gone = gone_.find(id); gone != gone_.end()) {
+    const Memory& m = gone->second;
+    note_return(m.last_use_s, m.watched_until_s, m.uses, now_s);
+    object.uses = m.uses + 1;
+    gone_.erase(gone);
+  }
+  if (learns()) watched_until_s_[id] = now_s;
+  list(id, objects_.insert_or_assign(id, object).first->second);
+}
+
+void EvictionOrder::use(Id id, double now_s) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  Object& object = found->second;
+  unlist(id, object);
+  if (learns()) {
+    double& watched_until_s = watched_until_s_[id];
+    note_return(object.last_use_s, watched_until_s, object.uses, now_s);
+    watched_until_s = now_s;
+  }
+  object.last_use_s = now_s;
+  ++object.uses;
+  list(id, object);
+}
+
+void EvictionOrder::erase(Id id, double now_s) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  const Object object = found->second;
+  unlist(id, object);
+  objects_.erase(found);
+  if (!learns()) return;
+  gone_[id] = {object.last_use_s, watched_until_s_[id], object.uses};
+  watched_until_s_.erase(id);
+  sweep(now_s);
+}
+
+void EvictionOrder::hold(Id id) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  unlist(id, found->second);
+  ++found->second.held;
+}
+
+void EvictionOrder::let_go(Id id) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end() || found->second.held == 0) return;
+  --found->second.held;
+  list(id, found->second);
+}
+
+void EvictionOrder::set_wanted(Id id, std::optional<uint64_t> place) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  unlist(id, found->second);
+  found->second.wanted = place;
+  list(id, found->second);
+}
+
+void EvictionOrder::add_score(Id id, int delta) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  unlist(id, found->second);
+  found->second.score += delta;
+  list(id, found->second);
+}
+
+void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint32_t uses,
+                                double now_s) {
+  const int object_class = ReturnModel::class_of(uses);
+  model_.watched(object_class, watched_until_s - last_use_s, now_s - last_use_s);
+  model_.returned(object_class, now_s - last_use_s);
+}
+
+void EvictionOrder::sweep(double now_s) {
+  if (now_s < next_sweep_s_) return;
+  next_sweep_s_ = now_s + kSweepS;
+  for (auto& [id, watched_until_s] : watched_until_s_) {
+    const Object& o = objects_.at(id);
+    model_.watched(ReturnModel::class_of(o.uses), watched_until_s - o.last_use_s,
+                   now_s - o.last_use_s);
+    watched_until_s = now_s;
+  }
+  for (auto it = gone_.begin(); it != gone_.end();) {
+    Memory& m = it->second;
+    model_.watched(ReturnModel::class_of(m.uses), m.watched_until_s - m.last_use_s,
+                   now_s - m.last_use_s);
+    m.watched_until_s = now_s;
+    it = now_s - m.last_use_s > kMemoryS ? gone_.erase(it) : std::next(it);
+  }
+  model_.learn();
+}
+
+std::optional<EvictionOrder::Id> EvictionOrder::victim(double now_s) {
+  if (learns()) {
+    sweep(now_s);
+    if (const auto id = least_worth(now_s)) return id;
+  }
+  if (order_.empty()) return std::nullopt;
+  return order_.begin()->second;
+}
+
+// Objects of a group and of one span of ages are worth the same: the oldest stands for them.
+std::optional<EvictionOrder::Id> EvictionOrder::least_worth(double now_s) {
+  std::optional<Id> found;
+  double least = std::numeric_limits<double>::infinity();
+  for (const auto& [group, members] : groups_) {
+    auto member = members.begin();
+    while (member != members.end()) {
+      const int age = ReturnModel::age_of(now_s - member->first);
+      const double worth = std::ldexp(model_.index(group.object_class, age), group.worth);
+      if (worth < least) {
+        least = worth;
+        found = member->second;
+      }
+      if (age == 0) break;
+      // On to the next younger span.
+      member = members.upper_bound(
+          {now_s - ReturnModel::age_begin_s(age), std::numeric_limits<Id>::max()});
+    }
+  }
+  return found;
+}
+
+}  // namespace hcache::policy

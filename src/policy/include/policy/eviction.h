@@ -1,0 +1,125 @@
+// Which object of a full cache gives way: the policies of --evict-policy, and the index that finds
+// their victim without looking at every object.
+//
+// A cache (the device arena, host memory, the disks, the simulator's tiers) tells an EvictionOrder
+// what enters, is used and leaves, and asks it for a victim. The order knows nothing of what an
+// object is. A policy is one row of a table in eviction.cc; what it may look at is in Object.
+//
+// Prefixes: an object that others need (a chunk with children in the cache, a pinned or a running
+// sequence) is held, and no victim until it is let go. So chains shrink from their ends.
+//
+// Threading: plain values, no shared state; the caller locks. Times in seconds on a clock that does
+// not go back.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "policy/return_model.h"
+
+namespace hcache::policy {
+
+enum class EvictPolicy : uint8_t {
+  kLru,             // least recently used
+  kFifo,            // first in, first out
+  kLfu,             // least often used since it came in; equals: least recently
+  kSchedulerAware,  // what no request in the queue wants, least recently used first; then what the
+                    // last of them want (attentionstore.txt §3.3.2)
+  kCarScore,        // smallest score, which requests raise when they enter the window and when they
+                    // are dispatched, and lower when they end (car.txt §III)
+  kCostAware,       // smallest worth: chance to return soon times what rebuilding costs, per byte
+};
+[[nodiscard]] std::string_view evict_policy_name(EvictPolicy policy);  // "lru", "cost-aware", ...
+// kInvalidArgument names the policies there are.
+[[nodiscard]] Result<EvictPolicy> parse_evict_policy(std::string_view name);
+
+class EvictionOrder {
+ public:
+  using Id = uint64_t;
+
+  explicit EvictionOrder(EvictPolicy policy) : policy_(policy) {}
+
+  // An object comes in, or comes back: what is remembered of it counts. `rebuild_s`: what it would
+  // cost to do without it; `bytes` > 0.
+  void insert(Id id, double now_s, double bytes, double rebuild_s);
+  void use(Id id, double now_s);
+  // Evicted or deleted. Its uses are remembered for a while.
+  void erase(Id id, double now_s);
+  // Holds nest.
+  void hold(Id id);
+  void let_go(Id id);
+  // The place in the queue of the first request that wants it; none: nobody in sight does.
+  void set_wanted(Id id, std::optional<uint64_t> place);
+  // Adds to the score (kCarScore alone looks at it).
+  void add_score(Id id, int delta);
+
+  // Who gives way next, if anybody may. The object stays until it is erased.
+  [[nodiscard]] std::optional<Id> victim(double now_s);
+
+  [[nodiscard]] bool contains(Id id) const { return objects_.contains(id); }
+  [[nodiscard]] size_t size() const { return objects_.size(); }
+
+  // What a policy may look at.
+  struct Object {
+    double stored_s = 0;
+    double last_use_s = 0;
+    uint32_t uses = 1;
+    int64_t score = 0;
+    std::optional<uint64_t> wanted;
+    double worth_per_use = 0;  // seconds of rebuilding per byte
+    int held = 0;
+  };
+  // Smallest first.
+  struct Key {
+    bool wanted = false;   // somebody in the queue wants it: after all others
+    uint64_t urgency = 0;  // of those: the later its turn, the smaller
+    double first = 0;
+    double second = 0;
+    friend bool operator<(const Key& a, const Key& b) {
+      return std::tie(a.wanted, a.urgency, a.first, a.second) <
+             std::tie(b.wanted, b.urgency, b.first, b.second);
+    }
+  };
+
+ private:
+  // Objects that are alike for the return model and of about the same worth per use.
+  struct Group {
+    int object_class = 0;
+    int worth = 0;  // log2 of worth_per_use
+    friend bool operator<(const Group& a, const Group& b) {
+      return std::tie(a.object_class, a.worth) < std::tie(b.object_class, b.worth);
+    }
+  };
+  struct Memory {  // of an object that is gone
+    double last_use_s = 0;
+    double watched_until_s = 0;
+    uint32_t uses = 0;
+  };
+
+  void list(Id id, const Object& object);
+  void unlist(Id id, const Object& object);
+  [[nodiscard]] bool learns() const { return policy_ == EvictPolicy::kCostAware; }
+  void note_return(double last_use_s, double watched_until_s, uint32_t uses, double now_s);
+  void sweep(double now_s);
+  [[nodiscard]] std::optional<Id> least_worth(double now_s);
+
+  const EvictPolicy policy_;
+  std::unordered_map<Id, Object> objects_;
+  std::set<std::pair<Key, Id>> order_;  // of what may go; kCostAware: of those that are wanted
+  // kCostAware, of those that nobody wants: by group, least recently used first.
+  std::map<Group, std::set<std::pair<double, Id>>> groups_;
+  std::unordered_map<Id, double> watched_until_s_;
+  std::unordered_map<Id, Memory> gone_;
+  ReturnModel model_;
+  double next_sweep_s_ = 0;
+};
+
+}  // namespace hcache::policy

@@ -1,0 +1,167 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "policy/eviction.h"
+
+namespace hcache::policy {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Evicts until nothing may go, and says in which order.
+std::vector<uint64_t> drain(EvictionOrder& order, double now_s) {
+  std::vector<uint64_t> gone;
+  while (const auto id = order.victim(now_s)) {
+    gone.push_back(*id);
+    order.erase(*id, now_s);
+  }
+  return gone;
+}
+
+TEST(EvictPolicies, HaveNames) {
+  for (const char* name : {"lru", "fifo", "lfu", "scheduler-aware", "car-score", "cost-aware"}) {
+    const auto policy = parse_evict_policy(name);
+    ASSERT_TRUE(policy.ok()) << name;
+    EXPECT_EQ(evict_policy_name(*policy), name);
+  }
+  EXPECT_EQ(parse_evict_policy("mru").code(), Code::kInvalidArgument);
+  EXPECT_THAT(parse_evict_policy("mru").status().message(), HasSubstr("scheduler-aware"));
+}
+
+TEST(EvictionOrder, FollowsItsPolicy) {
+  const auto filled = [](EvictPolicy policy) {
+    EvictionOrder order(policy);
+    for (const uint64_t id : {1, 2, 3}) order.insert(id, static_cast<double>(id), 1, 1);
+    order.use(2, 4);
+    order.use(2, 5);
+    order.use(1, 6);
+    return order;
+  };
+  EvictionOrder lru = filled(EvictPolicy::kLru);
+  EXPECT_EQ(drain(lru, 10), (std::vector<uint64_t>{3, 2, 1}));
+  EvictionOrder fifo = filled(EvictPolicy::kFifo);
+  EXPECT_EQ(drain(fifo, 10), (std::vector<uint64_t>{1, 2, 3}));
+  EvictionOrder lfu = filled(EvictPolicy::kLfu);
+  EXPECT_EQ(drain(lfu, 10), (std::vector<uint64_t>{3, 1, 2}));
+  EvictionOrder car = filled(EvictPolicy::kCarScore);
+  car.add_score(3, 2);
+  car.add_score(1, 1);
+  car.add_score(3, -2);
+  EXPECT_EQ(drain(car, 10), (std::vector<uint64_t>{3, 2, 1}));
+}
+
+TEST(EvictionOrder, KeepsWhatTheQueueWants) {
+  for (const EvictPolicy policy : {EvictPolicy::kSchedulerAware, EvictPolicy::kCostAware}) {
+    EvictionOrder order(policy);
+    for (const uint64_t id : {1, 2, 3, 4}) order.insert(id, static_cast<double>(id), 1, 1);
+    order.set_wanted(1, 7);
+    order.set_wanted(2, 9);
+    order.set_wanted(3, 8);
+    order.set_wanted(3, std::nullopt);
+    // What nobody wants in the order of use, then the last in the queue.
+    EXPECT_EQ(drain(order, 10), (std::vector<uint64_t>{3, 4, 2, 1})) << evict_policy_name(policy);
+  }
+}
+
+TEST(EvictionOrder, HoldsNest) {
+  for (const EvictPolicy policy : {EvictPolicy::kLru, EvictPolicy::kCostAware}) {
+    EvictionOrder order(policy);
+    order.insert(1, 1, 1, 1);
+    order.insert(2, 2, 1, 1);
+    order.hold(1);
+    order.hold(1);
+    order.use(1, 3);
+    EXPECT_EQ(order.victim(4), 2U);
+    order.let_go(1);
+    order.erase(2, 4);
+    EXPECT_EQ(order.victim(4), std::nullopt);
+    order.let_go(1);
+    EXPECT_EQ(order.victim(4), 1U);
+    EXPECT_EQ(order.size(), 1U);
+    order.hold(99);  // what is not there is nobody's business
+    order.use(99, 5);
+    order.erase(99, 5);
+    EXPECT_FALSE(order.contains(99));
+  }
+}
+
+TEST(CostAware, KeepsWhatIsDearToRebuild) {
+  EvictionOrder order(EvictPolicy::kCostAware);
+  order.insert(1, 0, 1000, 1);   // 1 ms a byte
+  order.insert(2, 1, 1000, 64);  // dearer
+  order.insert(3, 2, 64000, 1);  // cheaper
+  EXPECT_EQ(drain(order, 3), (std::vector<uint64_t>{3, 1, 2}));
+}
+
+// Half of the objects come back once, after exactly a minute; the others never do.
+TEST(CostAware, LearnsWhenObjectsReturn) {
+  EvictionOrder order(EvictPolicy::kCostAware);
+  double now_s = 0;
+  for (uint64_t i = 0; i < 4000; ++i, now_s += 1) {
+    order.insert(2 * i, now_s, 1, 1);
+    order.insert(2 * i + 1, now_s, 1, 1);
+    if (i >= 60) order.use(2 * (i - 60), now_s);
+    while (order.size() > 300) order.erase(*order.victim(now_s), now_s);
+  }
+  // What was just used a second time never returns: it goes before what may.
+  const auto victim = order.victim(now_s);
+  ASSERT_TRUE(victim.has_value());
+  EXPECT_TRUE(*victim % 2 == 0 || *victim / 2 + 61 < 4000) << *victim;
+  // Of the youngest minute nearly everything is there.
+  int kept = 0;
+  for (uint64_t i = 3950; i < 4000; ++i) kept += order.contains(2 * i) ? 1 : 0;
+  EXPECT_GE(kept, 49);
+}
+
+TEST(ReturnModel, SpansAndClassesCoverEverything) {
+  for (int age = 0; age < ReturnModel::kAges; ++age) {
+    const double begin = ReturnModel::age_begin_s(age);
+    EXPECT_EQ(ReturnModel::age_of(begin + 1e-6 * (begin + 1)), age);
+    if (age > 0) {
+      EXPECT_EQ(ReturnModel::age_of(begin * (1 - 1e-6)), age - 1);
+    }
+  }
+  EXPECT_EQ(ReturnModel::age_of(-1), 0);
+  EXPECT_EQ(ReturnModel::age_of(1e300), ReturnModel::kAges - 1);
+  int last = -1;
+  for (const uint32_t uses : {1U, 2U, 3U, 4U, 5U, 9U, 17U, 33U}) {
+    EXPECT_EQ(ReturnModel::class_of(uses), last + 1) << uses;
+    last = ReturnModel::class_of(uses);
+  }
+  EXPECT_EQ(ReturnModel::class_of(8), ReturnModel::class_of(5));
+  EXPECT_EQ(ReturnModel::class_of(UINT32_MAX), ReturnModel::kClasses - 1);
+}
+
+TEST(ReturnModel, IndexIsTheRateWhereTheRateIsConstant) {
+  ReturnModel model;
+  std::mt19937_64 random(1);
+  std::exponential_distribution<double> after(1 / 50.0);
+  for (int i = 0; i < 50000; ++i) {
+    const double age = after(random);
+    model.watched(0, 0, age);
+    model.returned(0, age);
+  }
+  model.learn();
+  for (const double age : {0.0, 10.0, 60.0}) {
+    EXPECT_NEAR(model.index(0, ReturnModel::age_of(age)), 1 / 50.0, 0.1 / 50.0) << age;
+  }
+}
+
+TEST(ReturnModel, IndexLooksAheadToThePeak) {
+  ReturnModel model;
+  for (int i = 0; i < 20000; ++i) {
+    model.watched(0, 0, 30);
+    model.returned(0, 30);
+    model.watched(1, 0, 3000);  // of this class nothing ever returns
+  }
+  model.learn();
+  const double before = model.index(0, ReturnModel::age_of(1));
+  EXPECT_NEAR(before, 1 / 30.0, 0.5 / 30.0);  // though nothing returns in the first seconds
+  EXPECT_GT(model.index(0, ReturnModel::age_of(20)), before);
+  EXPECT_LT(model.index(1, ReturnModel::age_of(1)), before / 20);
+}
+
+}  // namespace
+}  // namespace hcache::policy
