@@ -87,9 +87,11 @@ void EvictionOrder::unlist(Id id, const Object& object) {
 }
 
 void EvictionOrder::insert(Id id, double now_s, double bytes, double rebuild_s) {
+  if (objects_.contains(id)) return use(id, now_s);
   Object object;
   object.stored_s = now_s;
   object.last_use_s = now_s;
+  object.watched_until_s = now_s;
   object.worth_per_use = std::max(rebuild_s, 1e-9) / std::max(bytes, 1.0);
   if (const auto gone = gone_.find(id); gone != gone_.end()) {
     const Memory& m = gone->second;
@@ -97,8 +99,7 @@ void EvictionOrder::insert(Id id, double now_s, double bytes, double rebuild_s) 
     object.uses = m.uses + 1;
     gone_.erase(gone);
   }
-  if (learns()) watched_until_s_[id] = now_s;
-  list(id, objects_.insert_or_assign(id, object).first->second);
+  list(id, objects_.emplace(id, object).first->second);
 }
 
 void EvictionOrder::use(Id id, double now_s) {
@@ -106,12 +107,9 @@ void EvictionOrder::use(Id id, double now_s) {
   if (found == objects_.end()) return;
   Object& object = found->second;
   unlist(id, object);
-  if (learns()) {
-    double& watched_until_s = watched_until_s_[id];
-    note_return(object.last_use_s, watched_until_s, object.uses, now_s);
-    watched_until_s = now_s;
-  }
+  note_return(object.last_use_s, object.watched_until_s, object.uses, now_s);
   object.last_use_s = now_s;
+  object.watched_until_s = now_s;
   ++object.uses;
   list(id, object);
 }
@@ -123,8 +121,7 @@ void EvictionOrder::erase(Id id, double now_s) {
   unlist(id, object);
   objects_.erase(found);
   if (!learns()) return;
-  gone_[id] = {object.last_use_s, watched_until_s_[id], object.uses};
-  watched_until_s_.erase(id);
+  gone_[id] = {object.last_use_s, object.watched_until_s, object.uses};
   sweep(now_s);
 }
 
@@ -160,6 +157,7 @@ void EvictionOrder::add_score(Id id, int delta) {
 
 void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint32_t uses,
                                 double now_s) {
+  if (!learns()) return;
   const int object_class = ReturnModel::class_of(uses);
   model_.watched(object_class, watched_until_s - last_use_s, now_s - last_use_s);
   model_.returned(object_class, now_s - last_use_s);
@@ -168,11 +166,10 @@ void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint3
 void EvictionOrder::sweep(double now_s) {
   if (now_s < next_sweep_s_) return;
   next_sweep_s_ = now_s + kSweepS;
-  for (auto& [id, watched_until_s] : watched_until_s_) {
-    const Object& o = objects_.at(id);
-    model_.watched(ReturnModel::class_of(o.uses), watched_until_s - o.last_use_s,
+  for (auto& [id, o] : objects_) {
+    model_.watched(ReturnModel::class_of(o.uses), o.watched_until_s - o.last_use_s,
                    now_s - o.last_use_s);
-    watched_until_s = now_s;
+    o.watched_until_s = now_s;
   }
   for (auto it = gone_.begin(); it != gone_.end();) {
     Memory& m = it->second;

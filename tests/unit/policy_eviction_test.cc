@@ -34,7 +34,7 @@ TEST(EvictionOrder, FollowsItsPolicy) {
   const auto filled = [](EvictPolicy policy) {
     EvictionOrder order(policy);
     for (const uint64_t id : {1, 2, 3}) order.insert(id, static_cast<double>(id), 1, 1);
-    order.use(2, 4);
+    order.insert(2, 4, 1, 1);  // it is there: used
     order.use(2, 5);
     order.use(1, 6);
     return order;

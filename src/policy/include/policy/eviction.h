@@ -48,7 +48,7 @@ class EvictionOrder {
   explicit EvictionOrder(EvictPolicy policy) : policy_(policy) {}
 
   // An object comes in, or comes back: what is remembered of it counts. `rebuild_s`: what it would
-  // cost to do without it; `bytes` > 0.
+  // cost to do without it; `bytes` > 0. One that is there already is used.
   void insert(Id id, double now_s, double bytes, double rebuild_s);
   void use(Id id, double now_s);
   // Evicted or deleted. Its uses are remembered for a while.
@@ -71,6 +71,7 @@ class EvictionOrder {
   struct Object {
     double stored_s = 0;
     double last_use_s = 0;
+    double watched_until_s = 0;  // what the return model was told of
     uint32_t uses = 1;
     int64_t score = 0;
     std::optional<uint64_t> wanted;
@@ -116,7 +117,6 @@ class EvictionOrder {
   std::set<std::pair<Key, Id>> order_;  // of what may go; kCostAware: of those that are wanted
   // kCostAware, of those that nobody wants: by group, least recently used first.
   std::map<Group, std::set<std::pair<double, Id>>> groups_;
-  std::unordered_map<Id, double> watched_until_s_;
   std::unordered_map<Id, Memory> gone_;
   ReturnModel model_;
   double next_sweep_s_ = 0;
