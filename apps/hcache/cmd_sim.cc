@@ -7,7 +7,6 @@
 #include <set>
 
 #include "base/env.h"
-#include "base/units.h"
 #include "commands.h"
 #include "session.h"
 #include "sim/prefix_cache.h"

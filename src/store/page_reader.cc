@@ -82,7 +82,8 @@ PageReaderImpl::~PageReaderImpl() {
     ready_.notify_all();
   }
   thread_.join();
-  pool_.give_back(std::move(parts_));
+  MutexLock lock(mutex_);
+  if (!queue_failed_) pool_.give_back(std::move(parts_));
 }
 
 Status PageReaderImpl::submit(std::span<const PageRequest> pages) {
@@ -217,6 +218,7 @@ void PageReaderImpl::submit_to_queue(Request* request) {
   io.tag = reinterpret_cast<std::uintptr_t>(request);
   if (queue_->submit(io).ok()) return;
   // The queue is broken: the pages of this request are read one by one.
+  queue_failed_ = true;
   mutex_.unlock();
   finish(request);
   mutex_.lock();

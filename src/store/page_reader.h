@@ -165,6 +165,7 @@ class PageReaderImpl final : public PageReader {
   ReaderStats stats_ HCACHE_GUARDED_BY(mutex_);
   bool cancelled_ HCACHE_GUARDED_BY(mutex_) = false;
   bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
+  bool queue_failed_ HCACHE_GUARDED_BY(mutex_) = false;  // nobody else should get it
   std::thread thread_;
 };
 
