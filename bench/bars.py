@@ -130,10 +130,10 @@ class Bars:
     def bar2(self) -> None:
         """Engine speed against llama-bench."""
         found = self.peer("engine", "--reps", self.args.reps)["engine"]
-        # Decoding from nothing takes a second: many pairs, or the machine's moods decide.
-        short = self.peer("decode", "--reps", 8 * self.args.reps)["decode"]
-        found = [r for r in found if r["gen"] == 0 or r["depth"] > 0]
-        for row in found + [r for r in short if r["gen"] > 0]:
+        # What takes a second from nothing: many pairs, or the machine's moods decide.
+        short = self.peer("short", "--reps", 8 * self.args.reps)["short"]
+        names = {r["name"] for r in short}
+        for row in short + [r for r in found if r["name"] not in names]:
             name = row["name"]
             if row["peer"] == "defaults":
                 self.check(2, f"{name} / llama-bench defaults", row["ratio"], ">=", 2.5)

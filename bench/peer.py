@@ -2,7 +2,7 @@
 """Compares hcache with llama.cpp on the same model, prompt and threads.
 
 Engine: llama-bench against `hcache bench throughput`, prompt and decode at several depths.
-Decode: the same for decoding from nothing alone, which is short and wants many pairs.
+Short: the same for the shortest prompt and for decoding, from nothing: seconds that want many pairs.
 Restart: llama-server saves a slot, erases it, restores it from disk and answers, against
 `hcache bench restore`. Both take turns, repetition by repetition; what is printed are the medians
 of the paired ratios and a bootstrap lower bound (95 %, one-sided).
@@ -27,8 +27,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
-    parser.add_argument("--what", default="engine,decode,restart",
-                        help="engine, decode, restart, or several of them")
+    parser.add_argument("--what", default="engine,short,restart",
+                        help="engine, short, restart, or several of them")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--prompt", default="512,2048", help="prompt lengths")
     parser.add_argument("--gen", type=int, default=64, help="tokens to decode")
@@ -69,8 +69,9 @@ def engine_plan(args: argparse.Namespace) -> list[tuple]:
     return [(sorted({*prompts, args.depth}), 0), (sorted({*prompts, args.new}), args.depth)]
 
 
-def decode_plan(args: argparse.Namespace) -> list[tuple]:
-    return [([args.gen], 0)]
+# What takes a second: many repetitions of it cost little, and few say little.
+def short_plan(args: argparse.Namespace) -> list[tuple]:
+    return [([min(int(p) for p in args.prompt.split(","))], 0)]
 
 
 def engine(args: argparse.Namespace, plan: list[tuple]) -> list[dict]:
@@ -219,7 +220,7 @@ def main() -> None:
     machine = hcache.bench("throughput", "-m", args.model, "--prompt", 16, "--gen", 1, "--depth",
                            0, "--reps", 1)["machine"]
     results = {"machine": machine, "model": Path(args.model).name}
-    for what, plan in (("engine", engine_plan(args)), ("decode", decode_plan(args))):
+    for what, plan in (("engine", engine_plan(args)), ("short", short_plan(args))):
         if what not in args.what.split(","):
             continue
         results[what] = engine(args, plan)
