@@ -109,7 +109,7 @@ Status simulate(const SimArgs& args) {
                          fmt::format("{:g} %", share * 100),
                          fmt::format("{}", options.capacity_blocks),
                          fmt::format("{:.2f} %", report.hit_rate() * 100),
-                         fmt::format("{:.0f}", report.max_queue)});
+                         fmt::format("{}", report.max_queue)});
       }
     }
   }

@@ -125,6 +125,13 @@ void EvictionOrder::erase(Id id, double now_s) {
   sweep(now_s);
 }
 
+void EvictionOrder::miss(Id id, double now_s) {
+  if (!learns() || objects_.contains(id)) return;
+  Memory& m = gone_[id];
+  if (m.uses > 0) note_return(m.last_use_s, m.watched_until_s, m.uses, now_s);
+  m = {.last_use_s = now_s, .watched_until_s = now_s, .uses = m.uses + 1};
+}
+
 void EvictionOrder::hold(Id id) {
   const auto found = objects_.find(id);
   if (found == objects_.end()) return;

@@ -22,7 +22,7 @@ class PrefixCache {
       const double now_s = std::max(trace_[i].arrival_s, free_s);
       if (options_.service_rate > 0) free_s = now_s + 1 / options_.service_rate;
       see_arrivals(i, now_s);
-      report_.max_queue = std::max(report_.max_queue, static_cast<double>(seen_ - i - 1));
+      report_.max_queue = std::max<uint64_t>(report_.max_queue, seen_ - i - 1);
       serve(i, now_s);
     }
     return report_;
@@ -61,7 +61,9 @@ class PrefixCache {
     for (size_t b = resident; b < chain.size(); ++b) {
       const std::optional<uint64_t> parent =
           b > 0 ? std::optional<uint64_t>(chain[b - 1]) : std::nullopt;
-      if (!put(chain[b], parent, now_s)) break;
+      if (put(chain[b], parent, now_s)) continue;
+      for (size_t rest = b + 1; rest < chain.size(); ++rest) order_.miss(chain[rest], now_s);
+      break;
     }
   }
 

@@ -115,6 +115,26 @@ TEST(CostAware, LearnsWhenObjectsReturn) {
   EXPECT_GE(kept, 49);
 }
 
+// What is asked for without ever coming in counts as used when it does.
+TEST(CostAware, LearnsFromWhatIsNotKept) {
+  EvictionOrder order(EvictPolicy::kCostAware);
+  double now_s = 0;
+  for (uint64_t i = 0; i < 2000; ++i, now_s += 1) {
+    order.miss(i, now_s);  // comes back after ten seconds, five times
+    for (uint64_t n = 1; n < 5 && i >= 10 * n; ++n) order.miss(i - 10 * n, now_s);
+    order.insert(1'000'000 + i, now_s, 1, 1);  // never again
+    while (order.size() > 20) order.erase(*order.victim(now_s), now_s);
+  }
+  order.insert(2'000'000, now_s, 1, 1);
+  order.insert(1995, now_s, 1, 1);
+  EXPECT_NE(order.victim(now_s), 1995U);
+  order.miss(1995, now_s);  // it is here: not missed
+  EXPECT_TRUE(order.contains(1995));
+  EvictionOrder lru(EvictPolicy::kLru);
+  lru.miss(1, 0);
+  EXPECT_EQ(lru.size(), 0U);
+}
+
 TEST(ReturnModel, SpansAndClassesCoverEverything) {
   for (int age = 0; age < ReturnModel::kAges; ++age) {
     const double begin = ReturnModel::age_begin_s(age);

@@ -53,6 +53,10 @@ class EvictionOrder {
   void use(Id id, double now_s);
   // Evicted or deleted. Its uses are remembered for a while.
   void erase(Id id, double now_s);
+  // Somebody asked for an object that is not here and does not come in (the chain before it found
+  // no room). What returns is learned from all that is asked for, or a policy would know only what
+  // it keeps.
+  void miss(Id id, double now_s);
   // Holds nest.
   void hold(Id id);
   void let_go(Id id);

@@ -29,7 +29,7 @@ struct PrefixCacheOptions {
 struct PrefixCacheReport {
   uint64_t accesses = 0;
   uint64_t hits = 0;
-  double max_queue = 0;  // most requests that waited
+  uint64_t max_queue = 0;  // most requests that waited
   [[nodiscard]] double hit_rate() const {
     return accesses > 0 ? static_cast<double>(hits) / static_cast<double>(accesses) : 0;
   }
