@@ -24,7 +24,8 @@ double fraction_of(int64_t part, int64_t whole) {
 
 void Core::step() {
   step_s_ = 0;
-  const policy::StepPlan plan = plan_with_room();
+  policy::StepPlan plan;
+  if (!options_.restore.exclusive || oldest_restore() == nullptr) plan = plan_with_room();
   stepped_ = !plan.pieces.empty();
   decoding_ = plan.decode_rows > 0;
   if (!stepped_) return;

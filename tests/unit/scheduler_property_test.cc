@@ -53,6 +53,7 @@ SchedulerOptions random_options(Random& random) {
   options.batch.max_step_tokens =
       static_cast<int32_t>(random.integer(options.batch.max_sequences, 64));
   options.restore.share = random.coin() ? 0.25 : 0.6;
+  options.restore.exclusive = random.coin(0.2);
   options.restore.idle_slice_s = 5e-3;
   options.reuse.min_fork_tokens = random.integer(1, 30);
   options.reuse.cheap_tokens = random.integer(0, 20);

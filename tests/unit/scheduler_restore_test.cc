@@ -66,6 +66,28 @@ TEST(SchedulerRestore, KnowsWhichRestoresHadTheEngineToThemselves) {
   }
 }
 
+TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
+  FakeOptions fake;
+  fake.restore_row_s = 1e-3;
+  Bench bench(fake, {.restore = {.exclusive = true}});
+  bench.executor.save("", tokens(300));
+  const Record& running = bench.submit(tokens(10, 2), 400);
+  bench.run_once();
+  const Record& restored = bench.submit(tokens(300) + tokens(5, 3), 5);
+  for (;;) {
+    bench.run_once();
+    const Phase phase = restored.phases.empty() ? Phase::kQueued : restored.phases.back();
+    if (phase != Phase::kFetching && phase != Phase::kRestoring) break;
+    EXPECT_TRUE(bench.executor.trace.steps.empty()) << "something else was computed";
+    bench.executor.pass(1e-3);
+  }
+  EXPECT_EQ(running.phases.back(), Phase::kDecoding);
+  EXPECT_TRUE(restored.outcome.restores.empty() || restored.outcome.restores[0].alone);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(running.answer, bench.expected(running));
+  EXPECT_EQ(restored.answer, bench.expected(restored));
+}
+
 TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
   FakeOptions fake;
   fake.restore_row_s = 1e-4;  // a slice of 32 rows takes 3.2 ms, a step about 1.1

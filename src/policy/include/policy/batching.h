@@ -60,6 +60,9 @@ struct RestoreLimits {
   double share = 0.25;  // > 0
   // With nothing decoding: seconds between looks at new work.
   double idle_slice_s = 0.05;  // > 0
+  // A phase of its own, as in hcache.txt §5: while a restore is in flight nothing else is computed,
+  // not even while it waits for its bytes. The first token comes earliest, the others stall.
+  bool exclusive = false;
 };
 
 // Seconds that restores may take in this iteration; not above 0: none. step_s is the predicted time

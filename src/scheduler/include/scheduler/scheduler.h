@@ -16,7 +16,8 @@
 //  - A step has at most max_step_tokens rows: decode rows first, then prefill in order of arrival.
 //  - While anything decodes, restores make a step at most restore.share longer; what one slice
 //    overdraws is taken from the following steps. They are worked on one after the other, in the
-//    order in which they began; those behind the first read ahead meanwhile.
+//    order in which they began; those behind the first read ahead meanwhile. With
+//    restore.exclusive nothing else is computed meanwhile.
 //  - A sequence stays in the arena when its request ends, and a later request with the same salt
 //    goes on from it. Idle sequences go, least recently used first, when room is wanted; what is
 //    not durable yet is flushed first, while other work goes on.
