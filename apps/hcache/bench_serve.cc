@@ -29,7 +29,7 @@ Json client_machine() {
 }
 
 // Everything that makes the load what it is, and no secret.
-Json settings_json(const ServeArgs& args, const load::Schedule& schedule) {
+Json settings_json(const ServeArgs& args, const sim::Schedule& schedule) {
   return {{"url", args.url},
           {"model", args.client.model},
           {"trace", args.trace},
@@ -55,12 +55,12 @@ Json settings_json(const ServeArgs& args, const load::Schedule& schedule) {
           {"retry", args.client.retries}};
 }
 
-Json schedule_json(const load::Schedule& schedule, const load::TextSource& text) {
+Json schedule_json(const sim::Schedule& schedule, const load::TextSource& text) {
   Json sessions = Json::array();
   for (size_t i = 0; i < schedule.sessions.size(); i++) {
-    const load::Session& session = schedule.sessions[i];
+    const sim::Session& session = schedule.sessions[i];
     Json rounds = Json::array();
-    for (const load::Round& round : session.rounds) {
+    for (const sim::Round& round : session.rounds) {
       rounds.push_back({{"think_s", round.think_s},
                         {"input_tokens", round.input_tokens},
                         {"output_tokens", round.output_tokens},
@@ -86,13 +86,13 @@ Result<load::TextSource> open_text(const ServeArgs& args) {
   return source;
 }
 
-Result<load::Schedule> make_schedule(const ServeArgs& args) {
+Result<sim::Schedule> make_schedule(const ServeArgs& args) {
   if (args.trace == kShareGpt) {
     if (args.load.sessions == 0) return invalid_argument("no sessions to hold; use --sessions N");
-    return load::draw_conversations(args.load);
+    return sim::draw_conversations(args.load);
   }
   HCACHE_ASSIGN_OR_RETURN(const std::string content, read_whole_file(Env::real(), args.trace));
-  auto schedule = load::replay_trace(args.load, content);
+  auto schedule = sim::replay_trace(args.load, content);
   if (!schedule.ok()) return schedule.status().with_context(args.trace);
   return schedule;
 }
@@ -123,7 +123,7 @@ Status write_answers(const std::string& file, std::vector<load::Record> records)
   return write_whole_file(Env::real(), file, out);
 }
 
-Status report(const ServeArgs& args, const load::Schedule& schedule, const load::Outcome& outcome) {
+Status report(const ServeArgs& args, const sim::Schedule& schedule, const load::Outcome& outcome) {
   const Json summary = load::summarise(outcome);
   if (args.json_file != "-") {
     fmt::print("{}, {}\n\n{}\n{}", args.url, args.client.model,
@@ -153,7 +153,7 @@ Status report(const ServeArgs& args, const load::Schedule& schedule, const load:
 
 Status bench_serve(ServeArgs args) {
   HCACHE_RETURN_IF_ERROR(complete(&args));
-  HCACHE_ASSIGN_OR_RETURN(const load::Schedule schedule, make_schedule(args));
+  HCACHE_ASSIGN_OR_RETURN(const sim::Schedule schedule, make_schedule(args));
   HCACHE_ASSIGN_OR_RETURN(const load::TextSource text, open_text(args));
   if (args.dry_run) {
     return write_json(

@@ -6,7 +6,7 @@
 
 #include "base/status.h"
 #include "bench_serve_clients.h"
-#include "bench_serve_schedule.h"
+#include "sim/workload.h"
 
 namespace hcache::cli {
 
@@ -23,7 +23,7 @@ struct ServeArgs {
   std::string answers_file;
   std::string json_file;
   bool dry_run = false;
-  load::LoadOptions load;
+  sim::LoadOptions load;
   load::ClientOptions client;  // extra is filled in from the text above
 };
 

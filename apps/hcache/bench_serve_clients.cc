@@ -51,10 +51,10 @@ using FlightPtr = std::shared_ptr<Flight>;
 
 class Clients {
  public:
-  Clients(HttpLoop& loop, const Schedule& schedule, const TextSource& text,
+  Clients(HttpLoop& loop, const sim::Schedule& schedule, const TextSource& text,
           const ClientOptions& options, const Proceed& proceed)
       : loop_(loop), schedule_(schedule), text_(text), options_(options), proceed_(proceed) {
-    for (const Session& session : schedule.sessions) rounds_left_ += session.rounds.size();
+    for (const sim::Session& session : schedule.sessions) rounds_left_ += session.rounds.size();
     rounds_ = rounds_left_;
   }
 
@@ -128,8 +128,8 @@ class Clients {
   }
 
   void say(const std::shared_ptr<Conversation>& conversation) {
-    const Session& session = schedule_.sessions[conversation->session];
-    const Round& round = session.rounds[conversation->round];
+    const sim::Session& session = schedule_.sessions[conversation->session];
+    const sim::Round& round = session.rounds[conversation->round];
     conversation->messages.push_back({{"role", "user"}, {"content", message_text(text_, round)}});
     const auto flight = std::make_shared<Flight>();
     flight->conversation = conversation;
@@ -144,7 +144,8 @@ class Clients {
     send(flight);
   }
 
-  [[nodiscard]] std::string body_of(const Conversation& conversation, const Round& round) const {
+  [[nodiscard]] std::string body_of(const Conversation& conversation,
+                                    const sim::Round& round) const {
     Json body = {{"model", options_.model},
                  {"messages", conversation.messages},
                  {"stream", true},
@@ -214,7 +215,7 @@ class Clients {
   // After a round: the next one, or the conversation's end.
   void go_on(const std::shared_ptr<Conversation>& conversation, bool ok,
              const std::string& answer) {
-    const Session& session = schedule_.sessions[conversation->session];
+    const sim::Session& session = schedule_.sessions[conversation->session];
     conversation->round++;
     rounds_left_--;
     const size_t left = session.rounds.size() - conversation->round;
@@ -233,7 +234,7 @@ class Clients {
   }
 
   void say_later(const std::shared_ptr<Conversation>& conversation) {
-    const Session& session = schedule_.sessions[conversation->session];
+    const sim::Session& session = schedule_.sessions[conversation->session];
     const double pause_s =
         options_.concurrency > 0 ? 0 : session.rounds[conversation->round].think_s;
     loop_.after(pause_s, [this, conversation] { say(conversation); });
@@ -243,7 +244,7 @@ class Clients {
   [[nodiscard]] double elapsed_s() const { return now_s() - started_s_; }
 
   HttpLoop& loop_;
-  const Schedule& schedule_;
+  const sim::Schedule& schedule_;
   const TextSource& text_;
   const ClientOptions& options_;
   const Proceed& proceed_;
@@ -290,14 +291,14 @@ Result<std::string> first_model(HttpLoop& loop, const Proceed& proceed) {
                   head.status, error_message(body)));
 }
 
-Outcome run_clients(HttpLoop& loop, const Schedule& schedule, const TextSource& text,
+Outcome run_clients(HttpLoop& loop, const sim::Schedule& schedule, const TextSource& text,
                     const ClientOptions& options, const Proceed& proceed) {
   return Clients(loop, schedule, text, options, proceed).run();
 }
 
-std::string message_text(const TextSource& text, const Round& round) {
+std::string message_text(const TextSource& text, const sim::Round& round) {
   std::string out;
-  for (const Piece& piece : round.message) {
+  for (const sim::Piece& piece : round.message) {
     if (!out.empty()) out += '\n';
     out += text.passage(piece.key, piece.tokens);
   }

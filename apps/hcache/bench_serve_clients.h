@@ -8,8 +8,8 @@
 #include "base/status.h"
 #include "bench_serve_http.h"
 #include "bench_serve_report.h"
-#include "bench_serve_schedule.h"
 #include "bench_serve_text.h"
+#include "sim/workload.h"
 
 namespace hcache::load {
 
@@ -38,10 +38,11 @@ using Proceed = std::function<bool(double fraction)>;
 // Holds the conversations; a round that fails ends its conversation. Where `proceed` ends the load,
 // requests under way are recorded as kInterrupted. Records are in the order of their end.
 // Threading: the caller's thread does all of it.
-[[nodiscard]] Outcome run_clients(HttpLoop& loop, const Schedule& schedule, const TextSource& text,
-                                  const ClientOptions& options, const Proceed& proceed);
+[[nodiscard]] Outcome run_clients(HttpLoop& loop, const sim::Schedule& schedule,
+                                  const TextSource& text, const ClientOptions& options,
+                                  const Proceed& proceed);
 
 // The text of a message, as it is sent.
-[[nodiscard]] std::string message_text(const TextSource& text, const Round& round);
+[[nodiscard]] std::string message_text(const TextSource& text, const sim::Round& round);
 
 }  // namespace hcache::load

@@ -28,19 +28,6 @@ Json maybe(const std::optional<T>& value) {
   return value ? Json(*value) : Json();
 }
 
-Json distribution(std::vector<double> seconds) {
-  std::sort(seconds.begin(), seconds.end());
-  Json out = {{"n", seconds.size()}};
-  if (seconds.empty()) return out;
-  const double sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
-  out["mean"] = kMsPerSecond * sum / static_cast<double>(seconds.size());
-  for (const int p : {50, 90, 95, 99}) {
-    out[fmt::format("p{}", p)] = kMsPerSecond * percentile(seconds, p);
-  }
-  out["max"] = kMsPerSecond * seconds.back();
-  return out;
-}
-
 std::vector<double> gaps_of(const Record& record) {
   const std::vector<double>& times = record.answer.token_times_s;
   std::vector<double> gaps;
@@ -99,6 +86,19 @@ double percentile(const std::vector<double>& sorted, double p) {
   const auto low = static_cast<size_t>(std::floor(at));
   const size_t high = std::min(low + 1, sorted.size() - 1);
   return sorted[low] + (at - static_cast<double>(low)) * (sorted[high] - sorted[low]);
+}
+
+Json distribution(std::vector<double> seconds) {
+  std::sort(seconds.begin(), seconds.end());
+  Json out = {{"n", seconds.size()}};
+  if (seconds.empty()) return out;
+  const double sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  out["mean"] = kMsPerSecond * sum / static_cast<double>(seconds.size());
+  for (const int p : {50, 90, 95, 99}) {
+    out[fmt::format("p{}", p)] = kMsPerSecond * percentile(seconds, p);
+  }
+  out["max"] = kMsPerSecond * seconds.back();
+  return out;
 }
 
 Json record_json(const Record& record) {

@@ -15,7 +15,7 @@ struct Record {
   int64_t session = 0;
   int64_t round = 0;
   bool warmup = false;     // not counted
-  bool returning = false;  // as in bench_serve_schedule.h
+  bool returning = false;  // as in sim/workload.h
   int64_t max_tokens = 0;  // what was asked for
   double start_s = 0;      // sent for the first time
   double end_s = 0;        // the answer ended, or the error came
@@ -33,6 +33,9 @@ struct Outcome {
 
 // The p-th percentile (0 to 100) of sorted values, interpolated between neighbours; 0 of none.
 [[nodiscard]] double percentile(const std::vector<double>& sorted, double p);
+
+// {"n", "mean", "p50", "p90", "p95", "p99", "max"} in milliseconds; of none: "n" alone.
+[[nodiscard]] Json distribution(std::vector<double> seconds);
 
 // One object of the JSON's "requests".
 [[nodiscard]] Json record_json(const Record& record);

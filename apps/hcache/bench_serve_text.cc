@@ -4,7 +4,7 @@
 #include <cctype>
 #include <cmath>
 
-#include "bench_serve_random.h"
+#include "sim/random.h"
 
 namespace hcache::load {
 namespace {
@@ -53,7 +53,7 @@ std::string TextSource::passage(uint64_t key, int64_t tokens) const {
     out += word;
     return true;
   };
-  Random random({seed_, key});
+  sim::Random random({seed_, key});
   for (int i = 1; i <= kTitleWords; i++) {
     std::string word(without_punctuation(words_[random.below(words_.size())]));
     if (i == kTitleWords) word += ':';

@@ -61,6 +61,7 @@ struct ServeArgs {
   int parallel = 0;
   int64_t step_tokens = 0;
   double restore_share = 0;
+  bool restore_exclusive = false;
   int64_t max_queued = 0;
   int64_t max_queued_per_key = 0;
   int64_t max_running_per_key = 0;
@@ -116,6 +117,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
   o.scheduler.restore.share = args.restore_share;
+  o.scheduler.restore.exclusive = args.restore_exclusive;
   o.scheduler.max_queued = args.max_queued;
   o.scheduler.max_queued_per_key = args.max_queued_per_key;
   o.scheduler.max_running_per_key = args.max_running_per_key;
@@ -168,6 +170,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "parallel", &args->parallel);
   add_option(*sub, "step-tokens", &args->step_tokens);
   add_option(*sub, "restore-share", &args->restore_share);
+  add_option(*sub, "restore-exclusive", &args->restore_exclusive);
   add_option(*sub, "max-queued", &args->max_queued);
   add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);

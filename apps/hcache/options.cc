@@ -106,6 +106,8 @@ constexpr OptionRow kTable[] = {
 
     {"scenario", "--scenario", Kind::kText, "FILE", "", 0, 0, "",
      "what to simulate (docs/simulator.md)"},
+    {"csv-file", "--csv", Kind::kText, "FILE", "", 0, 0, "",
+     "also write the figures as CSV, a line for each row"},
     {"sim-trace", "--trace", Kind::kText, "FILE", "", 0, 0, "",
      "recorded requests in Mooncake's format, instead of the scenario's own"},
     {"hardware", "--hardware", Kind::kText, "NAME", "", 0, 0, "",
@@ -256,6 +258,9 @@ constexpr OptionRow kTable[] = {
      "most sequences in one step"},
     {"step-tokens", "--step-tokens", Kind::kInteger, "TOKENS", "256", 1, 65536, "",
      "most tokens of one step: replies first, then prompts"},
+    {"restore-exclusive", "--restore-exclusive", Kind::kFlag, "", "", 0, 0, "",
+     "compute nothing else while a restore is in flight, as the HCache paper does: the first token "
+     "comes earliest, replies under way stall"},
     {"restore-share", "--restore-share", Kind::kNumber, "X", "0.25", 0.01, 10, "",
      "how much longer a restore may make a step in which others decode"},
     {"max-queued", "--max-queued", Kind::kInteger, "N", "256", 1, kBig, "",

@@ -13,11 +13,11 @@ namespace {
 constexpr int64_t kGiB = int64_t{1} << 30;
 
 constexpr std::array kDevices = {
-    DeviceSpec{"a100", "A100 40G", 312e12, 32e9, 40 * kGiB},
-    DeviceSpec{"a30", "A30", 165e12, 32e9, 24 * kGiB},
-    DeviceSpec{"rtx4090", "RTX 4090", 330e12, 32e9, 24 * kGiB},
-    DeviceSpec{"l20", "L20", 120e12, 32e9, 48 * kGiB},
-    DeviceSpec{"h800", "H800", 990e12, 64e9, 80 * kGiB},
+    DeviceSpec{"a100", "A100 40G", 312e12, 32e9, 40 * kGiB, 1555e9},
+    DeviceSpec{"a30", "A30", 165e12, 32e9, 24 * kGiB, 933e9},
+    DeviceSpec{"rtx4090", "RTX 4090", 330e12, 32e9, 24 * kGiB, 1008e9},
+    DeviceSpec{"l20", "L20", 120e12, 32e9, 48 * kGiB, 864e9},
+    DeviceSpec{"h800", "H800", 990e12, 64e9, 80 * kGiB, 3350e9},
 };
 
 // Efficiencies: the first three are fitted so that the closed forms give the paper's Table 3 (with
@@ -166,6 +166,11 @@ Result<RestoreCosts> hardware_costs(const HardwareSetup& setup) {
   costs.layers = {layer};
   costs.link.bytes_per_s = effective_link(setup);
   return costs;
+}
+
+// A weight of two bytes is multiplied and added once per token.
+double layer_weight_bytes(const ModelShape& model) {
+  return layer_flops(model).dense * model.n_layer;
 }
 
 Result<HardwarePlan> plan_for_hardware(const HardwareSetup& setup) {

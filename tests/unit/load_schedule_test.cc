@@ -7,12 +7,18 @@
 #include <set>
 #include <string>
 
-#include "bench_serve_schedule.h"
 #include "bench_serve_text.h"
+#include "sim/workload.h"
 
 namespace hcache::load {
 namespace {
 
+using sim::draw_conversations;
+using sim::LoadOptions;
+using sim::replay_trace;
+using sim::Round;
+using sim::Schedule;
+using sim::Session;
 using testing::HasSubstr;
 using testing::StartsWith;
 

@@ -10,13 +10,14 @@
 
 namespace hcache::policy {
 
-// One row of the paper's Table 2.
+// One row of the paper's Table 2, and the memory's speed from the maker's data sheet.
 struct DeviceSpec {
   std::string_view name;  // as the command line takes it
   std::string_view title;
   double flops;             // FP16, per device
   double link_bytes_per_s;  // host to device, per device
   int64_t memory_bytes;
+  double memory_bytes_per_s;  // per device
 };
 
 // The shape of a decoder and how much of the peak its large products reach.
@@ -94,6 +95,8 @@ struct HardwarePlan {
 
 // The costs as the planner takes them (slices of 512 rows, no launch overhead).
 [[nodiscard]] Result<RestoreCosts> hardware_costs(const HardwareSetup& setup);
+// Of all layers, in F16: what a step reads at least. Embeddings and output head are left out.
+[[nodiscard]] double layer_weight_bytes(const ModelShape& model);
 // Errors: kInvalidArgument (counts < 1, history < 1).
 [[nodiscard]] Result<HardwarePlan> plan_for_hardware(const HardwareSetup& setup);
 

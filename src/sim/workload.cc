@@ -1,4 +1,4 @@
-#include "bench_serve_schedule.h"
+#include "sim/workload.h"
 
 #include <fmt/format.h>
 
@@ -8,20 +8,16 @@
 #include <string>
 #include <unordered_set>
 
-#include "bench_serve_random.h"
+#include "sim/random.h"
 #include "sim/trace.h"
 
-namespace hcache::load {
+namespace hcache::sim {
 namespace {
-
-constexpr double kMeanInput = 66.8;
-constexpr double kMeanOutput = 358.8;
-// The paper gives the means alone. People's messages scatter more than answers do.
-constexpr double kInputSigma = 1.0;
-constexpr double kOutputSigma = 0.6;
 
 // What a seed's random streams are for.
 enum Stream : uint64_t { kArrivals, kLengths, kThinking };
+
+constexpr size_t kDocument = (size_t{1} << 24U) - 1;  // as a round's number
 
 // The key of a message that shares nothing with others.
 uint64_t own_key(size_t session, size_t round) {
@@ -38,8 +34,8 @@ std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
   const auto n = static_cast<size_t>(options.rounds);
   std::vector<double> drawn;  // input and output of one round after the other
   for (size_t i = 0; i < n; i++) {
-    drawn.push_back(lengths.log_normal(kMeanInput, kInputSigma));
-    drawn.push_back(lengths.log_normal(kMeanOutput, kOutputSigma));
+    drawn.push_back(lengths.log_normal(options.mean_input, options.input_sigma));
+    drawn.push_back(lengths.log_normal(options.mean_output, options.output_sigma));
   }
   const double total = std::accumulate(drawn.begin(), drawn.end(), 0.0);
   const double factor = options.context == 0 ? 1 : static_cast<double>(options.context) / total;
@@ -49,7 +45,11 @@ std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
     Round& round = rounds[i];
     round.input_tokens = scaled(drawn[2 * i], factor);
     round.output_tokens = scaled(drawn[2 * i + 1], factor);
-    round.message = {{own_key(session, i), round.input_tokens}};
+    if (i == 0 && options.document > 0) {
+      round.message.push_back({own_key(session, kDocument), options.document});
+    }
+    round.message.push_back({own_key(session, i), round.input_tokens});
+    if (i == 0) round.input_tokens += options.document;
     round.known_tokens = known;
     known += round.input_tokens + round.output_tokens;
     if (i == 0) continue;
@@ -65,7 +65,7 @@ class Replay {
  public:
   explicit Replay(const LoadOptions& options) : options_(options) {}
 
-  Round round_of(const sim::TraceRequest& row, size_t session) {
+  Round round_of(const TraceRequest& row, size_t session) {
     Round round;
     round.output_tokens = scaled(static_cast<double>(row.reply_tokens), options_.length_scale);
     if (row.blocks.empty()) {
@@ -74,8 +74,8 @@ class Replay {
     }
     bool known = true;
     for (size_t i = 0; i < row.blocks.size(); i++) {
-      const int64_t left = row.prompt_tokens - static_cast<int64_t>(i) * sim::kTraceBlockTokens;
-      const auto tokens = static_cast<double>(std::min(left, sim::kTraceBlockTokens));
+      const int64_t left = row.prompt_tokens - static_cast<int64_t>(i) * kTraceBlockTokens;
+      const auto tokens = static_cast<double>(std::min(left, kTraceBlockTokens));
       round.message.push_back({row.blocks[i], scaled(tokens, options_.length_scale)});
       // An id stands for the whole prefix up to its block, so the first unknown one ends it.
       const bool seen = !seen_.insert(row.blocks[i]).second;
@@ -92,7 +92,7 @@ class Replay {
   std::unordered_set<uint64_t> seen_;
 };
 
-bool too_long(const LoadOptions& options, const sim::TraceRequest& row) {
+bool too_long(const LoadOptions& options, const TraceRequest& row) {
   return options.context > 0 &&
          static_cast<double>(row.prompt_tokens + row.reply_tokens) * options.length_scale >
              static_cast<double>(options.context);
@@ -117,8 +117,8 @@ Result<Schedule> replay_trace(const LoadOptions& options, std::string_view conte
   Replay replay(options);
   double origin_s = 0;
   const auto wanted = static_cast<size_t>(options.warmup + options.sessions);
-  sim::TraceReader reader(content);
-  sim::TraceRequest row;
+  TraceReader reader(content);
+  TraceRequest row;
   while (options.sessions == 0 || schedule.sessions.size() < wanted) {
     HCACHE_ASSIGN_OR_RETURN(const bool more, reader.next(&row));
     if (!more) break;
@@ -140,4 +140,4 @@ Result<Schedule> replay_trace(const LoadOptions& options, std::string_view conte
   return schedule;
 }
 
-}  // namespace hcache::load
+}  // namespace hcache::sim

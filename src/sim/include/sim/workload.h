@@ -1,6 +1,6 @@
-// The load that `hcache bench serve` sends: who says how much, and when. A pure function of the
-// options and of the trace's content. Lengths in tokens, times in seconds from the start.
-// Threading: plain values.
+// A load: who says how much, and when. `hcache bench serve` sends it, the simulator serves it. A
+// pure function of the options and of the trace's content. Lengths in tokens, times in seconds from
+// the start. Threading: plain values.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 #include "base/status.h"
 
-namespace hcache::load {
+namespace hcache::sim {
 
 struct LoadOptions {
   int64_t sessions = 0;  // counted conversations, or requests of a trace; 0: all of the trace
@@ -19,17 +19,25 @@ struct LoadOptions {
   // Conversations drawn by draw_conversations().
   double rate = 0;  // arrivals per second, a Poisson process
   int64_t rounds = 0;
-  double think_s = 0;  // mean pause between an answer and the next message
+  // Lengths are log-normal. Means in tokens as in ShareGPT4 (hcache.txt section 2.3); the paper
+  // gives no spread. People's messages scatter more than answers do.
+  double mean_input = 66.8;
+  double mean_output = 358.8;
+  double input_sigma = 1.0;
+  double output_sigma = 0.6;
+  int64_t document = 0;  // tokens in front of the first message, a conversation's own
+  double think_s = 0;    // mean pause between an answer and the next message
   bool think_exponential = false;
-  // What a conversation comes to when it ends, its messages and answers together; 0: the mean
-  // lengths of ShareGPT4. Of a trace: requests longer than this are left out; 0: none is.
+  // What a conversation comes to when it ends, its messages and answers together: the lengths
+  // drawn are scaled. 0: they are not. Of a trace: requests longer than this are left out; 0: none
+  // is.
   int64_t context = 0;
   // Traces.
   double time_scale = 1;    // of their times
   double length_scale = 1;  // of their lengths
 };
 
-// A passage of a text; equal keys mean equal text (bench_serve_text.h).
+// A passage of a text; equal keys mean equal text.
 struct Piece {
   uint64_t key = 0;
   int64_t tokens = 0;
@@ -57,8 +65,6 @@ struct Schedule {
   int64_t left_out = 0;           // of the trace, by LoadOptions::context
 };
 
-// Conversations as in ShareGPT4 (hcache.txt section 2.3: 66.8 tokens of input and 358.8 of output
-// per round on average): log-normal lengths.
 [[nodiscard]] Schedule draw_conversations(const LoadOptions& options);
 
 // Requests of a trace, one session of one round each: Mooncake's JSON lines (timestamp in ms,
@@ -67,4 +73,4 @@ struct Schedule {
 // nothing is shared). kInvalidArgument names the line; also when nothing is left.
 [[nodiscard]] Result<Schedule> replay_trace(const LoadOptions& options, std::string_view content);
 
-}  // namespace hcache::load
+}  // namespace hcache::sim

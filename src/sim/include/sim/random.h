@@ -1,4 +1,4 @@
-// Random numbers for the load that `hcache bench serve` sends: the same key gives the same ones.
+// Random numbers for simulated and sent load: the same key gives the same ones.
 // Threading: values, one thread each.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <initializer_list>
 #include <numbers>
 
-namespace hcache::load {
+namespace hcache::sim {
 
 // splitmix64. Streams with different keys have nothing to do with each other.
 class Random {
@@ -37,4 +37,4 @@ class Random {
   uint64_t state_ = 0;
 };
 
-}  // namespace hcache::load
+}  // namespace hcache::sim

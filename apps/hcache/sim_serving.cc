@@ -1,0 +1,249 @@
+// Scenarios of the kind `serving`: a server on published hardware under a load.
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "base/env.h"
+#include "bench_serve_report.h"
+#include "sim/serving.h"
+#include "sim/workload.h"
+#include "sim_settings.h"
+
+namespace hcache::cli {
+namespace {
+
+constexpr double kMany = 1e9;
+constexpr double kGiB = 1024.0 * 1024 * 1024;
+constexpr double kMsPerS = 1e3;
+
+// One curve or more: a setup, under loads of several rates, by several methods.
+struct Case {
+  std::string name;
+  sim::ServingSetup setup;  // apart from the method
+  sim::LoadOptions load;    // apart from the rate
+  std::string trace;
+  std::vector<sim::ServingMethod> methods;
+  std::vector<double> rates;  // sessions per second; of a trace: times its own
+};
+
+void read_hardware(Settings s, sim::ServingSetup* setup) {
+  policy::HardwareSetup& hardware = setup->hardware;
+  hardware.device = s.parsed("device", s.get<std::string>("device", "a100"), policy::find_device);
+  hardware.n_gpu = static_cast<int32_t>(s.integer("gpus", 1, 1, 1024));
+  hardware.n_ssd = static_cast<int32_t>(s.integer("ssds", 0, 0, 1024));
+  setup->memory_share = s.number("memory_share", setup->memory_share, 0.01, 1);
+  setup->memory_efficiency = s.number("memory_efficiency", setup->memory_efficiency, 0.01, 1);
+  setup->step_overhead_s = s.number("step_overhead_ms", 0, 0, kMany) / kMsPerS;
+  s.refuse_others();
+}
+
+void read_scheduler(Settings s, scheduler::SchedulerOptions* options) {
+  auto& batch = options->batch;
+  batch.max_step_tokens =
+      static_cast<int32_t>(s.integer("step_tokens", batch.max_step_tokens, 1, 1 << 20));
+  batch.max_sequences =
+      static_cast<int32_t>(s.integer("sequences", batch.max_sequences, 1, 1 << 20));
+  options->max_restores =
+      static_cast<int32_t>(s.integer("restores", options->max_restores, 1, 1024));
+  options->restore.share = s.number("restore_share", options->restore.share, 1e-6, kMany);
+  options->restore.exclusive = s.get("restore_exclusive", false);
+  s.refuse_others();
+}
+
+void read_state(Settings s, sim::ServingSetup* setup) {
+  setup->keep_resident = s.get("keep_resident", true);
+  setup->hardware.history = s.integer("planned_history", setup->hardware.history, 1, 1 << 30);
+  const Json tiers = s.get<Json>("tiers", Json::array());
+  if (!tiers.is_array()) s.fail("'tiers' must be an array");
+  for (const Json& json : tiers) {
+    Settings row(json, fmt::format("{}: tiers", s.place()), s.status());
+    sim::TierSetup tier;
+    tier.name = row.require<std::string>("name");
+    tier.capacity_bytes = row.number("gib", 0, 0, kMany) * kGiB;
+    tier.read_bytes_per_s = row.number("gb_per_s", 0, 1e-6, kMany) * 1e9;
+    tier.evict =
+        row.parsed("evict", row.get<std::string>("evict", "lru"), policy::parse_evict_policy);
+    row.refuse_others();
+    setup->tiers.push_back(std::move(tier));
+  }
+  s.refuse_others();
+}
+
+void read_workload(const SimArgs& args, Settings s, Case* c) {
+  sim::LoadOptions& load = c->load;
+  c->trace = trace_file(args, s.get<std::string>("trace", ""));
+  load.sessions = s.integer("sessions", c->trace.empty() ? 1000 : 0, 0, 1 << 30);
+  load.warmup = s.integer("warmup", 0, 0, 1 << 30);
+  load.seed = static_cast<uint32_t>(s.integer("seed", 1, 0, 0xffffffff));
+  load.rounds = s.integer("rounds", 6, 1, 1 << 20);
+  load.think_s = s.number("think_s", 30, 0, kMany);
+  load.think_exponential = s.get("think_exponential", false);
+  load.context = s.integer("context", 0, 0, 1 << 30);
+  load.mean_input = s.number("mean_input", load.mean_input, 1, kMany);
+  load.mean_output = s.number("mean_output", load.mean_output, 1, kMany);
+  load.input_sigma = s.number("input_sigma", load.input_sigma, 0, 10);
+  load.output_sigma = s.number("output_sigma", load.output_sigma, 0, 10);
+  load.document = s.integer("document", 0, 0, 1 << 30);
+  load.length_scale = s.number("length_scale", 1, 1e-6, kMany);
+  if (c->trace.empty() && load.sessions == 0) s.fail("'sessions' is 0");
+  s.refuse_others();
+}
+
+Case read_case(const SimArgs& args, const Json& json, Status* status) {
+  Settings s(json, args.scenario, status);
+  Case c;
+  c.name = s.get<std::string>("name", "");
+  for (const char* known : {"kind", "about", "cases"}) s.get<Json>(known, {});
+  c.setup.hardware.model = s.parsed("model", s.require<std::string>("model"), policy::find_model);
+  read_hardware(s.object("hardware"), &c.setup);
+  read_scheduler(s.object("scheduler"), &c.setup.scheduler);
+  read_state(s.object("state"), &c.setup);
+  read_workload(args, s.object("workload"), &c);
+  c.setup.context = s.integer("context", c.setup.context, 1, 1 << 30);
+  c.setup.arena_tokens = s.integer("arena_tokens", 0, 0, 1 << 30);
+  for (const auto& name : s.get("methods", std::vector<std::string>{"plan"})) {
+    c.methods.push_back(s.parsed("methods", name, sim::parse_serving_method));
+  }
+  c.rates = s.get("rates", std::vector<double>{1});
+  for (const double rate : c.rates) {
+    if (!(rate > 0 && rate <= kMany)) s.fail("'rates' must be above 0");
+  }
+  s.refuse_others();
+  return c;
+}
+
+// The scenario itself, or it with each of its `cases` laid over it (RFC 7386).
+Result<std::vector<Case>> read_cases(const SimArgs& args, const Json& scenario) {
+  Status status;
+  std::vector<Case> cases;
+  const Json patches = scenario.value("cases", Json::array({Json::object()}));
+  if (!patches.is_array()) return invalid_argument(args.scenario + ": 'cases' must be an array");
+  for (const Json& patch : patches) {
+    Json merged = scenario;
+    merged.merge_patch(patch);
+    cases.push_back(read_case(args, merged, &status));
+    HCACHE_RETURN_IF_ERROR(status);
+  }
+  return cases;
+}
+
+Result<sim::Schedule> make_load(const Case& c, double rate) {
+  sim::LoadOptions options = c.load;
+  if (c.trace.empty()) {
+    options.rate = rate;
+    return sim::draw_conversations(options);
+  }
+  options.time_scale = 1 / rate;
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), c.trace));
+  auto load = sim::replay_trace(options, text);
+  if (!load.ok()) return load.status().with_context(c.trace);
+  return load;
+}
+
+Json summarise(const sim::ServingReport& report) {
+  std::vector<double> first;
+  std::vector<double> returning;
+  std::vector<double> tpot;
+  std::vector<double> restore;
+  int64_t prompt = 0;
+  int64_t resident = 0;
+  int64_t restored = 0;
+  int64_t output = 0;
+  for (const sim::ServedRequest& r : report.requests) {
+    if (r.warmup) continue;
+    (r.returning ? returning : first).push_back(r.ttft_s);
+    if (r.tpot_s > 0) tpot.push_back(r.tpot_s);
+    if (r.restored_tokens > 0) restore.push_back(r.restore_s);
+    output += r.output_tokens;
+    if (!r.returning) continue;
+    prompt += r.prompt_tokens;
+    resident += r.resident_tokens;
+    restored += r.restored_tokens;
+  }
+  const auto share = [](int64_t part, int64_t all) {
+    return all > 0 ? static_cast<double>(part) / static_cast<double>(all) : 0;
+  };
+  Json tiers = Json::array();
+  for (const auto& tier : report.tiers) {
+    tiers.push_back({{"name", tier.name},
+                     {"busy", tier.link_busy_s / report.duration_s},
+                     {"evictions", tier.evictions}});
+  }
+  const auto n = static_cast<double>(report.requests.size());
+  return {{"requests", first.size() + returning.size()},
+          {"too_long", report.too_long},
+          {"failed", report.failed},
+          {"duration_s", report.duration_s},
+          {"requests_per_s", n / report.duration_s},
+          {"output_tokens", output},
+          {"ttft_ms",
+           {{"first", load::distribution(std::move(first))},
+            {"returning", load::distribution(std::move(returning))}}},
+          {"tpot_ms", load::distribution(std::move(tpot))},
+          {"restore_ms", load::distribution(std::move(restore))},
+          {"resident_share", share(resident, prompt)},
+          {"restored_share", share(restored, prompt)},
+          {"device_busy", (report.step_s + report.restore_s) / report.duration_s},
+          {"preemptions", report.preemptions},
+          {"arena_tokens", report.arena_tokens},
+          {"saved", report.save_schedule},
+          {"saved_bytes_per_token", report.saved_bytes_per_token},
+          {"tiers", std::move(tiers)}};
+}
+
+std::string ms_of(const Json& distribution, const char* what) {
+  return distribution.contains(what) ? fmt::format("{:.1f}", distribution.at(what).get<double>())
+                                     : "-";
+}
+
+std::vector<std::string> table_row(const Json& row) {
+  const Json& returning = row.at("ttft_ms").at("returning");
+  return {row.at("case"),
+          row.at("method"),
+          fmt::format("{:g}", row.at("rate").get<double>()),
+          fmt::format("{:.2f}", row.at("requests_per_s").get<double>()),
+          ms_of(returning, "mean"),
+          ms_of(returning, "p50"),
+          ms_of(returning, "p99"),
+          ms_of(row.at("tpot_ms"), "mean"),
+          fmt::format("{:.1f} %", 100 * row.at("resident_share").get<double>()),
+          fmt::format("{:.1f} %", 100 * row.at("restored_share").get<double>()),
+          fmt::format("{:.0f} %", 100 * row.at("device_busy").get<double>())};
+}
+
+}  // namespace
+
+Result<SimResults> simulate_servers(const SimArgs& args, const Json& file) {
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<Case> cases, read_cases(args, file));
+  SimResults results;
+  results.table = {{"case", "method", "sessions/s", "requests/s", "TTFT mean", "p50", "p99 ms",
+                    "TPOT ms", "resident", "restored", "device"}};
+  double steps = 0;
+  for (const Case& c : cases) steps += static_cast<double>(c.rates.size() * c.methods.size());
+  double done = 0;
+  ProgressLine line;
+  for (const Case& c : cases) {
+    for (const double rate : c.rates) {
+      HCACHE_ASSIGN_OR_RETURN(const sim::Schedule load, make_load(c, rate));
+      for (const sim::ServingMethod method : c.methods) {
+        sim::ServingSetup setup = c.setup;
+        setup.method = method;
+        HCACHE_ASSIGN_OR_RETURN(const sim::ServingReport report,
+                                sim::simulate_serving(setup, load, [&](double part) {
+                                  return line.update("simulating", (done + part) / steps);
+                                }));
+        ++done;
+        Json row = {{"case", c.name}, {"method", sim::serving_method_name(method)}, {"rate", rate}};
+        row.update(summarise(report));
+        results.table.push_back(table_row(row));
+        results.rows.push_back(std::move(row));
+      }
+    }
+  }
+  line.finish();
+  results.headline = "Times to first token are those of returning requests.";
+  return results;
+}
+
+}  // namespace hcache::cli

@@ -1,0 +1,122 @@
+// A scenario of `hcache sim` as JSON: settings asked for by name, whatever is wrong named by its
+// place. docs/simulator.md lists them.
+// Threading: plain values.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <set>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "terminal.h"
+
+namespace hcache::cli {
+
+// One object of the file. The first thing that is wrong, here or in an object within, goes to
+// *status, which must outlive this.
+class Settings {
+ public:
+  // `place` names the object in errors: "scenario.json: workload".
+  Settings(Json object, std::string place, Status* status)
+      : object_(std::move(object)), place_(std::move(place)), status_(status) {
+    if (!object_.is_object()) fail("this must be an object");
+  }
+
+  [[nodiscard]] bool has(const std::string& name) const {
+    return object_.is_object() && object_.contains(name);
+  }
+
+  template <typename T>
+  T get(const std::string& name, T fallback) {
+    asked_.insert(name);
+    if (!has(name)) return fallback;
+    try {
+      return object_.at(name).get<T>();
+    } catch (const Json::exception& e) {
+      fail(fmt::format("'{}': {}", name, e.what()));
+      return fallback;
+    }
+  }
+  template <typename T>
+  T require(const std::string& name) {
+    if (!has(name)) fail(fmt::format("'{}' is missing", name));
+    return get<T>(name, T());
+  }
+  // A number in [least, most].
+  double number(const std::string& name, double fallback, double least, double most) {
+    const double value = get<double>(name, fallback);
+    if (!(value >= least && value <= most)) {
+      fail(fmt::format("'{}' is {}; it takes {} to {}", name, value, least, most));
+    }
+    return value;
+  }
+  int64_t integer(const std::string& name, int64_t fallback, int64_t least, int64_t most) {
+    return static_cast<int64_t>(number(name, static_cast<double>(fallback),
+                                       static_cast<double>(least), static_cast<double>(most)));
+  }
+  // What a parser makes of a text.
+  template <typename Parse>
+  auto parsed(const std::string& name, const std::string& text, Parse parse)
+      -> std::remove_cvref_t<decltype(parse(text).value())> {
+    auto result = parse(text);
+    if (result.ok()) return *std::move(result);
+    fail(fmt::format("'{}': {}", name, result.status().message()));
+    return {};
+  }
+  // Empty where there is none.
+  Settings object(const std::string& name) {
+    return {get<Json>(name, Json::object()), fmt::format("{}: {}", place_, name), status_};
+  }
+
+  void fail(std::string_view what) {
+    if (status_->ok()) *status_ = invalid_argument(fmt::format("{}: {}", place_, what));
+  }
+  [[nodiscard]] const std::string& place() const { return place_; }
+  [[nodiscard]] Status* status() const { return status_; }
+  // Settings that nobody asked for are wrong, too.
+  void refuse_others() {
+    if (!object_.is_object()) return;
+    for (const auto& [name, value] : object_.items()) {
+      if (!asked_.contains(name)) fail(fmt::format("no setting '{}'", name));
+    }
+  }
+
+ private:
+  Json object_;
+  std::string place_;
+  std::set<std::string> asked_;
+  Status* status_;
+};
+
+// What the command line says beside the scenario.
+struct SimArgs {
+  std::string scenario;
+  std::string trace;  // takes the place of the scenario's
+  std::string json_file;
+  std::string csv_file;
+};
+
+// A file that the scenario names lies beside it; empty: none is named.
+[[nodiscard]] inline std::string trace_file(const SimArgs& args, const std::string& named) {
+  if (!args.trace.empty() || named.empty()) return args.trace;
+  return std::filesystem::path(args.scenario).parent_path() / named;
+}
+
+// What a kind of scenario gives.
+struct SimResults {
+  std::string headline;
+  std::vector<std::vector<std::string>> table;  // for people, the header first
+  Json rows = Json::array();                    // one object of numbers and texts each
+  Json extra = Json::object();                  // beside the rows
+};
+// `scenario`: what the file says. kInvalidArgument names the setting.
+[[nodiscard]] Result<SimResults> simulate_prefix_caches(const SimArgs& args, const Json& scenario);
+[[nodiscard]] Result<SimResults> simulate_servers(const SimArgs& args, const Json& scenario);
+
+}  // namespace hcache::cli

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Simulates the papers' figures and sets them beside what the papers print.
+
+    bench/paper/figures.py                    all of them, as tables (a minute or two)
+    bench/paper/figures.py --only fig10       some
+    bench/paper/figures.py --png docs/img     also as plots (needs matplotlib)
+
+Every figure is a scenario in this folder (docs/simulator.md), run by `hcache sim`; the JSON goes to
+--work. docs/paper-results.md says what the figures mean and where they differ.
+"""
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+# HCache §6.1: the ranges of TTFT speed-ups over KV offloading and over recomputation, by figure.
+PAPER = {
+    "hcache-fig9": {"kv": (1.27, 1.90), "recompute": (2.21, 3.57)},
+    "hcache-fig10": {"kv": (1.62, 1.93), "recompute": (2.66, 5.73)},
+}
+
+
+def simulate(args: argparse.Namespace, name: str) -> list[dict]:
+    out = args.work / f"{name}.json"
+    subprocess.run([args.program, "sim", "--scenario", HERE / f"{name}.json", "--json", out],
+                   check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())["rows"]
+
+
+def by_point(rows: list[dict]) -> dict:
+    points: dict = {}
+    for row in rows:
+        points.setdefault((row["case"], row["rate"]), {})[row["method"]] = row
+    return points
+
+
+def ttft(row: dict) -> float:
+    return row["ttft_ms"]["returning"]["p50"]
+
+
+def report(name: str, rows: list[dict]) -> None:
+    print(f"\n{name}: median TTFT of returning requests in ms, and the others' over the plan's")
+    print(f"{'case':>22} {'sessions/s':>10} {'ideal':>8} {'plan':>8} {'kv':>8} {'recompute':>9} "
+          f"{'kv/plan':>8} {'rec/plan':>8} {'TBT/ideal':>9} {'device':>7}")
+    spans: dict = {"kv": [], "recompute": []}
+    for (case, rate), methods in by_point(rows).items():
+        plan = methods["plan"]
+        ratios = {other: ttft(methods[other]) / ttft(plan) for other in spans}
+        for other, ratio in ratios.items():
+            spans[other].append(ratio)
+        tbt = plan["tpot_ms"]["mean"] / methods["ideal"]["tpot_ms"]["mean"]
+        print(f"{case:>22} {rate:>10g} {ttft(methods['ideal']):>8.1f} {ttft(plan):>8.1f} "
+              f"{ttft(methods['kv']):>8.1f} {ttft(methods['recompute']):>9.1f} "
+              f"{ratios['kv']:>8.2f} {ratios['recompute']:>8.2f} {tbt:>9.3f} "
+              f"{100 * plan['device_busy']:>6.0f}%")
+    for other, ratios in spans.items():
+        low, high = PAPER[name][other]
+        print(f"  {other} over plan: {min(ratios):.2f} to {max(ratios):.2f}; "
+              f"the paper: {low:.2f} to {high:.2f}")
+
+
+def plot(name: str, rows: list[dict], folder: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    if len({row["rate"] for row in rows}) == 1:
+        figure, axis = plt.subplots(figsize=(10, 4))
+        for i, method in enumerate(methods):
+            values = [ttft(row) for row in rows if row["method"] == method]
+            axis.bar([x + 0.2 * (i - 1.5) for x in range(len(values))], values, 0.2, label=method)
+        axis.set_xticks(range(len(cases)), cases, rotation=20, fontsize=7)
+        axis.set_ylabel("median TTFT, ms")
+        axis.set_yscale("log")
+        axis.legend()
+    else:
+        figure, axes = plt.subplots(1, len(cases), figsize=(4 * len(cases), 3.5))
+        for axis, case in zip(axes, cases):
+            for method in methods:
+                line = [r for r in rows if r["case"] == case and r["method"] == method]
+                axis.plot([r["requests_per_s"] for r in line], [ttft(r) for r in line], "o-",
+                          label=method)
+            axis.set_title(case)
+            axis.set_xlabel("requests/s")
+            axis.set_yscale("log")
+        axes[0].set_ylabel("median TTFT of returning requests, ms")
+        axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="figures whose name contains this")
+    parser.add_argument("--program", type=Path, default=ROOT / "build/release/bin/hcache")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/paper", help="folder for JSON")
+    parser.add_argument("--png", type=Path, help="folder for plots")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    for name in PAPER:
+        if args.only not in name:
+            continue
+        rows = simulate(args, name)
+        report(name, rows)
+        if args.png:
+            plot(name, rows, args.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+// A server that is not here, under a load: production's scheduler on a simulated executor, with
+// costs from the planner's model of published hardware. docs/simulator.md has the model.
+//
+// Pure: the same setup and load give the same report. Units: seconds, bytes, tokens.
+// Threading: plain values, no shared state.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "policy/eviction.h"
+#include "policy/hardware_plan.h"
+#include "scheduler/scheduler.h"
+#include "sim/workload.h"
+
+namespace hcache::sim {
+
+// Where saved state lies.
+struct TierSetup {
+  std::string name;
+  double capacity_bytes = 0;    // 0: no limit
+  double read_bytes_per_s = 0;  // > 0
+  policy::EvictPolicy evict = policy::EvictPolicy::kLru;
+};
+
+enum class ServingMethod : uint8_t {
+  kPlan,       // what production plans: hidden states, KV, recomputation
+  kHidden,     // hidden states in every layer
+  kKv,         // K and V in every layer
+  kRecompute,  // nothing is saved; a returning conversation is prefilled
+  kIdeal,      // restoring takes no time and reads nothing
+};
+[[nodiscard]] std::string_view serving_method_name(ServingMethod method);  // "plan", ...
+// kInvalidArgument names the methods there are.
+[[nodiscard]] Result<ServingMethod> parse_serving_method(std::string_view name);
+
+struct ServingSetup {
+  policy::HardwareSetup hardware;  // its history: of the plan that decides what is saved
+  ServingMethod method = ServingMethod::kPlan;
+  std::vector<TierSetup> tiers;  // fastest first; without any: the hardware's SSDs, without limit
+  scheduler::SchedulerOptions scheduler;
+  int64_t context = 16384;         // longest sequence
+  int64_t arena_tokens = 0;        // 0: memory_share of the devices' memory, less the weights
+  double memory_share = 0.9;       // of device memory, for weights and KV cells
+  double memory_efficiency = 0.8;  // of the memory's speed, that steps reach
+  double step_overhead_s = 0;      // of every step, whatever it computes
+  // Whether a conversation stays in the arena when its answer is complete.
+  bool keep_resident = true;
+};
+
+// Of one request that was answered.
+struct ServedRequest {
+  size_t session = 0;
+  size_t round = 0;
+  bool warmup = false;
+  bool returning = false;
+  double arrival_s = 0;
+  double queue_s = 0;
+  double restore_s = 0;
+  double ttft_s = 0;
+  double tpot_s = 0;  // mean time per token behind the first; 0: there was one token
+  int64_t prompt_tokens = 0;
+  int64_t resident_tokens = 0;
+  int64_t restored_tokens = 0;
+  int64_t output_tokens = 0;
+};
+
+struct ServingReport {
+  std::vector<ServedRequest> requests;  // in the order of their ends
+  // Rounds that did not fit the context or the arena, and those that failed: their session ended.
+  int64_t too_long = 0;
+  int64_t failed = 0;
+  double duration_s = 0;
+  int64_t arena_tokens = 0;
+  double step_s = 0;  // the device computed steps so long, and restores
+  double restore_s = 0;
+  uint64_t preemptions = 0;
+  std::string save_schedule;  // what is saved of the layers: "H:31 KV:1"
+  double saved_bytes_per_token = 0;
+  struct Tier {
+    std::string name;
+    double link_busy_s = 0;
+    uint64_t evictions = 0;
+  };
+  std::vector<Tier> tiers;
+};
+
+// `proceed` (may be empty) is called now and then with the share of sessions that have begun; false
+// stops with kCancelled.
+// Errors: kInvalidArgument names the setting: counts and rates, weights that do not fit.
+[[nodiscard]] Result<ServingReport> simulate_serving(
+    const ServingSetup& setup, const Schedule& load,
+    const std::function<bool(double)>& proceed = nullptr);
+
+}  // namespace hcache::sim

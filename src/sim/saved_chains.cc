@@ -1,0 +1,148 @@
+#include "saved_chains.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace hcache::sim {
+namespace {
+
+constexpr uint64_t kSeed = 0x9E3779B97F4A7C15;
+
+// Of a chain, token by token (the finaliser of splitmix64 over the sum).
+uint64_t extended(uint64_t hash, int32_t token) {
+  uint64_t z = hash + kSeed + static_cast<uint32_t>(token);
+  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27U)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31U);
+}
+
+bool in(uint8_t tiers, size_t tier) { return (tiers >> tier & 1U) != 0; }
+uint8_t bit(size_t tier) { return static_cast<uint8_t>(1U << tier); }
+
+}  // namespace
+
+SavedChains::SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, double rebuild_s)
+    : bytes_per_token_(bytes_per_token), rebuild_s_(rebuild_s) {
+  for (const SavedTier& tier : tiers) {
+    tiers_.push_back({.setup = tier, .order = policy::EvictionOrder(tier.policy)});
+  }
+}
+
+std::vector<SavedChains::Link> SavedChains::walk(std::span<const int32_t> tokens) const {
+  std::vector<Link> links;
+  uint64_t hash = kSeed;
+  uint64_t end = 0;  // of the longest saved piece of the chunk under way
+  int32_t end_tokens = 0;
+  int32_t in_chunk = 0;
+  for (const int32_t token : tokens) {
+    hash = extended(hash, token);
+    ++in_chunk;
+    if (objects_.contains(hash)) {
+      end = hash;
+      end_tokens = in_chunk;
+    }
+    if (in_chunk < kChunk) continue;
+    if (end_tokens < in_chunk) break;  // this chunk is not there as a whole
+    links.push_back({end, end_tokens});
+    in_chunk = end_tokens = 0;
+  }
+  if (end_tokens > 0) links.push_back({end, end_tokens});
+  return links;
+}
+
+SavedChains::Found SavedChains::find(std::span<const int32_t> tokens) const {
+  Found found;
+  found.by_tier.resize(tiers_.size());
+  for (const Link& link : walk(tokens)) {
+    found.tokens += link.tokens;
+    found.by_tier[static_cast<size_t>(std::countr_zero(objects_.at(link.id).tiers))] += link.tokens;
+  }
+  return found;
+}
+
+void SavedChains::use(std::span<const int32_t> tokens, int64_t n, double now_s) {
+  for (const Link& link : walk(tokens.first(static_cast<size_t>(n)))) {
+    const auto found = objects_.find(link.id);
+    if (found == objects_.end()) return;  // the ones before it pushed it out
+    const uint8_t tiers = found->second.tiers;
+    for (size_t t = 0; t < tiers_.size(); ++t) {
+      if (in(tiers, t) && limited(tiers_[t])) tiers_[t].order.use(link.id, now_s);
+    }
+    if (!in(tiers, 0)) enter(0, link.id, now_s);
+  }
+}
+
+void SavedChains::put(std::span<const int32_t> tokens, double now_s) {
+  if (tiers_.empty()) return;
+  uint64_t hash = kSeed;
+  Id parent = 0;
+  bool room = true;  // where there was none for a chunk there is none for what follows
+  for (size_t begin = 0; begin < tokens.size(); begin += kChunk) {
+    const size_t n = std::min<size_t>(kChunk, tokens.size() - begin);
+    std::vector<Id> shorter;
+    for (const int32_t token : tokens.subspan(begin, n)) {
+      hash = extended(hash, token);
+      if (objects_.contains(hash)) shorter.push_back(hash);
+    }
+    const bool known = !shorter.empty() && shorter.back() == hash;
+    if (!room && !known) {
+      for (Tier& tier : tiers_) tier.order.miss(hash, now_s);
+      continue;
+    }
+    if (known) {
+      shorter.pop_back();
+    } else {
+      objects_[hash] = {.parent = parent, .tokens = static_cast<int32_t>(n)};
+    }
+    for (const Id id : shorter) leave_all(id, now_s);
+    for (size_t t = tiers_.size(); t-- > 0;) {
+      const auto found = objects_.find(hash);
+      if (found != objects_.end() && !in(found->second.tiers, t)) enter(t, hash, now_s);
+    }
+    room = objects_.contains(hash);
+    parent = hash;
+  }
+}
+
+void SavedChains::enter(size_t tier, Id id, double now_s) {
+  Tier& t = tiers_[tier];
+  Object& object = objects_.at(id);
+  const double bytes = bytes_per_token_ * object.tokens;
+  object.tiers |= bit(tier);
+  t.used += bytes;
+  if (!limited(t)) return;
+  if (t.order.contains(object.parent)) {
+    t.order.hold(object.parent);
+    object.holds |= bit(tier);
+  }
+  t.order.insert(id, now_s, bytes, rebuild_s_ * object.tokens);
+  while (t.used > t.setup.capacity_bytes) {
+    const auto victim = t.order.victim(now_s);
+    if (!victim) return;  // one chain fills the tier
+    leave(tier, *victim, now_s);
+    ++t.evictions;
+    if (*victim == id) return;
+  }
+}
+
+void SavedChains::leave(size_t tier, Id id, double now_s) {
+  Tier& t = tiers_[tier];
+  const auto found = objects_.find(id);
+  Object& object = found->second;
+  t.order.erase(id, now_s);
+  if (in(object.holds, tier)) t.order.let_go(object.parent);
+  t.used -= bytes_per_token_ * object.tokens;
+  object.tiers &= static_cast<uint8_t>(~bit(tier));
+  object.holds &= static_cast<uint8_t>(~bit(tier));
+  if (object.tiers == 0) objects_.erase(found);
+}
+
+void SavedChains::leave_all(Id id, double now_s) {
+  const uint8_t tiers = objects_.at(id).tiers;
+  for (size_t t = 0; t < tiers_.size(); ++t) {
+    if (in(tiers, t)) leave(t, id, now_s);
+  }
+}
+
+}  // namespace hcache::sim

@@ -1,0 +1,58 @@
+// A link whose streams share its bandwidth evenly: what every restore and every write gets of a
+// disk or a bus when others use it too.
+//
+// A stream moves its pieces one after the other, back to back. Fluid: with n streams under way each
+// moves at bytes_per_s / n, and that changes when one begins or ends, not before.
+// Threading: plain values. Times in seconds on a clock that does not go back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace hcache::sim {
+
+class SharedLink {
+ public:
+  using Id = uint64_t;
+
+  // bytes_per_s > 0.
+  explicit SharedLink(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+
+  // Begins to move the pieces (bytes, >= 0; the first of them from now_s on).
+  Id open(double now_s, std::span<const double> pieces);
+  // Forgets a stream; what is under way stops.
+  void close(Id id, double now_s);
+
+  // Pieces of the stream that have arrived by now_s.
+  [[nodiscard]] size_t arrived(Id id, double now_s);
+  // When the next piece of any stream arrives if nothing changes; none: nothing is under way.
+  [[nodiscard]] std::optional<double> next_arrival_s(double now_s);
+  // Seconds in which something moved, up to the last time it was told.
+  [[nodiscard]] double busy_s() const { return busy_s_; }
+
+ private:
+  struct Stream {
+    std::vector<double> pieces;
+    size_t arrived = 0;
+    double left = 0;  // bytes of the piece under way
+    [[nodiscard]] bool active() const { return arrived < pieces.size(); }
+    void skip_empty();
+  };
+
+  void advance(double now_s);
+  // Bytes until the first of the streams ends its piece, if any is under way.
+  [[nodiscard]] std::optional<double> least_left() const;
+  [[nodiscard]] double active_count() const;
+
+  double bytes_per_s_;
+  std::map<Id, Stream> streams_;
+  Id last_id_ = 0;
+  double time_s_ = 0;
+  double busy_s_ = 0;
+};
+
+}  // namespace hcache::sim

@@ -1,0 +1,336 @@
+#include "sim_executor.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace hcache::sim {
+namespace {
+
+using policy::Method;
+using scheduler::RestoreStatus;
+using scheduler::StepItem;
+using scheduler::StepOutput;
+using scheduler::StepShape;
+
+// A plan is searched for lengths rounded up to this, and cut to the exact one.
+constexpr int64_t kPlanTokens = 256;
+// Of one step, and sequences that exist: the scheduler's own limits are meant to be smaller.
+constexpr int32_t kMaxStepRows = 1 << 20;
+constexpr int32_t kMaxSequences = 1 << 20;
+
+policy::Mode mode_of(ServingMethod method) {
+  switch (method) {
+    case ServingMethod::kHidden: return policy::Mode::kHidden;
+    case ServingMethod::kKv: return policy::Mode::kKv;
+    case ServingMethod::kRecompute: return policy::Mode::kRecompute;
+    case ServingMethod::kPlan:
+    case ServingMethod::kIdeal: break;
+  }
+  return policy::Mode::kPlan;
+}
+
+Result<policy::SavePlan> what_is_saved(const ServingSetup& setup,
+                                       const policy::RestoreCosts& costs) {
+  policy::SaveRequest request;
+  request.history = setup.hardware.history;
+  request.new_tokens = setup.hardware.new_tokens;
+  switch (setup.method) {
+    case ServingMethod::kPlan: break;
+    case ServingMethod::kHidden: request.mode = policy::SaveMode::kHidden; break;
+    case ServingMethod::kKv:
+    case ServingMethod::kIdeal: request.mode = policy::SaveMode::kKv; break;
+    case ServingMethod::kRecompute: return policy::SavePlan{};
+  }
+  return plan_save(costs, request, nullptr);
+}
+
+policy::RestoreCosts behind(policy::RestoreCosts costs, double link_bytes_per_s) {
+  costs.link.bytes_per_s = link_bytes_per_s;
+  return costs;
+}
+
+std::vector<SavedTier> saved_tiers(const ServingSetup& setup) {
+  std::vector<SavedTier> tiers;
+  for (const TierSetup& tier : setup.tiers) tiers.push_back({tier.capacity_bytes, tier.evict});
+  return tiers;
+}
+
+double kv_bytes_per_token(const policy::RestoreCosts& costs) {
+  return static_cast<double>(costs.layers[0].kv_bytes) * costs.n_layer;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<SimExecutor>> SimExecutor::create(const ServingSetup& setup) {
+  HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, hardware_costs(setup.hardware));
+  HCACHE_ASSIGN_OR_RETURN(policy::SavePlan saved,
+                          what_is_saved(setup, behind(costs, setup.tiers.back().read_bytes_per_s)));
+  std::unique_ptr<SimExecutor> executor(new SimExecutor(setup, costs, std::move(saved)));
+  if (executor->limits_.arena_cells < 1) {
+    return invalid_argument(
+        fmt::format("{} leaves no memory for KV on {} x {}: its layers take {:.1f} GB",
+                    setup.hardware.model.title, setup.hardware.n_gpu, setup.hardware.device.title,
+                    policy::layer_weight_bytes(setup.hardware.model) / 1e9));
+  }
+  return executor;
+}
+
+SimExecutor::SimExecutor(const ServingSetup& setup, policy::RestoreCosts costs,
+                         policy::SavePlan saved)
+    : setup_(setup),
+      costs_(std::move(costs)),
+      saved_(std::move(saved)),
+      memory_bytes_per_s_(setup.hardware.device.memory_bytes_per_s * setup.hardware.n_gpu *
+                          setup.memory_efficiency),
+      chains_(saved_tiers(setup), static_cast<double>(saved_.bytes_per_token),
+              prefill_layer_s(costs_.layers[0], 1, setup.hardware.history, 1) * costs_.n_layer) {
+  const double memory = static_cast<double>(setup.hardware.device.memory_bytes) *
+                        setup.hardware.n_gpu * setup.memory_share;
+  const double for_kv = memory - policy::layer_weight_bytes(setup.hardware.model);
+  limits_.arena_cells = setup.arena_tokens > 0
+                            ? setup.arena_tokens
+                            : static_cast<int64_t>(for_kv / kv_bytes_per_token(costs_));
+  limits_.context = setup.context;
+  limits_.max_step_rows = kMaxStepRows;
+  limits_.max_sequences = kMaxSequences;
+  for (const TierSetup& tier : setup.tiers) links_.emplace_back(tier.read_bytes_per_s);
+}
+
+int64_t SimExecutor::now_ns() const { return std::llround(now_s_ * 1e9); }
+
+void SimExecutor::wait_until(double until_s) { now_s_ = std::max(now_s_, until_s); }
+
+std::optional<double> SimExecutor::next_event_s() {
+  std::optional<double> next;
+  for (SharedLink& link : links_) {
+    const std::optional<double> arrival = link.next_arrival_s(now_s_);
+    if (arrival) next = next ? std::min(*next, *arrival) : arrival;
+  }
+  return next;
+}
+
+SimExecutor::Totals SimExecutor::totals() const {
+  Totals totals{.step_s = total_step_s_,
+                .restore_s = total_restore_s_,
+                .save_schedule = saved_.schedule,
+                .saved_bytes_per_token = static_cast<double>(saved_.bytes_per_token)};
+  for (size_t t = 0; t < links_.size(); ++t) {
+    totals.link_busy_s.push_back(links_[t].busy_s());
+    totals.evictions.push_back(chains_.evictions(t));
+  }
+  return totals;
+}
+
+// ---- Sequences
+
+Result<SimExecutor::SeqId> SimExecutor::create(const std::string& /*salt*/, bool /*save*/) {
+  sequences_.emplace(++last_seq_, Sequence{});
+  return last_seq_;
+}
+
+Result<SimExecutor::SeqId> SimExecutor::fork(SeqId src, int64_t n_tokens) {
+  const Sequence& source = at(src);
+  Sequence copy;
+  copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
+  copy.durable = std::min(n_tokens, source.durable);
+  used_cells_ += n_tokens;
+  sequences_.emplace(++last_seq_, std::move(copy));
+  return last_seq_;
+}
+
+Status SimExecutor::trim(SeqId seq, int64_t n_tokens) {
+  Sequence& sequence = at(seq);
+  used_cells_ -= static_cast<int64_t>(sequence.tokens.size()) - n_tokens;
+  sequence.tokens.resize(static_cast<size_t>(n_tokens));
+  sequence.durable = std::min(sequence.durable, n_tokens);
+  return {};
+}
+
+void SimExecutor::release(SeqId seq) {
+  Sequence& sequence = at(seq);
+  end_restore(sequence);
+  used_cells_ -= static_cast<int64_t>(sequence.tokens.size());
+  sequences_.erase(seq);
+}
+
+// ---- Saved state
+
+Result<int64_t> SimExecutor::saved_prefix(const std::string& /*salt*/,
+                                          std::span<const int32_t> tokens) {
+  return chains_.find(tokens).tokens;
+}
+
+// Layer by layer, each from the first row on: what production's restorer does.
+std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& layers,
+                                                 int64_t tokens) const {
+  std::vector<Slice> slices;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const policy::LayerCosts& layer = costs_.layer(static_cast<int32_t>(l));
+    if (layers[l] == Method::kRecompute) {
+      slices.push_back({0, prefill_layer_s(layer, tokens, 0, costs_.batch_rows)});
+      continue;
+    }
+    const bool hidden = layers[l] == Method::kHidden;
+    for (int64_t begin = 0; begin < tokens; begin += costs_.slice_rows) {
+      const int64_t rows = std::min(costs_.slice_rows, tokens - begin);
+      const int64_t row_bytes = hidden ? layer.hidden_bytes : layer.kv_bytes;
+      slices.push_back({static_cast<double>(rows * row_bytes),
+                        hidden ? layer.project.at(rows) : layer.load_kv.at(rows)});
+    }
+  }
+  return slices;
+}
+
+// Which method each layer uses, for a history of about so many tokens that come from this tier.
+Result<const SimExecutor::Methods*> SimExecutor::plan(int64_t tokens, size_t tier) {
+  const int64_t rounded = (tokens + kPlanTokens - 1) / kPlanTokens * kPlanTokens;
+  const auto [place, is_new] = plans_.try_emplace({rounded, tier});
+  if (!is_new) return &place->second;
+  policy::RestoreRequest request;
+  request.available.runs = {{rounded, saved_.layers}};
+  request.mode = mode_of(setup_.method);
+  HCACHE_ASSIGN_OR_RETURN(
+      const policy::Plan plan,
+      plan_restore(behind(costs_, setup_.tiers[tier].read_bytes_per_s), request));
+  if (!plan.runs.empty()) place->second = {plan.runs[0].layers, plan.schedule};
+  return &place->second;
+}
+
+Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) {
+  Sequence& sequence = at(seq);
+  Restore restore;
+  restore.tokens.assign(tokens.begin(), tokens.begin() + upto);
+  restore.found = chains_.find(restore.tokens);
+  const int64_t n = restore.found.tokens;
+  chains_.use(restore.tokens, n, now_s_);
+  if (n > 0 && setup_.method != ServingMethod::kIdeal) {
+    size_t slowest = 0;
+    for (size_t t = 0; t < links_.size(); ++t) {
+      if (restore.found.by_tier[t] > 0) slowest = t;
+    }
+    HCACHE_ASSIGN_OR_RETURN(const Methods* methods, plan(n, slowest));
+    // A plan without runs: prefilling all of it is faster.
+    if (methods->layers.empty()) restore.found.tokens = 0;
+    restore.schedule = methods->schedule;
+    restore.slices = cut(methods->layers, n);
+    for (size_t t = 0; t < links_.size(); ++t) {
+      const double share = static_cast<double>(restore.found.by_tier[t]) / static_cast<double>(n);
+      std::vector<double> pieces;
+      for (const Slice& slice : restore.slices) pieces.push_back(slice.bytes * share);
+      restore.streams.push_back(links_[t].open(now_s_, pieces));
+    }
+  }
+  restore.reserved = upto;
+  used_cells_ += upto;
+  sequence.restore = std::move(restore);
+  return {};
+}
+
+bool SimExecutor::arrived(const Restore& restore) {
+  for (size_t t = 0; t < restore.streams.size(); ++t) {
+    if (links_[t].arrived(restore.streams[t], now_s_) <= restore.next) return false;
+  }
+  return true;
+}
+
+Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
+  Sequence& sequence = at(seq);
+  Restore& restore = *sequence.restore;
+  RestoreStatus status;
+  status.phase = RestoreStatus::Phase::kWorking;
+  while (restore.next < restore.slices.size() && status.seconds < budget_s) {
+    if (!arrived(restore)) {
+      status.phase = RestoreStatus::Phase::kWaitingForIo;
+      break;
+    }
+    const double slice_s = restore.slices[restore.next++].compute_s;
+    now_s_ += slice_s;
+    total_restore_s_ += slice_s;
+    status.seconds += slice_s;
+  }
+  if (restore.next < restore.slices.size()) {
+    status.fraction =
+        static_cast<double>(restore.next) / static_cast<double>(restore.slices.size());
+    return status;
+  }
+  status.phase = RestoreStatus::Phase::kDone;
+  status.fraction = 1;
+  status.tokens = restore.found.tokens;
+  status.report.schedule = restore.schedule;
+  status.report.kv_tokens = status.tokens;
+  std::vector<int32_t> tokens = std::move(restore.tokens);
+  tokens.resize(static_cast<size_t>(status.tokens));
+  end_restore(sequence);
+  used_cells_ += status.tokens;
+  sequence.durable = status.tokens;
+  sequence.tokens = std::move(tokens);
+  return status;
+}
+
+void SimExecutor::end_restore(Sequence& sequence) {
+  if (!sequence.restore) return;
+  const Restore& restore = *sequence.restore;
+  for (size_t t = 0; t < restore.streams.size(); ++t) links_[t].close(restore.streams[t], now_s_);
+  used_cells_ -= restore.reserved;
+  sequence.restore.reset();
+}
+
+void SimExecutor::request_flush(SeqId seq) {
+  if (setup_.method == ServingMethod::kRecompute) return;
+  Sequence& sequence = at(seq);
+  chains_.put(sequence.tokens, now_s_);
+  sequence.durable = static_cast<int64_t>(sequence.tokens.size());
+}
+
+int64_t SimExecutor::durable_tokens(SeqId seq) {
+  if (setup_.method == ServingMethod::kRecompute) return scheduler::kNotSaving;
+  return at(seq).durable;
+}
+
+// ---- Steps
+
+// The weights' products take their arithmetic or reading the weights, attention of a sequence its
+// arithmetic or reading its KV, whichever is longer.
+double SimExecutor::step_s(std::span<const StepShape> items) const {
+  const policy::LayerCosts& layer = costs_.layers[0];
+  int64_t rows = 0;
+  double attention_s = 0;
+  for (const StepShape& item : items) {
+    rows += item.rows;
+    const auto n = static_cast<double>(item.rows);
+    const auto depth = static_cast<double>(item.depth);
+    const double arithmetic =
+        layer.attn_per_key.at(item.rows) * (depth + (n + 1) / 2) * costs_.n_layer;
+    const double reading = (depth + n) * kv_bytes_per_token(costs_) / memory_bytes_per_s_;
+    attention_s += std::max(arithmetic, reading);
+  }
+  const double products_s =
+      std::max(layer.dense.at(rows) * costs_.n_layer,
+               policy::layer_weight_bytes(setup_.hardware.model) / memory_bytes_per_s_);
+  return setup_.step_overhead_s + products_s + attention_s;
+}
+
+double SimExecutor::predict_step_s(std::span<const StepShape> items) { return step_s(items); }
+
+Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
+  std::vector<StepShape> shapes;
+  StepOutput output;
+  for (const StepItem& item : items) {
+    Sequence& sequence = at(item.seq);
+    const auto rows = static_cast<int64_t>(item.tokens.size());
+    shapes.push_back({rows, static_cast<int64_t>(sequence.tokens.size())});
+    sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
+    used_cells_ += rows;
+    if (item.wants_logits) output.logits.emplace_back();
+  }
+  output.seconds = step_s(shapes);
+  now_s_ += output.seconds;
+  total_step_s_ += output.seconds;
+  return output;
+}
+
+}  // namespace hcache::sim

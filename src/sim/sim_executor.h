@@ -1,0 +1,122 @@
+// The scheduler's Executor over a cost model: sequences without KV cells, restores without bytes,
+// and a clock that moves by what a step or a slice is expected to take.
+//
+// Steps: the larger of arithmetic and memory traffic, for the weights' products and for attention,
+// and a fixed time (hcache.txt §3.2's counts; docs/simulator.md). Restores: production's plan of
+// the saved prefix, slice by slice; its reads share the links of the tiers with other restores'.
+// Threading: as an Executor.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "policy/hardware_plan.h"
+#include "policy/restore_plan.h"
+#include "policy/save_plan.h"
+#include "saved_chains.h"
+#include "scheduler/executor.h"
+#include "shared_link.h"
+#include "sim/serving.h"
+
+namespace hcache::sim {
+
+class SimExecutor final : public scheduler::Executor {
+ public:
+  using SeqId = scheduler::SeqId;
+
+  // A setup that simulate_serving() has checked.
+  static Result<std::unique_ptr<SimExecutor>> create(const ServingSetup& setup);
+
+  // Moves the clock on to `until_s`, when nothing else moves it.
+  void wait_until(double until_s);
+  // When something that a request may wait for happens next: bytes that arrive.
+  [[nodiscard]] std::optional<double> next_event_s();
+  [[nodiscard]] double now_s() const { return now_s_; }
+
+  struct Totals {
+    double step_s = 0;     // the device computes steps
+    double restore_s = 0;  // ... and restores
+    std::vector<double> link_busy_s = {};
+    std::vector<uint64_t> evictions = {};
+    std::string save_schedule = {};
+    double saved_bytes_per_token = 0;
+  };
+  [[nodiscard]] Totals totals() const;
+
+  // ---- Executor
+
+  [[nodiscard]] const scheduler::ExecutorLimits& limits() const override { return limits_; }
+  [[nodiscard]] int64_t now_ns() const override;
+  [[nodiscard]] int64_t free_cells() const override { return limits_.arena_cells - used_cells_; }
+  Result<SeqId> create(const std::string& salt, bool save) override;
+  Result<SeqId> fork(SeqId src, int64_t n_tokens) override;
+  Status trim(SeqId seq, int64_t n_tokens) override;
+  void release(SeqId seq) override;
+  Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override;
+  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override;
+  Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
+  void request_flush(SeqId seq) override;
+  [[nodiscard]] int64_t durable_tokens(SeqId seq) override;
+  Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
+  [[nodiscard]] double predict_step_s(std::span<const scheduler::StepShape> items) override;
+
+ private:
+  // One read of a restore and what is computed when it is there.
+  struct Slice {
+    double bytes = 0;
+    double compute_s = 0;
+  };
+  // Of a plan: what it does with each layer; none: everything is prefilled.
+  struct Methods {
+    std::vector<policy::Method> layers;
+    std::string schedule;
+  };
+  struct Restore {
+    std::vector<int32_t> tokens;  // as asked for; so many cells are reserved
+    SavedChains::Found found;
+    std::string schedule;
+    std::vector<Slice> slices;            // bytes are those from all tiers together
+    std::vector<SharedLink::Id> streams;  // by tier
+    size_t next = 0;                      // slice
+    int64_t reserved = 0;
+  };
+  struct Sequence {
+    std::vector<int32_t> tokens;
+    std::optional<Restore> restore;
+    int64_t durable = 0;
+  };
+
+  SimExecutor(const ServingSetup& setup, policy::RestoreCosts costs, policy::SavePlan saved);
+
+  Sequence& at(SeqId seq) { return sequences_.at(seq); }
+  void end_restore(Sequence& sequence);
+  [[nodiscard]] bool arrived(const Restore& restore);
+  [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier);
+  [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
+                                       int64_t tokens) const;
+  [[nodiscard]] double step_s(std::span<const scheduler::StepShape> items) const;
+
+  const ServingSetup setup_;
+  const policy::RestoreCosts costs_;  // its link is replaced by the tier's
+  const policy::SavePlan saved_;
+  const double memory_bytes_per_s_;
+  scheduler::ExecutorLimits limits_;
+  SavedChains chains_;
+  std::vector<SharedLink> links_;                        // by tier
+  std::map<std::pair<int64_t, size_t>, Methods> plans_;  // by rounded length and tier
+  std::unordered_map<SeqId, Sequence> sequences_;
+  SeqId last_seq_ = 0;
+  int64_t used_cells_ = 0;
+  double now_s_ = 0;
+  double total_step_s_ = 0;
+  double total_restore_s_ = 0;
+};
+
+}  // namespace hcache::sim

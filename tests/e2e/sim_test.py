@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""`hcache sim`: scenarios in, figures out, and what it says to a scenario that is wrong.
+
+sim_test.py PROGRAM
+"""
+
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+PROGRAM = sys.argv[1]
+
+SERVING = {
+    "kind": "serving",
+    "model": "llama2-7b",
+    "hardware": {"ssds": 4},
+    "scheduler": {"restore_exclusive": True},
+    "state": {"keep_resident": False},
+    "workload": {"sessions": 8, "rounds": 3, "seed": 5},
+    "methods": ["ideal", "plan", "recompute"],
+    "rates": [0.5, 1],
+    "cases": [{"name": "small"}, {"name": "large", "model": "llama2-13b"}],
+}
+PREFIX_CACHE = {
+    "kind": "prefix-cache",
+    "trace": "trace.jsonl",
+    "capacities": [0.5, 1],
+    "policies": ["lru", "optimal"],
+}
+
+
+class Sim(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def run_sim(self, scenario, *options):
+        file = self.folder / "scenario.json"
+        file.write_text(scenario if isinstance(scenario, str) else json.dumps(scenario))
+        return subprocess.run([PROGRAM, "sim", "--scenario", file, *options], text=True,
+                              capture_output=True)
+
+    def figures(self, scenario, *options):
+        done = self.run_sim(scenario, "--json", "-", *options)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)
+
+    def assert_refused(self, scenario, *words):
+        done = self.run_sim(scenario)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)
+        self.assertEqual(done.stdout, "")
+
+    def test_a_server_under_load(self):
+        rows = self.figures(SERVING)["rows"]
+        self.assertEqual([(r["case"], r["rate"], r["method"]) for r in rows],
+                         [(c, r, m) for c in ("small", "large") for r in (0.5, 1)
+                          for m in SERVING["methods"]])
+        for row in rows:
+            self.assertEqual(row["requests"], 24)
+            self.assertEqual(row["ttft_ms"]["returning"]["n"], 16)
+            self.assertEqual(row["restored_share"] > 0, row["method"] != "recompute")
+        for ideal, plan, recompute in zip(*[iter(rows)] * 3):
+            means = [r["ttft_ms"]["returning"]["mean"] for r in (ideal, plan, recompute)]
+            self.assertEqual(means, sorted(means))
+        self.assertEqual(rows, self.figures(SERVING)["rows"])  # the same every time
+
+    def test_csv_has_the_same_figures(self):
+        file = self.folder / "out.csv"
+        rows = self.figures(SERVING, "--csv", file)["rows"]
+        with open(file, encoding="utf-8") as text:
+            lines = list(csv.DictReader(text))
+        self.assertEqual(len(lines), len(rows))
+        for line, row in zip(lines, rows):
+            self.assertEqual(line["method"], row["method"])
+            self.assertEqual(float(line["ttft_ms.returning.p50"]),
+                             row["ttft_ms"]["returning"]["p50"])
+
+    def test_a_prefix_cache_under_a_trace(self):
+        requests = [{"timestamp": 1000 * i, "input_length": 1024, "output_length": 1,
+                     "hash_ids": [0, 1 + i % 3]} for i in range(30)]
+        (self.folder / "trace.jsonl").write_text("\n".join(map(json.dumps, requests)))
+        rows = self.figures(PREFIX_CACHE)["rows"]
+        hits = {(r["policy"], r["capacity"]): r["hits"] for r in rows}
+        self.assertEqual(hits["lru", 1], 60 - 4)
+        self.assertEqual(hits["optimal", 1], 60 - 4)
+        self.assertLess(hits["lru", 0.5], hits["optimal", 0.5])
+
+    def test_wrong_scenarios_are_named(self):
+        self.assert_refused("{", "scenario.json", "JSON")
+        self.assert_refused({"kind": "magic"}, "kind", "prefix-cache", "serving")
+        self.assert_refused({**SERVING, "colour": 1}, "no setting 'colour'")
+        self.assert_refused({**SERVING, "hardware": {"device": "abacus"}}, "hardware", "abacus",
+                            "a100")
+        self.assert_refused({**SERVING, "workload": {"rounds": "many"}}, "workload", "'rounds'")
+        self.assert_refused({**SERVING, "hardware": {"ssds": 2000}}, "'ssds' is 2000", "1024")
+        self.assert_refused({**SERVING, "methods": ["magic"]}, "methods", "recompute")
+        self.assert_refused({**SERVING, "state": {"tiers": [{"name": "disk"}]}}, "gb_per_s")
+        self.assert_refused({**SERVING, "cases": [{"model": "opt-30b"}]}, "no memory for KV")
+        self.assert_refused({k: v for k, v in PREFIX_CACHE.items() if k != "trace"}, "--trace")
+        self.assert_refused({**PREFIX_CACHE, "capacities": [2]}, "capacities")
+        done = self.run_sim(PREFIX_CACHE)  # no such trace
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("trace.jsonl", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

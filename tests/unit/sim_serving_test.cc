@@ -1,0 +1,187 @@
+// The scheduler on simulated hardware: what must follow from the model, whatever its figures are.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "policy/restore_plan.h"
+#include "sim/serving.h"
+
+namespace hcache::sim {
+namespace {
+
+using ::testing::HasSubstr;
+
+ServingSetup setup_of(ServingMethod method) {
+  ServingSetup setup;
+  setup.hardware.device = policy::find_device("a100").value();
+  setup.hardware.model = policy::find_model("llama2-7b").value();
+  setup.hardware.n_ssd = 4;
+  setup.method = method;
+  return setup;
+}
+
+// One conversation of two rounds.
+Schedule two_rounds(int64_t first_input, int64_t output, int64_t second_input) {
+  Schedule load;
+  Session session;
+  session.rounds.resize(2);
+  session.rounds[0].message = {{1, first_input}};
+  session.rounds[0].output_tokens = output;
+  session.rounds[1].message = {{2, second_input}};
+  session.rounds[1].output_tokens = output;
+  session.rounds[1].think_s = 30;
+  session.rounds[1].returning = true;
+  load.sessions = {session};
+  return load;
+}
+
+Schedule conversations(int64_t sessions, double rate) {
+  LoadOptions options;
+  options.sessions = sessions;
+  options.rate = rate;
+  options.rounds = 4;
+  options.think_s = 30;
+  options.seed = 3;
+  return draw_conversations(options);
+}
+
+ServingReport run(const ServingSetup& setup, const Schedule& load) {
+  auto report = simulate_serving(setup, load);
+  EXPECT_TRUE(report.ok()) << report.status().to_string();
+  return report.ok() ? *std::move(report) : ServingReport();
+}
+
+double mean_returning_ttft(const ServingReport& report) {
+  double sum = 0;
+  double n = 0;
+  for (const ServedRequest& r : report.requests) {
+    if (!r.returning) continue;
+    sum += r.ttft_s;
+    n += 1;
+  }
+  return sum / n;
+}
+
+TEST(Serving, MethodsHaveNames) {
+  for (const char* name : {"plan", "hidden", "kv", "recompute", "ideal"}) {
+    const auto method = parse_serving_method(name);
+    ASSERT_TRUE(method.ok()) << name;
+    EXPECT_EQ(serving_method_name(*method), name);
+  }
+  EXPECT_THAT(parse_serving_method("magic").status().message(), HasSubstr("recompute"));
+}
+
+// Alone, a restore takes what the planner says it takes.
+TEST(Serving, ALoneRestoreTakesAsLongAsItsPlanSays) {
+  for (const auto& [method, mode, encoding] :
+       {std::tuple(ServingMethod::kKv, policy::Mode::kKv, policy::kHasKv),
+        std::tuple(ServingMethod::kHidden, policy::Mode::kHidden, policy::kHasHidden)}) {
+    ServingSetup setup = setup_of(method);
+    setup.keep_resident = false;
+    const ServingReport report = run(setup, two_rounds(3000, 73, 100));
+    ASSERT_EQ(report.requests.size(), 2U);
+    const ServedRequest& second = report.requests[1];
+    // Of the first answer's last token there is no state yet.
+    EXPECT_EQ(second.restored_tokens, 3072);
+    EXPECT_EQ(second.resident_tokens, 0);
+    const auto costs = hardware_costs(setup.hardware).value();
+    policy::RestoreRequest request;
+    request.available = policy::Availability::uniform(3072, costs.n_layer, encoding);
+    request.mode = mode;
+    const policy::Plan plan = plan_restore(costs, request).value();
+    EXPECT_NEAR(second.restore_s, plan.predicted.restored_s,
+                1e-6 + 0.02 * plan.predicted.restored_s)
+        << serving_method_name(method);
+  }
+}
+
+TEST(Serving, MethodsRankAsTheyShould) {
+  const Schedule load = conversations(60, 0.5);
+  std::vector<double> ttft;
+  for (const auto method : {ServingMethod::kIdeal, ServingMethod::kPlan, ServingMethod::kKv,
+                            ServingMethod::kRecompute}) {
+    ServingSetup setup = setup_of(method);
+    setup.keep_resident = false;
+    setup.scheduler.restore.exclusive = true;
+    const ServingReport report = run(setup, load);
+    EXPECT_EQ(report.requests.size(), 240U);
+    EXPECT_EQ(report.too_long + report.failed, 0);
+    ttft.push_back(mean_returning_ttft(report));
+  }
+  EXPECT_TRUE(std::is_sorted(ttft.begin(), ttft.end()))
+      << ttft[0] << " " << ttft[1] << " " << ttft[2] << " " << ttft[3];
+}
+
+TEST(Serving, ConversationsThatStayAreNotRestored) {
+  ServingSetup setup = setup_of(ServingMethod::kPlan);
+  const ServingReport report = run(setup, two_rounds(3000, 73, 100));
+  ASSERT_EQ(report.requests.size(), 2U);
+  EXPECT_EQ(report.requests[1].resident_tokens, 3072);
+  EXPECT_EQ(report.requests[1].restored_tokens, 0);
+}
+
+TEST(Serving, AnArenaForOneMakesTheOthersReturnFromTheirTier) {
+  ServingSetup setup = setup_of(ServingMethod::kKv);
+  setup.arena_tokens = 3000;
+  setup.tiers = {{"dram", 0, 25e9, policy::EvictPolicy::kLru}};
+  LoadOptions options;
+  options.sessions = 20;
+  options.rate = 1;
+  options.rounds = 3;
+  options.context = 1500;
+  const ServingReport report = run(setup, draw_conversations(options));
+  EXPECT_EQ(report.requests.size(), 60U);
+  int64_t restored = 0;
+  for (const ServedRequest& r : report.requests) {
+    EXPECT_LE(r.resident_tokens + r.restored_tokens, r.prompt_tokens);
+    EXPECT_GT(r.ttft_s, 0);
+    restored += r.restored_tokens;
+  }
+  EXPECT_GT(restored, 0);
+  EXPECT_GT(report.tiers[0].link_busy_s, 0);
+}
+
+TEST(Serving, ALimitedTierForgets) {
+  ServingSetup setup = setup_of(ServingMethod::kKv);
+  setup.keep_resident = false;
+  setup.tiers = {{"disk", 2e9, 25e9, policy::EvictPolicy::kLru}};  // about 4,000 tokens
+  const ServingReport report = run(setup, conversations(40, 1));
+  EXPECT_GT(report.tiers[0].evictions, 0U);
+  EXPECT_EQ(report.requests.size(), 160U);
+}
+
+TEST(Serving, EqualSetupsGiveEqualReports) {
+  const Schedule load = conversations(40, 2);
+  const ServingSetup setup = setup_of(ServingMethod::kPlan);
+  const ServingReport a = run(setup, load);
+  const ServingReport b = run(setup, load);
+  ASSERT_EQ(a.requests.size(), b.requests.size());
+  for (size_t i = 0; i < a.requests.size(); ++i) {
+    EXPECT_EQ(a.requests[i].session, b.requests[i].session);
+    EXPECT_EQ(a.requests[i].ttft_s, b.requests[i].ttft_s);
+  }
+  EXPECT_EQ(a.duration_s, b.duration_s);
+}
+
+TEST(Serving, RefusesWhatCannotBe) {
+  ServingSetup setup = setup_of(ServingMethod::kPlan);
+  setup.hardware.model = policy::find_model("opt-30b").value();  // 60 GB on a device of 40
+  EXPECT_THAT(simulate_serving(setup, {}).status().message(), HasSubstr("no memory for KV"));
+  setup = setup_of(ServingMethod::kPlan);
+  setup.tiers = {{"disk", 0, 0, policy::EvictPolicy::kLru}};
+  EXPECT_THAT(simulate_serving(setup, {}).status().message(), HasSubstr("disk: read_bytes_per_s"));
+  setup.tiers = {};
+  setup.context = 100;
+  const ServingReport report = run(setup, two_rounds(80, 30, 10));
+  EXPECT_EQ(report.too_long, 1);
+  EXPECT_TRUE(report.requests.empty());
+  EXPECT_EQ(simulate_serving(setup_of(ServingMethod::kKv), conversations(3, 1),
+                             [](double) { return false; })
+                .code(),
+            Code::kCancelled);
+}
+
+}  // namespace
+}  // namespace hcache::sim
