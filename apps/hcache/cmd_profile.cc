@@ -19,6 +19,34 @@ struct ProfileArgs {
 
 std::string seconds(double s) { return format_duration(static_cast<int64_t>(s * 1e9)); }
 
+Json curve_json(const policy::CostCurve& curve) {
+  if (curve.points().empty()) return {{"base_s", curve.base_s()}, {"per_row_s", curve.per_row_s()}};
+  Json points = Json::array();
+  for (const auto& point : curve.points()) {
+    points.push_back(Json::array({point.rows, point.seconds}));
+  }
+  return points;
+}
+
+// What `hcache sim` takes in place of published hardware.
+Json costs_json(const policy::RestoreCosts& costs, const state::CostProfile& p) {
+  const policy::LayerCosts& layer = costs.layer(0);
+  return {{"layers", costs.n_layer},
+          {"project", curve_json(layer.project)},
+          {"load_kv", curve_json(layer.load_kv)},
+          {"dense", curve_json(layer.dense)},
+          {"dense_of_last_layer", curve_json(costs.layer(costs.n_layer - 1).dense)},
+          {"attn_per_key", curve_json(layer.attn_per_key)},
+          {"hidden_bytes", layer.hidden_bytes},
+          {"kv_bytes", layer.kv_bytes},
+          {"link_bytes_per_s", costs.link.bytes_per_s},
+          {"link_start_s", costs.link.start_s},
+          {"slice_rows", costs.slice_rows},
+          {"batch_rows", costs.batch_rows},
+          {"finish_s", costs.finish_s},
+          {"step_finish_s", p.finish_s * p.compute_scale}};
+}
+
 Status profile(const ProfileArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   ProgressLine line;
@@ -50,7 +78,8 @@ Status profile(const ProfileArgs& args) {
                     {"compute_scale", p.compute_scale},
                     {"paper_link_bytes_per_s", runtime->paper_link_bytes_per_s()},
                     {"finish_ms", p.finish_s * 1e3},
-                    {"layer_costs", rows}},
+                    {"layer_costs", rows},
+                    {"costs", costs_json(runtime->costs(0), p)}},
                    ""));
     return runtime->close();
   }

@@ -27,7 +27,63 @@ struct Case {
   std::vector<double> rates;  // sessions per second; of a trace: times its own
 };
 
-void read_hardware(Settings s, sim::ServingSetup* setup) {
+policy::CostCurve read_curve(Settings& s, const std::string& name) {
+  if (s.get<Json>(name, {}).is_object()) {
+    Settings affine = s.object(name);
+    return policy::CostCurve::affine(affine.number("base_s", 0, 0, kMany),
+                                     affine.number("per_row_s", 0, 0, kMany));
+  }
+  std::vector<policy::CostCurve::Point> points;
+  for (const auto& [rows, seconds] : s.require<std::vector<std::pair<int64_t, double>>>(name)) {
+    points.push_back({rows, seconds});
+  }
+  auto curve = policy::CostCurve::table(std::move(points));
+  if (curve.ok()) return *std::move(curve);
+  s.fail(fmt::format("'{}': {}", name, curve.status().message()));
+  return {};
+}
+
+// The "costs" of `hcache profile --json`.
+void read_measured(Settings s, sim::ServingSetup* setup) {
+  sim::MeasuredCosts measured;
+  policy::RestoreCosts& costs = measured.restore;
+  costs.n_layer = static_cast<int32_t>(s.integer("layers", 0, 1, 1 << 16));
+  policy::LayerCosts layer;
+  layer.project = read_curve(s, "project");
+  layer.load_kv = read_curve(s, "load_kv");
+  layer.dense = read_curve(s, "dense");
+  layer.attn_per_key = read_curve(s, "attn_per_key");
+  layer.hidden_bytes = s.integer("hidden_bytes", 0, 1, 1 << 30);
+  layer.kv_bytes = s.integer("kv_bytes", 0, 1, 1 << 30);
+  costs.layers.assign(static_cast<size_t>(std::max(costs.n_layer, 1)), layer);
+  costs.layers.back().dense = read_curve(s, "dense_of_last_layer");
+  costs.link.bytes_per_s = s.number("link_bytes_per_s", 0, 1, 1e15);
+  costs.link.start_s = s.number("link_start_s", 0, 0, kMany);
+  costs.slice_rows = s.integer("slice_rows", costs.slice_rows, 1, 1 << 20);
+  costs.batch_rows = s.integer("batch_rows", costs.batch_rows, 1, 1 << 20);
+  costs.finish_s = s.number("finish_s", 0, 0, kMany);
+  costs.re_tail_projects = true;
+  measured.step_finish_s = s.number("step_finish_s", 0, 0, kMany);
+  s.refuse_others();
+  setup->measured = std::move(measured);
+}
+
+// What `hcache profile --json` wrote.
+void read_profile(Settings& s, const std::string& file, sim::ServingSetup* setup) {
+  const auto text = read_whole_file(Env::real(), file);
+  if (!text.ok()) return s.fail(text.status().message());
+  const Json json = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("costs")) {
+    return s.fail(
+        fmt::format("{} has no 'costs': it must come from `hcache profile --json`", file));
+  }
+  read_measured(Settings(json.at("costs"), file + ": costs", s.status()), setup);
+}
+
+void read_hardware(const SimArgs& args, Settings s, sim::ServingSetup* setup) {
+  if (const auto file = s.get<std::string>("profile", ""); !file.empty()) {
+    read_profile(s, beside_scenario(args, file), setup);
+  }
   policy::HardwareSetup& hardware = setup->hardware;
   hardware.device = s.parsed("device", s.get<std::string>("device", "a100"), policy::find_device);
   hardware.n_gpu = static_cast<int32_t>(s.integer("gpus", 1, 1, 1024));
@@ -95,8 +151,9 @@ Case read_case(const SimArgs& args, const Json& json, Status* status) {
   Case c;
   c.name = s.get<std::string>("name", "");
   for (const char* known : {"kind", "about", "cases"}) s.get<Json>(known, {});
-  c.setup.hardware.model = s.parsed("model", s.require<std::string>("model"), policy::find_model);
-  read_hardware(s.object("hardware"), &c.setup);
+  read_hardware(args, s.object("hardware"), &c.setup);
+  const auto model = s.get<std::string>("model", "");
+  if (!c.setup.measured) c.setup.hardware.model = s.parsed("model", model, policy::find_model);
   read_scheduler(s.object("scheduler"), &c.setup.scheduler);
   read_state(s.object("state"), &c.setup);
   read_workload(args, s.object("workload"), &c);

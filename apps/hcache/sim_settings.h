@@ -102,10 +102,14 @@ struct SimArgs {
   std::string csv_file;
 };
 
-// A file that the scenario names lies beside it; empty: none is named.
+// A file that the scenario names, from the scenario's folder.
+[[nodiscard]] inline std::string beside_scenario(const SimArgs& args, const std::string& named) {
+  return std::filesystem::path(args.scenario).parent_path() / named;
+}
+// Empty: none is named.
 [[nodiscard]] inline std::string trace_file(const SimArgs& args, const std::string& named) {
   if (!args.trace.empty() || named.empty()) return args.trace;
-  return std::filesystem::path(args.scenario).parent_path() / named;
+  return beside_scenario(args, named);
 }
 
 // What a kind of scenario gives.

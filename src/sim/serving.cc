@@ -36,6 +36,9 @@ Status check(const ServingSetup& setup) {
   HCACHE_RETURN_IF_ERROR(positive("context", static_cast<double>(setup.context)));
   HCACHE_RETURN_IF_ERROR(positive("memory_share", setup.memory_share));
   HCACHE_RETURN_IF_ERROR(positive("memory_efficiency", setup.memory_efficiency));
+  if (setup.measured && setup.arena_tokens == 0) {
+    return invalid_argument("arena_tokens must be set where costs are measured");
+  }
   if (setup.arena_tokens < 0) return invalid_argument("arena_tokens can't be negative");
   if (!(setup.step_overhead_s >= 0)) return invalid_argument("step_overhead_s is negative");
   if (setup.tiers.size() > 8) return invalid_argument("more than eight tiers");
@@ -209,8 +212,8 @@ Result<ServingReport> simulate_serving(const ServingSetup& given, const Schedule
   // Clients wait; the queue has no end.
   setup.scheduler.max_queued = std::numeric_limits<int64_t>::max();
   if (setup.tiers.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, hardware_costs(setup.hardware));
-    setup.tiers = {{.name = setup.hardware.n_ssd > 0 ? "disk" : "dram",
+    HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, serving_costs(setup));
+    setup.tiers = {{.name = setup.measured || setup.hardware.n_ssd > 0 ? "disk" : "dram",
                     .read_bytes_per_s = costs.link.bytes_per_s}};
   }
   HCACHE_ASSIGN_OR_RETURN(const auto executor, SimExecutor::create(setup));

@@ -65,8 +65,14 @@ double kv_bytes_per_token(const policy::RestoreCosts& costs) {
 
 }  // namespace
 
+Result<policy::RestoreCosts> serving_costs(const ServingSetup& setup) {
+  if (!setup.measured) return hardware_costs(setup.hardware);
+  HCACHE_RETURN_IF_ERROR(validate(setup.measured->restore));
+  return setup.measured->restore;
+}
+
 Result<std::unique_ptr<SimExecutor>> SimExecutor::create(const ServingSetup& setup) {
-  HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, hardware_costs(setup.hardware));
+  HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, serving_costs(setup));
   HCACHE_ASSIGN_OR_RETURN(policy::SavePlan saved,
                           what_is_saved(setup, behind(costs, setup.tiers.back().read_bytes_per_s)));
   std::unique_ptr<SimExecutor> executor(new SimExecutor(setup, costs, std::move(saved)));
@@ -294,9 +300,10 @@ int64_t SimExecutor::durable_tokens(SeqId seq) {
 // ---- Steps
 
 // The weights' products take their arithmetic or reading the weights, attention of a sequence its
-// arithmetic or reading its KV, whichever is longer.
+// arithmetic or reading its KV, whichever is longer. Measured costs have both in them.
 double SimExecutor::step_s(std::span<const StepShape> items) const {
   const policy::LayerCosts& layer = costs_.layers[0];
+  const bool measured = setup_.measured.has_value();
   int64_t rows = 0;
   double attention_s = 0;
   for (const StepShape& item : items) {
@@ -305,13 +312,16 @@ double SimExecutor::step_s(std::span<const StepShape> items) const {
     const auto depth = static_cast<double>(item.depth);
     const double arithmetic =
         layer.attn_per_key.at(item.rows) * (depth + (n + 1) / 2) * costs_.n_layer;
-    const double reading = (depth + n) * kv_bytes_per_token(costs_) / memory_bytes_per_s_;
+    const double reading =
+        measured ? 0 : (depth + n) * kv_bytes_per_token(costs_) / memory_bytes_per_s_;
     attention_s += std::max(arithmetic, reading);
   }
-  const double products_s =
-      std::max(layer.dense.at(rows) * costs_.n_layer,
-               policy::layer_weight_bytes(setup_.hardware.model) / memory_bytes_per_s_);
-  return setup_.step_overhead_s + products_s + attention_s;
+  const double products_s = layer.dense.at(rows) * costs_.n_layer;
+  if (measured) {
+    return setup_.step_overhead_s + products_s + attention_s + setup_.measured->step_finish_s;
+  }
+  const double weights_s = policy::layer_weight_bytes(setup_.hardware.model) / memory_bytes_per_s_;
+  return setup_.step_overhead_s + std::max(products_s, weights_s) + attention_s;
 }
 
 double SimExecutor::predict_step_s(std::span<const StepShape> items) { return step_s(items); }

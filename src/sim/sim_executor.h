@@ -27,6 +27,9 @@
 
 namespace hcache::sim {
 
+// What restoring costs: measured, or by the formulas for the hardware.
+[[nodiscard]] Result<policy::RestoreCosts> serving_costs(const ServingSetup& setup);
+
 class SimExecutor final : public scheduler::Executor {
  public:
   using SeqId = scheduler::SeqId;

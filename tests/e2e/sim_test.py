@@ -92,6 +92,26 @@ class Sim(unittest.TestCase):
         self.assertEqual(hits["optimal", 1], 60 - 4)
         self.assertLess(hits["lru", 0.5], hits["optimal", 0.5])
 
+    def test_a_machine_that_was_measured(self):
+        curve = [[1, 1e-4], [512, 2e-2]]
+        costs = {"layers": 2, "project": curve, "load_kv": {"base_s": 0, "per_row_s": 1e-8},
+                 "dense": curve, "dense_of_last_layer": curve, "attn_per_key": curve,
+                 "hidden_bytes": 100, "kv_bytes": 300, "link_bytes_per_s": 1e9,
+                 "link_start_s": 0, "slice_rows": 512, "batch_rows": 512, "finish_s": 1e-3,
+                 "step_finish_s": 1e-3}
+        profile = self.folder / "profile.json"
+        scenario = {**SERVING, "hardware": {"profile": "profile.json"}, "arena_tokens": 20000}
+        del scenario["cases"], scenario["model"]
+        profile.write_text(json.dumps({"costs": costs}))
+        rows = self.figures(scenario)["rows"]
+        self.assertEqual({row["arena_tokens"] for row in rows}, {20000})
+        self.assertEqual({row["requests"] for row in rows}, {24})
+        self.assert_refused({**scenario, "arena_tokens": 0}, "arena_tokens")
+        profile.write_text(json.dumps({"costs": {**costs, "dense": [[2, 1], [1, 1]]}}))
+        self.assert_refused(scenario, "profile.json: costs", "'dense'", "rise")
+        profile.write_text("{}")
+        self.assert_refused(scenario, "profile.json", "hcache profile --json")
+
     def test_wrong_scenarios_are_named(self):
         self.assert_refused("{", "scenario.json", "JSON")
         self.assert_refused({"kind": "magic"}, "kind", "prefix-cache", "serving")

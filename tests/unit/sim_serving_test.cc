@@ -152,6 +152,34 @@ TEST(Serving, ALimitedTierForgets) {
   EXPECT_EQ(report.requests.size(), 160U);
 }
 
+TEST(Serving, MeasuredCostsTakeTheHardwaresPlace) {
+  MeasuredCosts measured;
+  policy::LayerCosts layer;
+  layer.dense = policy::CostCurve::affine(1e-3, 1e-4);
+  layer.project = policy::CostCurve::affine(0, 1e-5);
+  layer.hidden_bytes = 100;
+  layer.kv_bytes = 1000;
+  measured.restore.n_layer = 2;
+  measured.restore.layers = {layer};
+  measured.restore.link.bytes_per_s = 1e6;
+  measured.step_finish_s = 5e-3;
+  ServingSetup setup = setup_of(ServingMethod::kKv);
+  setup.measured = measured;
+  setup.keep_resident = false;
+  EXPECT_THAT(simulate_serving(setup, {}).status().message(), HasSubstr("arena_tokens"));
+  setup.arena_tokens = 4096;
+  const ServingReport report = run(setup, two_rounds(1000, 25, 100));
+  ASSERT_EQ(report.requests.size(), 2U);
+  // Steps of 512 and 488 rows, then rows one by one.
+  EXPECT_NEAR(report.requests[0].ttft_s, 2 * (2 * 1e-3 + 5e-3) + 2 * 1000 * 1e-4, 1e-9);
+  EXPECT_NEAR(report.requests[0].tpot_s, 2 * 1.1e-3 + 5e-3, 1e-9);
+  // 1,024 rows of KV in two layers over the link, then 101 new rows in one step.
+  EXPECT_EQ(report.requests[1].restored_tokens, 1024);
+  EXPECT_NEAR(report.requests[1].restore_s, 1024 * 2 * 1000 / 1e6, 1e-3);
+  EXPECT_NEAR(report.requests[1].ttft_s,
+              report.requests[1].restore_s + 2 * (1e-3 + 101 * 1e-4) + 5e-3, 1e-3);
+}
+
 TEST(Serving, EqualSetupsGiveEqualReports) {
   const Schedule load = conversations(40, 2);
   const ServingSetup setup = setup_of(ServingMethod::kPlan);

@@ -7,7 +7,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -37,8 +39,17 @@ enum class ServingMethod : uint8_t {
 // kInvalidArgument names the methods there are.
 [[nodiscard]] Result<ServingMethod> parse_serving_method(std::string_view name);
 
+// What a machine was measured to take, in place of the formulas for published hardware.
+struct MeasuredCosts {
+  policy::RestoreCosts restore;  // its link: of the tier that is there when none is given
+  double step_finish_s = 0;      // of a step, behind its layers
+};
+
 struct ServingSetup {
   policy::HardwareSetup hardware;  // its history: of the plan that decides what is saved
+  // With it nothing else of `hardware` counts, nor what is said of memory below: arena_tokens must
+  // be set.
+  std::optional<MeasuredCosts> measured;
   ServingMethod method = ServingMethod::kPlan;
   std::vector<TierSetup> tiers;  // fastest first; without any: the hardware's SSDs, without limit
   scheduler::SchedulerOptions scheduler;
