@@ -176,14 +176,17 @@ std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& laye
   std::vector<Slice> slices;
   for (size_t l = 0; l < layers.size(); ++l) {
     const policy::LayerCosts& layer = costs_.layer(static_cast<int32_t>(l));
-    if (layers[l] == Method::kRecompute) {
+    const bool recomputed = layers[l] == Method::kRecompute;
+    const bool tail = recomputed && (l + 1 == layers.size() || layers[l + 1] != Method::kRecompute);
+    if (recomputed && !(tail && costs_.re_tail_projects)) {
       slices.push_back({0, prefill_layer_s(layer, tokens, 0, costs_.batch_rows)});
       continue;
     }
-    const bool hidden = layers[l] == Method::kHidden;
+    // Of a recomputed layer that no other one follows only K and V are wanted.
+    const bool hidden = layers[l] == Method::kHidden || tail;
     for (int64_t begin = 0; begin < tokens; begin += costs_.slice_rows) {
       const int64_t rows = std::min(costs_.slice_rows, tokens - begin);
-      const int64_t row_bytes = hidden ? layer.hidden_bytes : layer.kv_bytes;
+      const int64_t row_bytes = tail ? 0 : hidden ? layer.hidden_bytes : layer.kv_bytes;
       slices.push_back({static_cast<double>(rows * row_bytes),
                         hidden ? layer.project.at(rows) : layer.load_kv.at(rows)});
     }

@@ -180,6 +180,28 @@ TEST(Serving, MeasuredCostsTakeTheHardwaresPlace) {
               report.requests[1].restore_s + 2 * (1e-3 + 101 * 1e-4) + 5e-3, 1e-3);
 }
 
+// Of a layer that is recomputed alone only K and V are: its hidden states are the embeddings.
+TEST(Serving, ARecomputedFirstLayerCostsItsProjection) {
+  policy::LayerCosts layer;
+  layer.dense = policy::CostCurve::affine(0, 1e-2);
+  layer.project = policy::CostCurve::affine(0, 1e-6);
+  layer.hidden_bytes = layer.kv_bytes = 1000;
+  MeasuredCosts measured;
+  measured.restore.n_layer = 4;
+  measured.restore.layers = {layer};
+  measured.restore.link.bytes_per_s = 1e7;
+  measured.restore.re_tail_projects = true;
+  ServingSetup setup = setup_of(ServingMethod::kPlan);
+  setup.measured = measured;
+  setup.arena_tokens = 4096;
+  setup.keep_resident = false;
+  const ServingReport report = run(setup, two_rounds(1000, 25, 100));
+  ASSERT_EQ(report.requests.size(), 2U);
+  EXPECT_THAT(report.save_schedule, HasSubstr("RE:1 "));
+  // Three layers of 1,024 rows are read; the first one takes 1 ms meanwhile.
+  EXPECT_NEAR(report.requests[1].restore_s, 3 * 1024 * 1000 / 1e7, 0.01);
+}
+
 TEST(Serving, EqualSetupsGiveEqualReports) {
   const Schedule load = conversations(40, 2);
   const ServingSetup setup = setup_of(ServingMethod::kPlan);
