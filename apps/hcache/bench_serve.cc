@@ -91,10 +91,7 @@ Result<sim::Schedule> make_schedule(const ServeArgs& args) {
     if (args.load.sessions == 0) return invalid_argument("no sessions to hold; use --sessions N");
     return sim::draw_conversations(args.load);
   }
-  HCACHE_ASSIGN_OR_RETURN(const std::string content, read_whole_file(Env::real(), args.trace));
-  auto schedule = sim::replay_trace(args.load, content);
-  if (!schedule.ok()) return schedule.status().with_context(args.trace);
-  return schedule;
+  return sim::replay_trace_file(Env::real(), args.load, args.trace);
 }
 
 // Fills in what follows from other options.

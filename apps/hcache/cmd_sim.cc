@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -48,40 +47,31 @@ Result<SimResults> run(const SimArgs& args, const Json& scenario) {
   return invalid_argument(fmt::format("{}: 'kind' must be one of {}", args.scenario, names));
 }
 
-// Objects in a row become columns: "ttft_ms.first.p50".
-void flatten(const Json& value, const std::string& name, std::vector<std::string>* names,
-             std::vector<std::string>* values) {
-  if (!value.is_structured()) {
-    names->push_back(name);
-    values->push_back(value.dump());
-    return;
-  }
-  for (const auto& [key, inner] : value.items()) {
-    flatten(inner, name.empty() ? key : name + "." + key, names, values);
-  }
-}
-
-// Columns of all rows, in the order in which they first come.
+// Columns of all rows, in the order in which they first come. Objects in a row become columns:
+// "ttft_ms.first.p50".
 std::string to_csv(const Json& rows) {
   std::vector<std::string> columns;
-  std::vector<std::map<std::string, std::string>> cells;
+  std::vector<Json> lines;
   for (const Json& row : rows) {
-    std::vector<std::string> names;
-    std::vector<std::string> values;
-    flatten(row, "", &names, &values);
-    std::map<std::string, std::string>& line = cells.emplace_back();
-    for (size_t i = 0; i < names.size(); ++i) {
-      if (std::find(columns.begin(), columns.end(), names[i]) == columns.end()) {
-        columns.push_back(names[i]);
-      }
-      line[names[i]] = values[i];
+    lines.push_back(row.flatten());
+    for (const auto& [name, value] : lines.back().items()) {
+      if (std::find(columns.begin(), columns.end(), name) == columns.end()) columns.push_back(name);
     }
   }
-  std::string csv = fmt::format("{}\n", fmt::join(columns, ","));
-  for (auto& line : cells) {
-    std::vector<std::string> values;
-    for (const std::string& column : columns) values.push_back(line[column]);
-    csv += fmt::format("{}\n", fmt::join(values, ","));
+  const auto title = [](std::string pointer) {  // "/ttft_ms/first/p50"
+    std::replace(pointer.begin(), pointer.end(), '/', '.');
+    return pointer.substr(1);
+  };
+  const auto row_of = [&](const auto& cell) {
+    std::vector<std::string> cells;
+    for (const std::string& column : columns) cells.push_back(cell(column));
+    return fmt::format("{}\n", fmt::join(cells, ","));
+  };
+  std::string csv = row_of(title);
+  for (const Json& line : lines) {
+    csv += row_of([&](const std::string& column) {
+      return line.contains(column) ? line.at(column).dump() : std::string();
+    });
   }
   return csv;
 }

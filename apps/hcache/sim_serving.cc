@@ -1,8 +1,6 @@
 // Scenarios of the kind `serving`: a server on published hardware under a load.
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 
 #include "base/env.h"
 #include "bench_serve_report.h"
@@ -192,10 +190,7 @@ Result<sim::Schedule> make_load(const Case& c, double rate) {
     return sim::draw_conversations(options);
   }
   options.time_scale = 1 / rate;
-  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), c.trace));
-  auto load = sim::replay_trace(options, text);
-  if (!load.ok()) return load.status().with_context(c.trace);
-  return load;
+  return sim::replay_trace_file(Env::real(), options, c.trace);
 }
 
 Json summarise(const sim::ServingReport& report) {

@@ -4,17 +4,16 @@
 #include <bit>
 #include <utility>
 
+#include "sim/random.h"
+
 namespace hcache::sim {
 namespace {
 
-constexpr uint64_t kSeed = 0x9E3779B97F4A7C15;
+constexpr uint64_t kSeed = kSplitMixStep;
 
-// Of a chain, token by token (the finaliser of splitmix64 over the sum).
+// Of a chain, token by token.
 uint64_t extended(uint64_t hash, int32_t token) {
-  uint64_t z = hash + kSeed + static_cast<uint32_t>(token);
-  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27U)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31U);
+  return mixed(hash + kSplitMixStep + static_cast<uint32_t>(token));
 }
 
 bool in(uint8_t tiers, size_t tier) { return (tiers >> tier & 1U) != 0; }
@@ -51,26 +50,33 @@ std::vector<SavedChains::Link> SavedChains::walk(std::span<const int32_t> tokens
   return links;
 }
 
-SavedChains::Found SavedChains::find(std::span<const int32_t> tokens) const {
+SavedChains::Found SavedChains::describe(const std::vector<Link>& links) const {
   Found found;
   found.by_tier.resize(tiers_.size());
-  for (const Link& link : walk(tokens)) {
+  for (const Link& link : links) {
     found.tokens += link.tokens;
     found.by_tier[static_cast<size_t>(std::countr_zero(objects_.at(link.id).tiers))] += link.tokens;
   }
   return found;
 }
 
-void SavedChains::use(std::span<const int32_t> tokens, int64_t n, double now_s) {
-  for (const Link& link : walk(tokens.first(static_cast<size_t>(n)))) {
+SavedChains::Found SavedChains::find(std::span<const int32_t> tokens) const {
+  return describe(walk(tokens));
+}
+
+SavedChains::Found SavedChains::use(std::span<const int32_t> tokens, double now_s) {
+  const std::vector<Link> links = walk(tokens);
+  Found before = describe(links);
+  for (const Link& link : links) {
     const auto found = objects_.find(link.id);
-    if (found == objects_.end()) return;  // the ones before it pushed it out
+    if (found == objects_.end()) break;  // the ones before it pushed it out
     const uint8_t tiers = found->second.tiers;
     for (size_t t = 0; t < tiers_.size(); ++t) {
       if (in(tiers, t) && limited(tiers_[t])) tiers_[t].order.use(link.id, now_s);
     }
     if (!in(tiers, 0)) enter(0, link.id, now_s);
   }
+  return before;
 }
 
 void SavedChains::put(std::span<const int32_t> tokens, double now_s) {

@@ -39,9 +39,9 @@ class SavedChains {
   };
   // The longest saved prefix. A look, which policies don't see.
   [[nodiscard]] Found find(std::span<const int32_t> tokens) const;
-  // Uses the first n tokens' objects: they count as used in every tier that holds them, and come
-  // into the first.
-  void use(std::span<const int32_t> tokens, int64_t n, double now_s);
+  // The same, and uses it: its objects count as used in every tier that holds them, and come into
+  // the first. Says where they were before.
+  Found use(std::span<const int32_t> tokens, double now_s);
   // Saves a chain.
   void put(std::span<const int32_t> tokens, double now_s);
 
@@ -69,6 +69,7 @@ class SavedChains {
 
   // The objects of a chain's saved prefix, in order.
   [[nodiscard]] std::vector<Link> walk(std::span<const int32_t> tokens) const;
+  [[nodiscard]] Found describe(const std::vector<Link>& links) const;
   [[nodiscard]] bool limited(const Tier& tier) const { return tier.setup.capacity_bytes > 0; }
   // Others may have to leave, or it itself: then it may be gone altogether.
   void enter(size_t tier, Id id, double now_s);

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "sim/random.h"
 #include "sim_executor.h"
 
 namespace hcache::sim {
@@ -53,10 +54,8 @@ Status check(const ServingSetup& setup) {
 
 // Tokens of a text or a reply: equal keys mean equal tokens.
 int32_t token_of(uint64_t key, int64_t index) {
-  uint64_t z = key + 0x9E3779B97F4A7C15 * (static_cast<uint64_t>(index) + 1);
-  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27U)) * 0x94D049BB133111EB;
-  return static_cast<int32_t>((z ^ (z >> 31U)) & 0x7FFFFFFFU);
+  return static_cast<int32_t>(mixed(key + kSplitMixStep * (static_cast<uint64_t>(index) + 1)) &
+                              0x7FFFFFFFU);
 }
 
 uint64_t reply_key(size_t session, size_t round) {
@@ -158,8 +157,6 @@ class Serving {
     served.round = event.round;
     served.returning = session.rounds[event.round].returning;
     served.warmup = session.warmup;
-    served.arrival_s = event.at_s;
-    served.queue_s = waited_s + outcome.queue_s;
     served.restore_s = outcome.restore_s;
     served.ttft_s = waited_s + outcome.ttft_s;
     if (outcome.generated_tokens > 1) {
@@ -222,17 +219,8 @@ Result<ServingReport> simulate_serving(const ServingSetup& given, const Schedule
   Serving serving(setup, load, *executor, *scheduler);
   HCACHE_RETURN_IF_ERROR(serving.run(proceed));
   ServingReport report = std::move(serving.report);
-  const SimExecutor::Totals totals = executor->totals();
-  report.duration_s = executor->now_s();
-  report.arena_tokens = executor->limits().arena_cells;
-  report.step_s = totals.step_s;
-  report.restore_s = totals.restore_s;
+  executor->describe(&report);
   report.preemptions = scheduler->stats().preemptions;
-  report.save_schedule = totals.save_schedule;
-  report.saved_bytes_per_token = totals.saved_bytes_per_token;
-  for (size_t t = 0; t < setup.tiers.size(); ++t) {
-    report.tiers.push_back({setup.tiers[t].name, totals.link_busy_s[t], totals.evictions[t]});
-  }
   return report;
 }
 

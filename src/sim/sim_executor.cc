@@ -119,16 +119,16 @@ std::optional<double> SimExecutor::next_event_s() {
   return next;
 }
 
-SimExecutor::Totals SimExecutor::totals() const {
-  Totals totals{.step_s = total_step_s_,
-                .restore_s = total_restore_s_,
-                .save_schedule = saved_.schedule,
-                .saved_bytes_per_token = static_cast<double>(saved_.bytes_per_token)};
+void SimExecutor::describe(ServingReport* report) const {
+  report->duration_s = now_s_;
+  report->arena_tokens = limits_.arena_cells;
+  report->step_s = total_step_s_;
+  report->restore_s = total_restore_s_;
+  report->save_schedule = saved_.schedule;
+  report->saved_bytes_per_token = static_cast<double>(saved_.bytes_per_token);
   for (size_t t = 0; t < links_.size(); ++t) {
-    totals.link_busy_s.push_back(links_[t].busy_s());
-    totals.evictions.push_back(chains_.evictions(t));
+    report->tiers.push_back({setup_.tiers[t].name, links_[t].busy_s(), chains_.evictions(t)});
   }
-  return totals;
 }
 
 // ---- Sequences
@@ -213,9 +213,8 @@ Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, in
   Sequence& sequence = at(seq);
   Restore restore;
   restore.tokens.assign(tokens.begin(), tokens.begin() + upto);
-  restore.found = chains_.find(restore.tokens);
+  restore.found = chains_.use(restore.tokens, now_s_);
   const int64_t n = restore.found.tokens;
-  chains_.use(restore.tokens, n, now_s_);
   if (n > 0 && setup_.method != ServingMethod::kIdeal) {
     size_t slowest = 0;
     for (size_t t = 0; t < links_.size(); ++t) {

@@ -43,15 +43,8 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] std::optional<double> next_event_s();
   [[nodiscard]] double now_s() const { return now_s_; }
 
-  struct Totals {
-    double step_s = 0;     // the device computes steps
-    double restore_s = 0;  // ... and restores
-    std::vector<double> link_busy_s = {};
-    std::vector<uint64_t> evictions = {};
-    std::string save_schedule = {};
-    double saved_bytes_per_token = 0;
-  };
-  [[nodiscard]] Totals totals() const;
+  // Fills in what the executor knows: times, the arena, what is saved and where.
+  void describe(ServingReport* report) const;
 
   // ---- Executor
 

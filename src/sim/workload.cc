@@ -140,4 +140,11 @@ Result<Schedule> replay_trace(const LoadOptions& options, std::string_view conte
   return schedule;
 }
 
+Result<Schedule> replay_trace_file(Env& env, const LoadOptions& options, const std::string& file) {
+  HCACHE_ASSIGN_OR_RETURN(const std::string content, read_whole_file(env, file));
+  auto schedule = replay_trace(options, content);
+  if (!schedule.ok()) return schedule.status().with_context(file);
+  return schedule;
+}
+
 }  // namespace hcache::sim

@@ -75,7 +75,7 @@ TEST(SavedChains, WhatLeavesTheFastTierIsInTheSlowOneAndReadingLiftsIt) {
   saved.put(chain(1000, 128), 2);
   EXPECT_EQ(saved.find(chain(0, 128)).by_tier, (std::vector<int64_t>{0, 128}));
   EXPECT_EQ(saved.find(chain(1000, 128)).by_tier, (std::vector<int64_t>{128, 0}));
-  saved.use(chain(0, 128), 128, 3);
+  saved.use(chain(0, 128), 3);
   EXPECT_EQ(saved.find(chain(0, 128)).by_tier, (std::vector<int64_t>{128, 0}));
   EXPECT_EQ(saved.find(chain(1000, 128)).by_tier, (std::vector<int64_t>{0, 128}));
   EXPECT_DOUBLE_EQ(saved.bytes(0), 128 * kTokenBytes);
@@ -85,7 +85,7 @@ TEST(SavedChains, UseCounts) {
   SavedChains saved({tier(128)}, kTokenBytes, 1);
   saved.put(chain(0, 64), 1);
   saved.put(chain(1000, 64), 2);
-  saved.use(chain(0, 64), 64, 3);
+  saved.use(chain(0, 64), 3);
   saved.put(chain(2000, 64), 4);
   EXPECT_EQ(saved.find(chain(0, 64)).tokens, 64);
   EXPECT_EQ(saved.find(chain(1000, 64)).tokens, 0);

@@ -10,14 +10,22 @@
 
 namespace hcache::sim {
 
+// splitmix64's step and its finaliser, which spreads every bit over all others.
+inline constexpr uint64_t kSplitMixStep = 0x9E3779B97F4A7C15;
+inline uint64_t mixed(uint64_t z) {
+  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27U)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31U);
+}
+
 // splitmix64. Streams with different keys have nothing to do with each other.
 class Random {
  public:
   explicit Random(std::initializer_list<uint64_t> key) {
-    for (const uint64_t part : key) state_ = mixed(state_ ^ mixed(part + kStep));
+    for (const uint64_t part : key) state_ = mixed(state_ ^ mixed(part + kSplitMixStep));
   }
 
-  uint64_t next() { return mixed(state_ += kStep); }
+  uint64_t next() { return mixed(state_ += kSplitMixStep); }
   size_t below(size_t n) { return static_cast<size_t>(next() % n); }                 // n > 0
   double uniform() { return static_cast<double>((next() >> 11U) + 1) * 0x1.0p-53; }  // (0, 1]
   double exponential(double mean) { return -mean * std::log(uniform()); }
@@ -28,12 +36,6 @@ class Random {
   }
 
  private:
-  static constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
-  static uint64_t mixed(uint64_t z) {
-    z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9;
-    z = (z ^ (z >> 27U)) * 0x94D049BB133111EB;
-    return z ^ (z >> 31U);
-  }
   uint64_t state_ = 0;
 };
 

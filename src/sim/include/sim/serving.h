@@ -68,8 +68,6 @@ struct ServedRequest {
   size_t round = 0;
   bool warmup = false;
   bool returning = false;
-  double arrival_s = 0;
-  double queue_s = 0;
   double restore_s = 0;
   double ttft_s = 0;
   double tpot_s = 0;  // mean time per token behind the first; 0: there was one token

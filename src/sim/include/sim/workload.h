@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/env.h"
 #include "base/status.h"
 
 namespace hcache::sim {
@@ -72,5 +73,8 @@ struct Schedule {
 // that prefixes are shared as they were), or Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens;
 // nothing is shared). kInvalidArgument names the line; also when nothing is left.
 [[nodiscard]] Result<Schedule> replay_trace(const LoadOptions& options, std::string_view content);
+// The same of a file, which errors name.
+[[nodiscard]] Result<Schedule> replay_trace_file(Env& env, const LoadOptions& options,
+                                                 const std::string& file);
 
 }  // namespace hcache::sim
