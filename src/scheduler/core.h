@@ -77,7 +77,6 @@ class Core {
   void step();
   [[nodiscard]] policy::StepPlan plan_with_room();
   [[nodiscard]] policy::BatchSnapshot snapshot_batch();
-  [[nodiscard]] double predict_s(const policy::StepPlan& plan);
   void run(std::span<const policy::StepPiece> pieces);
   void step_failed(Task& task, const Status& status);
   [[nodiscard]] bool make_way_for(Task& task);
@@ -106,7 +105,6 @@ class Core {
   // The current iteration's step.
   bool stepped_ = false;
   bool decoding_ = false;  // it has decode rows
-  double predicted_s_ = 0;
   double step_s_ = 0;  // as the Executor measured it
   double restore_debt_s_ = 0;
   uint64_t last_restore_ = 0;

@@ -29,7 +29,6 @@ void Core::step() {
   stepped_ = !plan.pieces.empty();
   decoding_ = plan.decode_rows > 0;
   if (!stepped_) return;
-  predicted_s_ = predict_s(plan);
   progressed_ = true;
   run(plan.pieces);
 }
@@ -63,14 +62,6 @@ policy::StepPlan Core::plan_with_room() {
         "");
     return {};
   }
-}
-
-double Core::predict_s(const policy::StepPlan& plan) {
-  std::vector<StepShape> shapes;
-  for (const policy::StepPiece& piece : plan.pieces) {
-    shapes.push_back({piece.rows, ready_[static_cast<size_t>(piece.index)]->computed});
-  }
-  return executor_.predict_step_s(shapes);
 }
 
 void Core::run(std::span<const policy::StepPiece> pieces) {
@@ -200,7 +191,7 @@ void Core::preempt(Task& task) {
 
 void Core::restore() {
   const double budget_s =
-      policy::restore_budget_s(decoding_, predicted_s_, restore_debt_s_, options_.restore);
+      policy::restore_budget_s(decoding_, step_s_, restore_debt_s_, options_.restore);
   const bool restoring = oldest_restore() != nullptr;
   note_company();
   double used_s = 0;

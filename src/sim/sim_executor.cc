@@ -14,7 +14,6 @@ using policy::Method;
 using scheduler::RestoreStatus;
 using scheduler::StepItem;
 using scheduler::StepOutput;
-using scheduler::StepShape;
 
 // A plan is searched for lengths rounded up to this, and cut to the exact one.
 constexpr int64_t kPlanTokens = 256;
@@ -250,12 +249,14 @@ Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
   Restore& restore = *sequence.restore;
   RestoreStatus status;
   status.phase = RestoreStatus::Phase::kWorking;
-  while (restore.next < restore.slices.size() && status.seconds < budget_s) {
+  while (restore.next < restore.slices.size()) {
+    const double slice_s = restore.slices[restore.next].compute_s;
+    if (status.seconds > 0 && status.seconds + slice_s > budget_s) break;
     if (!arrived(restore)) {
       status.phase = RestoreStatus::Phase::kWaitingForIo;
       break;
     }
-    const double slice_s = restore.slices[restore.next++].compute_s;
+    ++restore.next;
     now_s_ += slice_s;
     total_restore_s_ += slice_s;
     status.seconds += slice_s;
@@ -325,8 +326,6 @@ double SimExecutor::step_s(std::span<const StepShape> items) const {
   const double weights_s = policy::layer_weight_bytes(setup_.hardware.model) / memory_bytes_per_s_;
   return setup_.step_overhead_s + std::max(products_s, weights_s) + attention_s;
 }
-
-double SimExecutor::predict_step_s(std::span<const StepShape> items) { return step_s(items); }
 
 Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
   std::vector<StepShape> shapes;

@@ -61,7 +61,6 @@ class SimExecutor final : public scheduler::Executor {
   void request_flush(SeqId seq) override;
   [[nodiscard]] int64_t durable_tokens(SeqId seq) override;
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
-  [[nodiscard]] double predict_step_s(std::span<const scheduler::StepShape> items) override;
 
  private:
   // One read of a restore and what is computed when it is there.
@@ -83,6 +82,10 @@ class SimExecutor final : public scheduler::Executor {
     size_t next = 0;                      // slice
     int64_t reserved = 0;
   };
+  struct StepShape {    // of one item
+    int64_t rows = 0;   // appended
+    int64_t depth = 0;  // rows before them
+  };
   struct Sequence {
     std::vector<int32_t> tokens;
     std::optional<Restore> restore;
@@ -97,7 +100,7 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier);
   [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
                                        int64_t tokens) const;
-  [[nodiscard]] double step_s(std::span<const scheduler::StepShape> items) const;
+  [[nodiscard]] double step_s(std::span<const StepShape> items) const;
 
   const ServingSetup setup_;
   const policy::RestoreCosts costs_;  // its link is replaced by the tier's

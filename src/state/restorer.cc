@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <utility>
 
@@ -15,6 +16,9 @@ using engine::BatchItem;
 using engine::Engine;
 using engine::Step;
 using policy::Method;
+
+// Rows of a recomputation through several layers whose cost isn't known yet.
+constexpr int64_t kFewRows = 16;
 
 // Where a chunk's rows stand in the history.
 struct ChunkSpan {
@@ -153,6 +157,7 @@ class RestorationImpl : public Restoration {
   Status collect_pages();
   Status open_reader();
   Status recompute_rows(int64_t n);
+  [[nodiscard]] int64_t recompute_slice(const Slice& slice, double left_s) const;
   // One page, or the part of it that fills a slice. False: the page has not been read yet.
   Result<bool> restore_some(const Slice& slice);
   Status stage(const PlannedPage& page, int64_t slice_rows);
@@ -175,6 +180,8 @@ class RestorationImpl : public Restoration {
   int64_t start_ns_ = 0;
   bool reserved_ = false;
   int64_t recomputed_rows_ = 0;
+  double recompute_row_s_ = 0;                // of the newest rows; 0: not known yet
+  double unit_s_ = 0;                         // what a unit of advance() is expected to take
   std::vector<std::vector<Segment>> layers_;  // per layer
   Cursor cursor_;
   Staged staged_;
@@ -408,6 +415,15 @@ Result<bool> RestorationImpl::restore_some(const Slice& slice) {
   return true;
 }
 
+// A slice's rows are meant for one layer's projection; so many as fit run through several layers.
+int64_t RestorationImpl::recompute_slice(const Slice& slice, double left_s) const {
+  const auto rows = std::clamp<int64_t>(slice.rows, 1, engine_.options().max_batch_rows);
+  if (plan_.recompute_layers == 1 || std::isinf(slice.budget_s)) return rows;
+  const int64_t few = std::min(rows, kFewRows);
+  if (recompute_row_s_ <= 0) return few;
+  return std::clamp(static_cast<int64_t>(left_s / recompute_row_s_), few, rows);
+}
+
 // The layer prefix that no page covers: the history's tokens run through it, batch by batch; of the
 // last such layer only K and V are needed.
 Status RestorationImpl::recompute_rows(int64_t n) {
@@ -419,12 +435,14 @@ Status RestorationImpl::recompute_rows(int64_t n) {
                        .output = BatchItem::Output::kNone};
   HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
   const double before_s = report_.compute_busy_s;
+  const int64_t start = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(timed_layers(0, layers, [&]() -> Status {
     HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layers - 1));
     return engine_.finish_with_kv(step, layers - 1);
   }));
   if (layers > 1) report_.project_busy_s += report_.compute_busy_s - before_s;
   recomputed_rows_ += n;
+  recompute_row_s_ = elapsed(start) / static_cast<double>(n);
   return {};
 }
 
@@ -472,10 +490,10 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
     const int64_t begin = env_.monotonic_ns();
     phase_ = Phase::kWorking;
     if (!reserved_) HCACHE_RETURN_IF_ERROR(reserve());
+    double used_s = 0;
     do {
       if (plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens) {
-        HCACHE_RETURN_IF_ERROR(
-            recompute_rows(std::clamp<int64_t>(slice.rows, 1, engine_.options().max_batch_rows)));
+        HCACHE_RETURN_IF_ERROR(recompute_rows(recompute_slice(slice, slice.budget_s - used_s)));
       } else if (cursor_.layer < engine_.n_layer()) {
         HCACHE_ASSIGN_OR_RETURN(const bool ready, restore_some(slice));
         if (!ready) {
@@ -486,7 +504,11 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
         report_.restore_s = elapsed(start_ns_);
         return finish();
       }
-    } while (elapsed(begin) < slice.budget_s);
+      const double unit_s = elapsed(begin) - used_s;
+      used_s += unit_s;
+      // One that was held up counts for a few units, cheap ones between dear ones don't hide these.
+      unit_s_ = std::max(unit_s, unit_s_ / 2);
+    } while (used_s + unit_s_ < slice.budget_s);
     return {};
   }();
   if (status.ok()) return phase_;

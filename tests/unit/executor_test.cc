@@ -361,16 +361,5 @@ TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
   EXPECT_EQ((*p)->advance_restore(seq, 1).status().code(), Code::kNotFound);
 }
 
-TEST_F(ExecutorTest, PredictionsGrowWithRowsAndDepth) {
-  auto p = process();
-  const auto predict = [&](int64_t rows, int64_t depth) {
-    const scheduler::StepShape shape = {rows, depth};
-    return (*p)->predict_step_s({&shape, 1});
-  };
-  EXPECT_GT(predict(1, 0), 0);
-  EXPECT_GT(predict(64, 0), predict(1, 0));
-  EXPECT_GT(predict(64, 900), predict(64, 0));
-}
-
 }  // namespace
 }  // namespace hcache::server

@@ -98,7 +98,7 @@ class BudgetCheck {
       excess_s_ = 0;
       return;
     }
-    excess_s_ = std::max(0.0, excess_s_ + trace.slices_s - share_ * trace.predicted_s);
+    excess_s_ = std::max(0.0, excess_s_ + trace.slices_s - share_ * trace.step_s);
     ASSERT_LE(excess_s_, longest_slice_s_ + 1e-9);
   }
 

@@ -132,7 +132,6 @@ class FakeExecutor final : public Executor {
   struct Trace {
     std::vector<std::vector<int64_t>> steps;  // rows of each item
     double step_s = 0;
-    double predicted_s = 0;
     double slices_s = 0;
     double longest_slice_s = 0;
   };
@@ -290,13 +289,6 @@ class FakeExecutor final : public Executor {
       return unavailable("injected: step");
     }
     return run(items, rows);
-  }
-
-  double predict_step_s(std::span<const StepShape> items) override {
-    int64_t rows = 0;
-    for (const StepShape& item : items) rows += item.rows;
-    trace.predicted_s = cost_s(rows);
-    return trace.predicted_s;
   }
 
  private:

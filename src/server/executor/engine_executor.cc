@@ -19,8 +19,7 @@ using state::Restoration;
 constexpr int64_t kMinSliceRows = 32;
 // Each attempt beyond the first drops a damaged page.
 constexpr int kMaxAttempts = 16;
-constexpr double kCorrectionWeight = 0.1;  // of the newest step
-constexpr size_t kMaxSpans = 12;           // of a timeline: what a person can take in
+constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
 
 // Neighbours with the same method in groups, few enough to look at.
 std::vector<scheduler::RestoreSpan> timeline(const std::vector<state::LayerTimes>& layers) {
@@ -275,7 +274,6 @@ int64_t EngineExecutor::durable_tokens(SeqId seq) {
 Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::StepItem> items) {
   engine::Engine& engine = runtime_.engine();
   std::vector<BatchItem> batch;
-  std::vector<scheduler::StepShape> shapes;
   batch.reserve(items.size());
   for (const scheduler::StepItem& item : items) {
     batch.push_back(
@@ -283,9 +281,7 @@ Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::St
          .tokens = item.tokens,
          .first_pos = -1,
          .output = item.wants_logits ? BatchItem::Output::kLast : BatchItem::Output::kNone});
-    shapes.push_back({static_cast<int64_t>(item.tokens.size()), engine.length(item.seq)});
   }
-  const double predicted_s = predict_step_s(shapes);
   const int64_t start_ns = env_.monotonic_ns();
   HCACHE_ASSIGN_OR_RETURN(engine::Step step, engine.prepare(batch));
   for (const scheduler::StepItem& item : items) {
@@ -299,24 +295,7 @@ Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::St
   scheduler::StepOutput output;
   output.logits = std::move(logits.rows);
   output.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
-  const double ratio = step_correction_ * output.seconds / predicted_s;
-  step_correction_ += kCorrectionWeight * (ratio - step_correction_);
   return output;
-}
-
-double EngineExecutor::predict_step_s(std::span<const scheduler::StepShape> items) {
-  const state::CostProfile& profile = runtime_.profile();
-  int64_t rows = 0;
-  double attention_s = 0;
-  for (const scheduler::StepShape& item : items) {
-    rows += item.rows;
-    attention_s += profile.layer.attn_per_key.at(item.rows) *
-                   (static_cast<double>(item.depth) + static_cast<double>(item.rows + 1) / 2);
-  }
-  // The weights are read once for all rows of the step.
-  const double layer_s = profile.layer.dense.at(rows) + attention_s;
-  const double step_s = layer_s * runtime_.engine().n_layer() + profile.finish_s;
-  return std::max(step_s * step_correction_, 1e-6);
 }
 
 }  // namespace hcache::server

@@ -46,7 +46,6 @@ class EngineExecutor : public scheduler::Executor {
   int64_t durable_tokens(scheduler::SeqId seq) override;
 
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
-  double predict_step_s(std::span<const scheduler::StepShape> items) override;
 
  private:
   struct Restore;
@@ -70,7 +69,6 @@ class EngineExecutor : public scheduler::Executor {
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
-  double step_correction_ = 1;  // measured over predicted, an exponential average
 };
 
 }  // namespace hcache::server

@@ -65,8 +65,8 @@ struct RestoreLimits {
   bool exclusive = false;
 };
 
-// Seconds that restores may take in this iteration; not above 0: none. step_s is the predicted time
-// of the step, which holds decode rows iff `decoding`. debt_s is what was overdrawn before.
+// Seconds that restores may take in this iteration; not above 0: none. step_s is what the
+// step of this iteration took, which held decode rows iff `decoding`. debt_s is what was overdrawn before.
 [[nodiscard]] double restore_budget_s(bool decoding, double step_s, double debt_s,
                                       const RestoreLimits& limits);
 // The debt after slices that took used_s. What a budget leaves over is lost, not saved up, so a

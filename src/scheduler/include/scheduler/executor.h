@@ -43,12 +43,6 @@ struct StepOutput {
   double seconds = 0;  // that the step took
 };
 
-// What predict_step_s() needs to know of a StepItem.
-struct StepShape {
-  int64_t rows = 0;   // appended
-  int64_t depth = 0;  // rows before them
-};
-
 // Layers that were restored alike, and when they were read and computed: seconds since the restore
 // began. Both times of reading 0: nothing was read.
 struct RestoreSpan {
@@ -134,8 +128,8 @@ class Executor {
   // free_cells() has `upto` cells fewer from now on. The tokens are copied. After an error the
   // sequence is empty and usable.
   virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) = 0;
-  // Works on a restore for about budget_s seconds: whole slices as long as time is left and their
-  // bytes are there, so at most one slice is overdrawn. Never waits. One restore is worked on at a
+  // Works on a restore for about budget_s seconds: whole slices whose bytes are there, the first in
+  // any case and further ones as long as they are expected to fit. Never waits. One restore is worked on at a
   // time, in the order of their beginnings: the next one's first call comes after this one's end.
   // After kDone the sequence is an ordinary one. After an error it is empty and usable. Damaged
   // state is no error: what can't be used is recomputed or left to the prefill.
@@ -149,8 +143,6 @@ class Executor {
 
   // Computes the items, each sequence at most once. kResourceExhausted: the arena is full.
   virtual Result<StepOutput> step(std::span<const StepItem> items) = 0;
-  // Seconds that such a step is expected to take; above 0.
-  [[nodiscard]] virtual double predict_step_s(std::span<const StepShape> items) = 0;
 };
 
 }  // namespace hcache::scheduler

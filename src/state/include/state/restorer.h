@@ -109,7 +109,8 @@ class Restoration {
   };
   struct Slice {
     int64_t rows = 512;  // of one projection or recomputation: the unit of work
-    // Seconds of compute after which no further unit is begun; 0: one unit.
+    // Seconds of compute. The first unit is done in any case, further ones as long as they would
+    // fit if they took as long as those before them.
     double budget_s = std::numeric_limits<double>::infinity();
     bool wait = true;  // false: kWaitingForIo instead of waiting for a page
   };
