@@ -115,6 +115,13 @@ bool admitted_before(const QueueKey& a, const QueueKey& b) {
          std::tuple(!b.preempted, -b.level, b.arrival);
 }
 
+uint64_t queue_place(const QueueKey& key) {
+  constexpr int64_t kLevels = 1 << 14;
+  const auto behind = static_cast<uint64_t>(kLevels - std::clamp(key.level, -kLevels, kLevels));
+  const uint64_t arrival = key.arrival & ((uint64_t{1} << 47U) - 1);
+  return (key.preempted ? 0 : uint64_t{1} << 63U) | (behind << 47U) | arrival;
+}
+
 int32_t choose_victim(std::span<const ActiveRequest> active) {
   int32_t victim = -1;
   for (size_t i = 0; i < active.size(); ++i) {

@@ -23,8 +23,13 @@ void Core::sort_queue() {
   auto key = [&](const std::unique_ptr<Task>& task) {
     return policy::QueueKey{task->preempted, level_of(*task, now_ns), task->id};
   };
-  std::sort(queue_.begin(), queue_.end(),
-            [&](const auto& a, const auto& b) { return policy::admitted_before(key(a), key(b)); });
+  auto before = [&](const auto& a, const auto& b) {
+    return policy::admitted_before(key(a), key(b));
+  };
+  // Mostly it is in order already, and a long queue is looked at before every step.
+  if (!std::is_sorted(queue_.begin(), queue_.end(), before)) {
+    std::sort(queue_.begin(), queue_.end(), before);
+  }
 }
 
 void Core::admit() {
@@ -44,19 +49,17 @@ void Core::admit() {
                                         [](const auto& a, const auto& b) { return a->id < b->id; });
     active_.insert(place, std::move(task));
   }
-  look_ahead();
 }
 
-void Core::look_ahead() {
-  const size_t n = std::min(queue_.size(), static_cast<size_t>(options_.lookahead));
-  for (size_t i = 0; i < n; ++i) {
-    Task& task = *queue_[i];
-    if (task.ended() || std::exchange(task.looked_ahead, true)) continue;
-    const policy::ReuseChoice choice = choose(task, executor_.limits().arena_cells);
-    if (choice.action != policy::Reuse::kRestore) continue;
-    executor_.prefetch(task.request.salt,
-                       std::span(task.chain).first(static_cast<size_t>(choice.rows)));
-  }
+void Core::enqueue(std::unique_ptr<Task> task) {
+  Task& t = *task;
+  queue_.push_back(std::move(task));
+  t.place = policy::queue_place({t.preempted, t.request.priority, t.id});
+  const policy::ReuseChoice choice = choose(t, executor_.limits().arena_cells);
+  executor_.enqueued({.place = t.place,
+                      .salt = t.request.salt,
+                      .tokens = t.chain,
+                      .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0});
 }
 
 Core::Admission Core::try_admit(Task& task) {
@@ -76,6 +79,7 @@ Core::Admission Core::try_admit(Task& task) {
 }
 
 void Core::admitted(Task& task) {
+  executor_.dequeued(task.place);
   task.preempted = false;
   Outcome& outcome = task.outcome;
   if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);

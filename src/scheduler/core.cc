@@ -33,7 +33,7 @@ Activity Core::run_once() {
 
 void Core::take_inbox() {
   Inbox::Delivery delivery = inbox_.take();
-  for (auto& task : delivery.submitted) queue_.push_back(std::move(task));
+  for (auto& task : delivery.submitted) enqueue(std::move(task));
   for (RequestId id : delivery.cancelled) {
     for (TaskList* list : {&queue_, &active_}) {
       for (auto& task : *list) {
@@ -87,6 +87,7 @@ void Core::end_all(const Status& reason) {
 
 void Core::end(Task& task, const Status& status, std::string finish_reason, bool keep_state) {
   const bool was_running = task.phase != Phase::kQueued;
+  if (!was_running) executor_.dequeued(task.place);
   leave_sequence(task, keep_state);
   Outcome& outcome = task.outcome;
   outcome.status = status;

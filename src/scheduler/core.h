@@ -56,7 +56,7 @@ class Core {
     kEnded,    // it failed
   };
   void sort_queue();
-  void look_ahead();
+  void enqueue(std::unique_ptr<Task> task);
   void admit();
   void admitted(Task& task);
   [[nodiscard]] Admission try_admit(Task& task);
@@ -105,7 +105,7 @@ class Core {
   // The current iteration's step.
   bool stepped_ = false;
   bool decoding_ = false;  // it has decode rows
-  double step_s_ = 0;  // as the Executor measured it
+  double step_s_ = 0;      // as the Executor measured it
   double restore_debt_s_ = 0;
   uint64_t last_restore_ = 0;
 

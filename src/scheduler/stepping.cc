@@ -175,7 +175,6 @@ void Core::preempt(Task& task) {
   task.preempted = true;
   task.compute_only = false;
   task.saved = -1;
-  task.looked_ahead = false;
   task.outcome.preempted_at_s.push_back(since_submit_s(task));
   ++totals_.preemptions;
   progressed_ = true;
@@ -183,8 +182,9 @@ void Core::preempt(Task& task) {
   enter(task, Phase::kQueued);
   const auto place = std::find_if(active_.begin(), active_.end(),
                                   [&](const auto& other) { return other.get() == &task; });
-  queue_.push_back(std::move(*place));
+  std::unique_ptr<Task> owned = std::move(*place);
   active_.erase(place);
+  enqueue(std::move(owned));
 }
 
 // ---- Restores

@@ -28,7 +28,7 @@ struct Task {
 
   int64_t saved = -1;  // saved prefix as last looked up; -1: not yet
   int64_t saved_ns = 0;
-  bool looked_ahead = false;
+  uint64_t place = 0;  // in the queue, as the Executor was told
   int64_t restore_begin_ns = 0;
   bool restore_alone = true;    // so far; see RestoreRecord
   uint64_t restore_number = 0;  // in the order of their beginnings

@@ -279,6 +279,16 @@ TEST(Order, PreemptedThenLevelThenArrival) {
   EXPECT_TRUE(admitted_before({false, 5, 9}, {false, 4, 1}));
   EXPECT_TRUE(admitted_before({false, 5, 1}, {false, 5, 2}));
   EXPECT_FALSE(admitted_before({false, 5, 1}, {false, 5, 1}));
+  Random random(3);
+  const auto key = [&] {
+    return QueueKey{random.coin(), random.integer(-3, 3),
+                    static_cast<uint64_t>(random.integer(1, 5))};
+  };
+  for (int i = 0; i < 500; ++i) {
+    const QueueKey a = key();
+    const QueueKey b = key();
+    ASSERT_EQ(queue_place(a) < queue_place(b), admitted_before(a, b));
+  }
 }
 
 TEST(Victims, TheLowestLevelAndThereTheYoungest) {

@@ -61,7 +61,6 @@ SchedulerOptions random_options(Random& random) {
   options.decode_headroom = random.integer(0, 12);
   options.max_running_per_key = random.coin(0.3) ? 2 : 0;
   options.aging_s = random.coin() ? 0.05 : 30;
-  options.lookahead = static_cast<int32_t>(random.integer(0, 4));
   options.flush_wait_s = 0.1;
   return options;
 }

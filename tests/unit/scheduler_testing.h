@@ -139,6 +139,7 @@ class FakeExecutor final : public Executor {
   std::vector<std::string> calls;          // "create", "fork 12", …
   std::optional<Status> next_step_status;  // of the next step() alone
   uint64_t injected_step_failures = 0;
+  std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by place
 
   // ---- Executor
 
@@ -190,9 +191,13 @@ class FakeExecutor final : public Executor {
     return longest;
   }
 
-  void prefetch(const std::string& /*salt*/, std::span<const int32_t> tokens) override {
-    calls.push_back("prefetch " + std::to_string(tokens.size()));
+  void enqueued(const Waiting& request) override {
+    EXPECT_TRUE(waiting.emplace(request.place, request.tokens).second) << "two at one place";
+    EXPECT_LT(request.restore, static_cast<int64_t>(request.tokens.size()));
+    calls.push_back("enqueued " + std::to_string(request.restore));
   }
+
+  void dequeued(uint64_t place) override { EXPECT_EQ(waiting.erase(place), 1U); }
 
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override {
     calls.push_back("restore " + std::to_string(upto));
@@ -396,6 +401,7 @@ class Bench {
   ~Bench() {
     scheduler.reset();
     EXPECT_TRUE(executor.sequences().empty()) << "sequences are left over";
+    EXPECT_TRUE(executor.waiting.empty()) << "the executor believes that somebody waits";
     for (const Record& record : records_) EXPECT_EQ(record.ended, 1) << "request " << record.id;
   }
   Bench(const Bench&) = delete;

@@ -66,7 +66,8 @@ struct RestoreLimits {
 };
 
 // Seconds that restores may take in this iteration; not above 0: none. step_s is what the
-// step of this iteration took, which held decode rows iff `decoding`. debt_s is what was overdrawn before.
+// step of this iteration took, which held decode rows iff `decoding`. debt_s is what was overdrawn
+// before.
 [[nodiscard]] double restore_budget_s(bool decoding, double step_s, double debt_s,
                                       const RestoreLimits& limits);
 // The debt after slices that took used_s. What a budget leaves over is lost, not saved up, so a
@@ -139,6 +140,9 @@ struct QueueKey {
 };
 // True if `a` is admitted before `b`: preempted ones, then by level, then by arrival.
 [[nodiscard]] bool admitted_before(const QueueKey& a, const QueueKey& b);
+// The same order as a number, smaller first, for those that look ahead. Levels beyond +-2^14 count
+// as that, arrivals modulo 2^47.
+[[nodiscard]] uint64_t queue_place(const QueueKey& key);
 
 struct ActiveRequest {
   int64_t level = 0;

@@ -92,6 +92,14 @@ struct RestoreStatus {
   RestoreReport report;  // when done
 };
 
+// A request in the queue. What it refers to stays until it is dequeued.
+struct Waiting {
+  uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; nobody else's
+  const std::string& salt;
+  std::span<const int32_t> tokens;
+  int64_t restore = 0;  // leading tokens that it would restore if it were admitted now
+};
+
 class Executor {
  public:
   Executor() = default;
@@ -121,23 +129,26 @@ class Executor {
   // How many leading tokens could be restored: a look into the catalog.
   virtual Result<int64_t> saved_prefix(const std::string& salt,
                                        std::span<const int32_t> tokens) = 0;
-  // A hint: a request in the queue will restore these tokens, so they may be read ahead into a
-  // faster tier.
-  virtual void prefetch(const std::string& /*salt*/, std::span<const int32_t> /*tokens*/) {}
   // Starts to restore the first `upto` tokens into an empty sequence: reading begins, and
   // free_cells() has `upto` cells fewer from now on. The tokens are copied. After an error the
   // sequence is empty and usable.
   virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) = 0;
   // Works on a restore for about budget_s seconds: whole slices whose bytes are there, the first in
-  // any case and further ones as long as they are expected to fit. Never waits. One restore is worked on at a
-  // time, in the order of their beginnings: the next one's first call comes after this one's end.
-  // After kDone the sequence is an ordinary one. After an error it is empty and usable. Damaged
-  // state is no error: what can't be used is recomputed or left to the prefill.
+  // any case and further ones as long as they are expected to fit. Never waits. One restore is
+  // worked on at a time, in the order of their beginnings: the next one's first call comes after
+  // this one's end. After kDone the sequence is an ordinary one. After an error it is empty and
+  // usable. Damaged state is no error: what can't be used is recomputed or left to the prefill.
   virtual Result<RestoreStatus> advance_restore(SeqId seq, double budget_s) = 0;
   // Asks for everything that the sequence holds now to become durable soon, tail included.
   virtual void request_flush(SeqId seq) = 0;
   // How many leading rows are durable; kNotSaving when no more will be (off, failed, skipped).
   [[nodiscard]] virtual int64_t durable_tokens(SeqId seq) = 0;
+
+  // ---- The queue, for whoever looks ahead: what waits should be kept, and may be read ahead
+
+  virtual void enqueued(const Waiting& /*request*/) {}
+  // The request at this place was admitted (its restore has begun) or has ended.
+  virtual void dequeued(uint64_t /*place*/) {}
 
   // ---- Steps
 

@@ -60,7 +60,6 @@ struct SchedulerOptions {
   int64_t max_queued_per_key = 0;   // 0: no such limit
   int64_t max_running_per_key = 0;  // 0: no such limit
   double aging_s = 30;              // waiting this long raises a request's level by one
-  int32_t lookahead = 8;            // queued requests whose saved state is looked up ahead
   double flush_wait_s = 5;          // an eviction waits so long for a flush at most
 };
 
