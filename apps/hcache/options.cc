@@ -111,7 +111,7 @@ constexpr OptionRow kTable[] = {
     {"sim-trace", "--trace", Kind::kText, "FILE", "", 0, 0, "",
      "recorded requests in Mooncake's format, instead of the scenario's own"},
     {"hardware", "--hardware", Kind::kText, "NAME", "", 0, 0, "",
-     "plan for hardware of the paper instead of this machine: a100, a30, rtx4090, l20, h800"},
+     "plan for hardware of the paper instead of this machine: a100, a100-80g, a30, rtx4090, l20, h800"},
     {"shape", "-m,--model", Kind::kText, "FILE|NAME", "", 0, 0, "",
      "GGUF model, or with --hardware a published shape: llama2-7b, llama2-13b, opt-30b, ..."},
     {"gpus", "--gpus", Kind::kInteger, "N", "1", 1, 1024, "",

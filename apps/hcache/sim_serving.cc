@@ -22,7 +22,8 @@ struct Case {
   sim::LoadOptions load;    // apart from the rate
   std::string trace;
   std::vector<sim::ServingMethod> methods;
-  std::vector<double> rates;  // sessions per second; of a trace: times its own
+  std::vector<double> rates;    // sessions per second; of a trace: times its own
+  int64_t warmup_requests = 0;  // the first to be answered, which are not counted
 };
 
 policy::CostCurve read_curve(Settings& s, const std::string& name) {
@@ -107,6 +108,8 @@ void read_scheduler(Settings s, scheduler::SchedulerOptions* options) {
 
 void read_state(Settings s, sim::ServingSetup* setup) {
   setup->keep_resident = s.get("keep_resident", true);
+  setup->fetch =
+      s.parsed("fetch", s.get<std::string>("fetch", "on-demand"), policy::parse_fetch_policy);
   setup->hardware.history = s.integer("planned_history", setup->hardware.history, 1, 1 << 30);
   const Json tiers = s.get<Json>("tiers", Json::array());
   if (!tiers.is_array()) s.fail("'tiers' must be an array");
@@ -131,6 +134,8 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.warmup = s.integer("warmup", 0, 0, 1 << 30);
   load.seed = static_cast<uint32_t>(s.integer("seed", 1, 0, 0xffffffff));
   load.rounds = s.integer("rounds", 6, 1, 1 << 20);
+  load.mean_rounds = s.number("mean_rounds", 0, 0, 1 << 20);
+  load.rounds_sigma = s.number("rounds_sigma", 0, 0, 10);
   load.think_s = s.number("think_s", 30, 0, kMany);
   load.think_exponential = s.get("think_exponential", false);
   load.context = s.integer("context", 0, 0, 1 << 30);
@@ -157,6 +162,10 @@ Case read_case(const SimArgs& args, const Json& json, Status* status) {
   read_workload(args, s.object("workload"), &c);
   c.setup.context = s.integer("context", c.setup.context, 1, 1 << 30);
   c.setup.arena_tokens = s.integer("arena_tokens", 0, 0, 1 << 30);
+  c.setup.overflow =
+      s.parsed("overflow", s.get<std::string>("overflow", "end"), sim::parse_overflow);
+  c.setup.overflow_share = s.number("overflow_share", c.setup.overflow_share, 0.01, 1);
+  c.warmup_requests = s.integer("warmup_requests", 0, 0, 1 << 30);
   for (const auto& name : s.get("methods", std::vector<std::string>{"plan"})) {
     c.methods.push_back(s.parsed("methods", name, sim::parse_serving_method));
   }
@@ -193,7 +202,30 @@ Result<sim::Schedule> make_load(const Case& c, double rate) {
   return sim::replay_trace_file(Env::real(), options, c.trace);
 }
 
-Json summarise(const sim::ServingReport& report) {
+// How requests found the state of the rounds before. A request hits if at least half of its history
+// was there, and where most of that was counts.
+struct Hits {
+  int64_t requests = 0;
+  int64_t resident = 0;
+  int64_t memory = 0;
+  int64_t disk = 0;
+
+  void add(const sim::ServedRequest& r) {
+    ++requests;
+    const int64_t found = r.resident_tokens + r.restored_tokens;
+    if (r.history_tokens == 0 || 2 * found < r.history_tokens) return;
+    ++(r.resident_tokens >= r.restored_tokens ? resident : r.memory_share >= 0.5 ? memory : disk);
+  }
+  [[nodiscard]] Json json() const {
+    const auto all = static_cast<double>(std::max<int64_t>(requests, 1));
+    return {{"all", static_cast<double>(resident + memory + disk) / all},
+            {"resident", static_cast<double>(resident) / all},
+            {"dram", static_cast<double>(memory) / all},
+            {"disk", static_cast<double>(disk) / all}};
+  }
+};
+
+Json summarise(const sim::ServingReport& report, int64_t warmup_requests) {
   std::vector<double> first;
   std::vector<double> returning;
   std::vector<double> tpot;
@@ -202,8 +234,10 @@ Json summarise(const sim::ServingReport& report) {
   int64_t resident = 0;
   int64_t restored = 0;
   int64_t output = 0;
+  Hits hits;
   for (const sim::ServedRequest& r : report.requests) {
-    if (r.warmup) continue;
+    if (r.warmup || warmup_requests-- > 0) continue;
+    hits.add(r);
     (r.returning ? returning : first).push_back(r.ttft_s);
     if (r.tpot_s > 0) tpot.push_back(r.tpot_s);
     if (r.restored_tokens > 0) restore.push_back(r.restore_s);
@@ -225,6 +259,7 @@ Json summarise(const sim::ServingReport& report) {
   const auto n = static_cast<double>(report.requests.size());
   return {{"requests", first.size() + returning.size()},
           {"too_long", report.too_long},
+          {"cut", report.cut},
           {"failed", report.failed},
           {"duration_s", report.duration_s},
           {"requests_per_s", n / report.duration_s},
@@ -234,6 +269,7 @@ Json summarise(const sim::ServingReport& report) {
             {"returning", load::distribution(std::move(returning))}}},
           {"tpot_ms", load::distribution(std::move(tpot))},
           {"restore_ms", load::distribution(std::move(restore))},
+          {"hit_rate", hits.json()},
           {"resident_share", share(resident, prompt)},
           {"restored_share", share(restored, prompt)},
           {"device_busy", (report.step_s + report.restore_s) / report.duration_s},
@@ -287,7 +323,7 @@ Result<SimResults> simulate_servers(const SimArgs& args, const Json& file) {
                                 }));
         ++done;
         Json row = {{"case", c.name}, {"method", sim::serving_method_name(method)}, {"rate", rate}};
-        row.update(summarise(report));
+        row.update(summarise(report, c.warmup_requests));
         results.table.push_back(table_row(row));
         results.rows.push_back(std::move(row));
       }

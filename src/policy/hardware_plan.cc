@@ -14,6 +14,7 @@ constexpr int64_t kGiB = int64_t{1} << 30;
 
 constexpr std::array kDevices = {
     DeviceSpec{"a100", "A100 40G", 312e12, 32e9, 40 * kGiB, 1555e9},
+    DeviceSpec{"a100-80g", "A100 80G", 312e12, 32e9, 80 * kGiB, 2039e9},
     DeviceSpec{"a30", "A30", 165e12, 32e9, 24 * kGiB, 933e9},
     DeviceSpec{"rtx4090", "RTX 4090", 330e12, 32e9, 24 * kGiB, 1008e9},
     DeviceSpec{"l20", "L20", 120e12, 32e9, 48 * kGiB, 864e9},
@@ -27,6 +28,7 @@ constexpr std::array kModels = {
     ModelShape{"llama2-7b", "Llama 2 7B", 32, 4096, 32, 32, 128, 11008, true, 0.65, true},
     ModelShape{"llama2-13b", "Llama 2 13B", 40, 5120, 40, 40, 128, 13824, true, 0.72, true},
     ModelShape{"opt-30b", "OPT 30B", 48, 7168, 56, 56, 128, 28672, false, 0.70, true},
+    ModelShape{"llama-65b", "LLaMA 65B", 80, 8192, 64, 64, 128, 22016, true, 0.70, false},
     ModelShape{"llama2-70b", "Llama 2 70B", 80, 8192, 64, 8, 128, 28672, true, 0.70, false},
     ModelShape{"llama3-8b", "Llama 3 8B", 32, 4096, 32, 8, 128, 14336, true, 0.70, false},
     ModelShape{"mistral-7b", "Mistral 7B", 32, 4096, 32, 8, 128, 14336, true, 0.70, false},

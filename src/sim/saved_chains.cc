@@ -50,12 +50,23 @@ std::vector<SavedChains::Link> SavedChains::walk(std::span<const int32_t> tokens
   return links;
 }
 
+SavedChains::Chunk SavedChains::chunk_of(const Link& link) const {
+  return {link.tokens, static_cast<size_t>(std::countr_zero(objects_.at(link.id).tiers))};
+}
+
+std::vector<SavedChains::Chunk> SavedChains::chunks(std::span<const int32_t> tokens) const {
+  std::vector<Chunk> chunks;
+  for (const Link& link : walk(tokens)) chunks.push_back(chunk_of(link));
+  return chunks;
+}
+
 SavedChains::Found SavedChains::describe(const std::vector<Link>& links) const {
   Found found;
   found.by_tier.resize(tiers_.size());
   for (const Link& link : links) {
-    found.tokens += link.tokens;
-    found.by_tier[static_cast<size_t>(std::countr_zero(objects_.at(link.id).tiers))] += link.tokens;
+    const Chunk chunk = chunk_of(link);
+    found.tokens += chunk.tokens;
+    found.by_tier[chunk.tier] += chunk.tokens;
   }
   return found;
 }
@@ -99,7 +110,7 @@ void SavedChains::put(std::span<const int32_t> tokens, double now_s) {
     if (known) {
       shorter.pop_back();
     } else {
-      objects_[hash] = {.parent = parent, .tokens = static_cast<int32_t>(n)};
+      create(hash, parent, static_cast<int32_t>(n));
     }
     for (const Id id : shorter) leave_all(id, now_s);
     for (size_t t = tiers_.size(); t-- > 0;) {
@@ -109,6 +120,82 @@ void SavedChains::put(std::span<const int32_t> tokens, double now_s) {
     room = objects_.contains(hash);
     parent = hash;
   }
+}
+
+void SavedChains::lift(std::span<const int32_t> tokens, int64_t upto, double now_s) {
+  int64_t end = 0;
+  for (const Link& link : walk(tokens)) {
+    end += link.tokens;
+    if (end > upto) return;
+    const auto found = objects_.find(link.id);
+    if (found == objects_.end()) return;  // the ones before it pushed it out
+    if (!in(found->second.tiers, 0)) enter(0, link.id, now_s);
+  }
+}
+
+void SavedChains::cut_front(std::span<const int32_t> tokens, int64_t drop, double now_s) {
+  struct Piece {
+    int64_t begin = 0;
+    Link link;
+    uint8_t tiers = 0;
+  };
+  std::vector<Piece> pieces;
+  int64_t end = 0;
+  for (const Link& link : walk(tokens)) {
+    pieces.push_back({end, link, objects_.at(link.id).tiers});
+    end += link.tokens;
+  }
+  for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
+    if (objects_.at(piece->link.id).children > 0) break;  // other chains continue it
+    leave_all(piece->link.id, now_s);
+  }
+  uint64_t hash = kSeed;
+  Id parent = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.begin < drop) continue;
+    for (int32_t i = 0; i < piece.link.tokens; ++i) {
+      hash = extended(hash, tokens[static_cast<size_t>(piece.begin + i)]);
+    }
+    if (!objects_.contains(hash)) create(hash, parent, piece.link.tokens);
+    for (size_t t = tiers_.size(); t-- > 0;) {
+      const auto found = objects_.find(hash);
+      if (found == objects_.end()) return;  // no room, nor for what follows
+      if (in(piece.tiers, t) && !in(found->second.tiers, t)) enter(t, hash, now_s);
+    }
+    parent = hash;
+  }
+}
+
+void SavedChains::want(uint64_t place, std::span<const int32_t> tokens) {
+  std::vector<Id>& ids = wanted_[place];
+  for (const Link& link : walk(tokens)) {
+    ids.push_back(link.id);
+    wanted_at_[link.id].insert(place);
+    mark(link.id);
+  }
+}
+
+void SavedChains::unwant(uint64_t place) {
+  const auto wanted = wanted_.extract(place);
+  if (wanted.empty()) return;
+  for (const Id id : wanted.mapped()) {
+    const auto places = wanted_at_.find(id);
+    places->second.erase(place);
+    if (places->second.empty()) wanted_at_.erase(places);
+    mark(id);
+  }
+}
+
+void SavedChains::mark(Id id) {
+  const auto places = wanted_at_.find(id);
+  const auto first = places == wanted_at_.end() ? std::optional<uint64_t>()
+                                                : std::optional<uint64_t>(*places->second.begin());
+  for (Tier& tier : tiers_) tier.order.set_wanted(id, first);
+}
+
+void SavedChains::create(Id id, Id parent, int32_t tokens) {
+  objects_[id] = {.parent = parent, .tokens = tokens};
+  if (const auto found = objects_.find(parent); found != objects_.end()) ++found->second.children;
 }
 
 void SavedChains::enter(size_t tier, Id id, double now_s) {
@@ -123,6 +210,9 @@ void SavedChains::enter(size_t tier, Id id, double now_s) {
     object.holds |= bit(tier);
   }
   t.order.insert(id, now_s, bytes, rebuild_s_ * object.tokens);
+  if (const auto places = wanted_at_.find(id); places != wanted_at_.end()) {
+    t.order.set_wanted(id, *places->second.begin());
+  }
   while (t.used > t.setup.capacity_bytes) {
     const auto victim = t.order.victim(now_s);
     if (!victim) return;  // one chain fills the tier
@@ -141,7 +231,11 @@ void SavedChains::leave(size_t tier, Id id, double now_s) {
   t.used -= bytes_per_token_ * object.tokens;
   object.tiers &= static_cast<uint8_t>(~bit(tier));
   object.holds &= static_cast<uint8_t>(~bit(tier));
-  if (object.tiers == 0) objects_.erase(found);
+  if (object.tiers != 0) return;
+  if (const auto parent = objects_.find(object.parent); parent != objects_.end()) {
+    --parent->second.children;
+  }
+  objects_.erase(found);
 }
 
 void SavedChains::leave_all(Id id, double now_s) {

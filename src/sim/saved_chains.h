@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -37,13 +38,31 @@ class SavedChains {
     int64_t tokens = 0;
     std::vector<int64_t> by_tier;  // tokens whose fastest copy is there
   };
-  // The longest saved prefix. A look, which policies don't see.
+  struct Chunk {
+    int64_t tokens = 0;
+    size_t tier = 0;  // the fastest that holds it
+  };
+  // The chunks of the longest saved prefix. A look, which policies don't see.
+  [[nodiscard]] std::vector<Chunk> chunks(std::span<const int32_t> tokens) const;
+  // Their sum.
   [[nodiscard]] Found find(std::span<const int32_t> tokens) const;
   // The same, and uses it: its objects count as used in every tier that holds them, and come into
   // the first. Says where they were before.
   Found use(std::span<const int32_t> tokens, double now_s);
   // Saves a chain.
   void put(std::span<const int32_t> tokens, double now_s);
+  // Brings the chunks that end within the first `upto` tokens into the first tier, ahead of their
+  // use. Policies of the others don't see it.
+  void lift(std::span<const int32_t> tokens, int64_t upto, double now_s);
+  // The first `drop` tokens (whole chunks) are cut off, and what was saved of the rest is valid for
+  // the shorter chain: state whose positions are put in when it is loaded (attentionstore.txt
+  // §3.4). The chain as it was is gone, but for what other chains share with it.
+  void cut_front(std::span<const int32_t> tokens, int64_t drop, double now_s);
+
+  // A request in the queue wants a chain: what is saved of it, until it is unwanted. Policies that
+  // look ahead keep it. Nobody else is at the same place.
+  void want(uint64_t place, std::span<const int32_t> tokens);
+  void unwant(uint64_t place);
 
   [[nodiscard]] double bytes(size_t tier) const { return tiers_[tier].used; }
   [[nodiscard]] uint64_t evictions(size_t tier) const { return tiers_[tier].evictions; }
@@ -55,6 +74,7 @@ class SavedChains {
     int32_t tokens = 0;
     uint8_t tiers = 0;  // bit i: it is in tier i
     uint8_t holds = 0;  // bit i: it holds its parent in tier i
+    int32_t children = 0;
   };
   struct Tier {
     SavedTier setup;
@@ -69,8 +89,13 @@ class SavedChains {
 
   // The objects of a chain's saved prefix, in order.
   [[nodiscard]] std::vector<Link> walk(std::span<const int32_t> tokens) const;
+  [[nodiscard]] Chunk chunk_of(const Link& link) const;
   [[nodiscard]] Found describe(const std::vector<Link>& links) const;
   [[nodiscard]] bool limited(const Tier& tier) const { return tier.setup.capacity_bytes > 0; }
+  // Tells the policies of the tiers that hold it which request wants it first.
+  void mark(Id id);
+  // In no tier yet.
+  void create(Id id, Id parent, int32_t tokens);
   // Others may have to leave, or it itself: then it may be gone altogether.
   void enter(size_t tier, Id id, double now_s);
   void leave(size_t tier, Id id, double now_s);
@@ -80,6 +105,8 @@ class SavedChains {
   const double rebuild_s_;
   std::vector<Tier> tiers_;
   std::unordered_map<Id, Object> objects_;
+  std::unordered_map<uint64_t, std::vector<Id>> wanted_;  // by place
+  std::unordered_map<Id, std::set<uint64_t>> wanted_at_;  // places
 };
 
 }  // namespace hcache::sim

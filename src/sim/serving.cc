@@ -11,18 +11,26 @@
 #include <tuple>
 #include <utility>
 
+#include "base/names.h"
+#include "saved_chains.h"
 #include "sim/random.h"
 #include "sim_executor.h"
 
 namespace hcache::sim {
 namespace {
 
-constexpr std::array<std::pair<ServingMethod, std::string_view>, 5> kMethods = {{
+constexpr NameTable<ServingMethod, 5> kMethods = {{
     {ServingMethod::kPlan, "plan"},
     {ServingMethod::kHidden, "hidden"},
     {ServingMethod::kKv, "kv"},
     {ServingMethod::kRecompute, "recompute"},
     {ServingMethod::kIdeal, "ideal"},
+}};
+
+constexpr NameTable<Overflow, 3> kOverflows = {{
+    {Overflow::kEnd, "end"},
+    {Overflow::kInvalidate, "invalidate"},
+    {Overflow::kKeep, "keep"},
 }};
 
 // Between two calls of `proceed`.
@@ -41,6 +49,7 @@ Status check(const ServingSetup& setup) {
     return invalid_argument("arena_tokens must be set where costs are measured");
   }
   if (setup.arena_tokens < 0) return invalid_argument("arena_tokens can't be negative");
+  HCACHE_RETURN_IF_ERROR(positive("overflow_share", setup.overflow_share));
   if (!(setup.step_overhead_s >= 0)) return invalid_argument("step_overhead_s is negative");
   if (setup.tiers.size() > 8) return invalid_argument("more than eight tiers");
   for (const TierSetup& tier : setup.tiers) {
@@ -114,11 +123,17 @@ class Serving {
     const Round& round = load_.sessions[event.session].rounds[event.round];
     std::vector<int32_t>& history = histories_[event.session];
     begun_ += event.round == 0 ? 1 : 0;
-    for (const Piece& piece : round.message) {
-      for (int64_t i = 0; i < piece.tokens; ++i) history.push_back(token_of(piece.key, i));
-    }
     const int64_t output = std::max<int64_t>(round.output_tokens, 1);
     const int64_t most = std::min(setup_.context, executor_.limits().arena_cells);
+    std::vector<int32_t> message;
+    for (const Piece& piece : round.message) {
+      for (int64_t i = 0; i < piece.tokens; ++i) message.push_back(token_of(piece.key, i));
+    }
+    if (setup_.overflow != Overflow::kEnd) {
+      cut(history, most - static_cast<int64_t>(message.size()) - output);
+    }
+    const auto known = static_cast<int64_t>(history.size());
+    history.insert(history.end(), message.begin(), message.end());
     if (static_cast<int64_t>(history.size()) + output > most) {
       ++report.too_long;
       history = {};
@@ -136,14 +151,27 @@ class Serving {
       next.token = chain.back();
       return next;
     };
-    request.on_done = [this, event, waited_s](const scheduler::Outcome& outcome) {
-      done(event, waited_s, outcome);
+    request.on_done = [this, event, waited_s, known](const scheduler::Outcome& outcome) {
+      done(event, waited_s, known, outcome);
     };
     ++in_flight_;
     return scheduler_.submit(std::move(request)).status();
   }
 
-  void done(const Event& event, double waited_s, const scheduler::Outcome& outcome) {
+  // Until no more than `most` tokens are left.
+  void cut(std::vector<int32_t>& history, int64_t most) {
+    const auto length = static_cast<int64_t>(history.size());
+    if (length <= most) return;
+    const auto share = std::llround(setup_.overflow_share * static_cast<double>(setup_.context));
+    const int64_t step = std::max<int64_t>(share / kChunk, 1) * kChunk;
+    const int64_t drop =
+        std::min(length, (length - std::max<int64_t>(most, 0) + step - 1) / step * step);
+    executor_.cut_front(history, setup_.overflow == Overflow::kKeep ? drop : length);
+    history.erase(history.begin(), history.begin() + drop);
+    ++report.cut;
+  }
+
+  void done(const Event& event, double waited_s, int64_t known, const scheduler::Outcome& outcome) {
     --in_flight_;
     const Session& session = load_.sessions[event.session];
     std::vector<int32_t>& history = histories_[event.session];
@@ -164,6 +192,10 @@ class Serving {
           (outcome.total_s - outcome.ttft_s) / static_cast<double>(outcome.generated_tokens - 1);
     }
     served.prompt_tokens = outcome.prompt_tokens;
+    served.history_tokens = known;
+    if (const uint64_t bytes = outcome.bytes_dram + outcome.bytes_disk; bytes > 0) {
+      served.memory_share = static_cast<double>(outcome.bytes_dram) / static_cast<double>(bytes);
+    }
     served.resident_tokens = outcome.resident_tokens;
     served.restored_tokens = outcome.hidden_tokens + outcome.kv_tokens + outcome.recomputed_tokens;
     served.output_tokens = outcome.generated_tokens;
@@ -194,12 +226,15 @@ std::string_view serving_method_name(ServingMethod method) {
 }
 
 Result<ServingMethod> parse_serving_method(std::string_view name) {
-  std::string names;
-  for (const auto& [method, known] : kMethods) {
-    if (known == name) return method;
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", known);
-  }
-  return invalid_argument(fmt::format("no method '{}'; there are {}", name, names));
+  return parse_name(kMethods, "method", name);
+}
+
+std::string_view overflow_name(Overflow overflow) {
+  return kOverflows.at(static_cast<size_t>(overflow)).second;
+}
+
+Result<Overflow> parse_overflow(std::string_view name) {
+  return parse_name(kOverflows, "overflow", name);
 }
 
 Result<ServingReport> simulate_serving(const ServingSetup& given, const Schedule& load,

@@ -17,6 +17,8 @@ using scheduler::StepOutput;
 
 // A plan is searched for lengths rounded up to this, and cut to the exact one.
 constexpr int64_t kPlanTokens = 256;
+// Chunks that are read ahead in one piece.
+constexpr size_t kFetchChunks = 8;
 // Of one step, and sequences that exist: the scheduler's own limits are meant to be smaller.
 constexpr int32_t kMaxStepRows = 1 << 20;
 constexpr int32_t kMaxSequences = 1 << 20;
@@ -107,7 +109,10 @@ SimExecutor::SimExecutor(const ServingSetup& setup, policy::RestoreCosts costs,
 
 int64_t SimExecutor::now_ns() const { return std::llround(now_s_ * 1e9); }
 
-void SimExecutor::wait_until(double until_s) { now_s_ = std::max(now_s_, until_s); }
+void SimExecutor::wait_until(double until_s) {
+  now_s_ = std::max(now_s_, until_s);
+  fetch();
+}
 
 std::optional<double> SimExecutor::next_event_s() {
   std::optional<double> next;
@@ -168,6 +173,85 @@ Result<int64_t> SimExecutor::saved_prefix(const std::string& /*salt*/,
                                           std::span<const int32_t> tokens) {
   return chains_.find(tokens).tokens;
 }
+
+// ---- The queue
+
+bool SimExecutor::reads_ahead() const {
+  return setup_.fetch == policy::FetchPolicy::kSchedulerAware && links_.size() > 1;
+}
+
+void SimExecutor::enqueued(const scheduler::Waiting& request) {
+  if (request.restore == 0) return;
+  const auto tokens = request.tokens.first(static_cast<size_t>(request.restore));
+  chains_.want(request.place, tokens);
+  if (!reads_ahead()) return;
+  ahead_[request.place] = {
+      .tokens = tokens,
+      .bytes = static_cast<double>(saved_.bytes_per_token) * static_cast<double>(request.restore)};
+  fetch();
+}
+
+void SimExecutor::dequeued(uint64_t place) {
+  chains_.unwant(place);
+  ahead_.erase(place);
+  if (fetch_ && fetch_->place == place) end_fetch();
+}
+
+void SimExecutor::fetch() {
+  if (fetch_) {
+    size_t arrived = fetch_->ends.size();
+    for (size_t t = 1; t < links_.size(); ++t) {
+      arrived = std::min(arrived, links_[t].arrived(fetch_->streams[t], now_s_));
+    }
+    if (arrived > fetch_->next) {
+      fetch_->next = arrived;
+      chains_.lift(ahead_.at(fetch_->place).tokens, fetch_->ends[arrived - 1], now_s_);
+    }
+    if (arrived < fetch_->ends.size()) return;
+    end_fetch();
+  }
+  // The first of the queue whose state fits the tier together with that of those before it.
+  double bytes = 0;
+  for (auto& [place, ahead] : ahead_) {
+    bytes += ahead.bytes;
+    if (!policy::in_fetch_window(bytes, setup_.tiers[0].capacity_bytes)) return;
+    if (std::exchange(ahead.fetched, true)) continue;
+    if (begin_fetch(place, ahead)) return;
+  }
+}
+
+bool SimExecutor::begin_fetch(uint64_t place, const Ahead& ahead) {
+  const std::vector<SavedChains::Chunk> chunks = chains_.chunks(ahead.tokens);
+  Fetch fetch;
+  fetch.place = place;
+  std::vector<std::vector<double>> pieces(links_.size());
+  int64_t end = 0;
+  bool missing = false;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (i % kFetchChunks == 0) {
+      fetch.ends.push_back(end);
+      for (auto& of_tier : pieces) of_tier.push_back(0);
+    }
+    end += chunks[i].tokens;
+    fetch.ends.back() = end;
+    missing = missing || chunks[i].tier > 0;
+    pieces[chunks[i].tier].back() += static_cast<double>(chunks[i].tokens * saved_.bytes_per_token);
+  }
+  if (!missing) return false;
+  fetch.streams.push_back(0);
+  for (size_t t = 1; t < links_.size(); ++t) {
+    fetch.streams.push_back(links_[t].open(now_s_, pieces[t]));
+  }
+  fetch_ = std::move(fetch);
+  return true;
+}
+
+void SimExecutor::end_fetch() {
+  for (size_t t = 1; t < links_.size(); ++t) links_[t].close(fetch_->streams[t], now_s_);
+  fetch_.reset();
+}
+
+// ---- Restores
 
 // Layer by layer, each from the first row on: what production's restorer does.
 std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& layers,
@@ -271,6 +355,11 @@ Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
   status.tokens = restore.found.tokens;
   status.report.schedule = restore.schedule;
   status.report.kv_tokens = status.tokens;
+  for (size_t t = 0; t < links_.size(); ++t) {
+    const auto bytes = static_cast<uint64_t>(restore.found.by_tier[t]) *
+                       static_cast<uint64_t>(saved_.bytes_per_token);
+    (setup_.tiers[t].name == "dram" ? status.report.bytes_dram : status.report.bytes_disk) += bytes;
+  }
   std::vector<int32_t> tokens = std::move(restore.tokens);
   tokens.resize(static_cast<size_t>(status.tokens));
   end_restore(sequence);
@@ -341,6 +430,7 @@ Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
   output.seconds = step_s(shapes);
   now_s_ += output.seconds;
   total_step_s_ += output.seconds;
+  fetch();
   return output;
 }
 

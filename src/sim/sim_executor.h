@@ -43,6 +43,11 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] std::optional<double> next_event_s();
   [[nodiscard]] double now_s() const { return now_s_; }
 
+  // The chain's first tokens are cut off (SavedChains::cut_front()).
+  void cut_front(std::span<const int32_t> tokens, int64_t drop) {
+    chains_.cut_front(tokens, drop, now_s_);
+  }
+
   // Fills in what the executor knows: times, the arena, what is saved and where.
   void describe(ServingReport* report) const;
 
@@ -58,6 +63,8 @@ class SimExecutor final : public scheduler::Executor {
   Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override;
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
+  void enqueued(const scheduler::Waiting& request) override;
+  void dequeued(uint64_t place) override;
   void request_flush(SeqId seq) override;
   [[nodiscard]] int64_t durable_tokens(SeqId seq) override;
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
@@ -86,6 +93,19 @@ class SimExecutor final : public scheduler::Executor {
     int64_t rows = 0;   // appended
     int64_t depth = 0;  // rows before them
   };
+  // A request in the queue whose state may be read ahead into the first tier.
+  struct Ahead {
+    std::span<const int32_t> tokens;
+    double bytes = 0;      // that it will restore
+    bool fetched = false;  // or under way
+  };
+  // What is being read ahead.
+  struct Fetch {
+    uint64_t place = 0;
+    std::vector<int64_t> ends;            // of its pieces, in tokens
+    std::vector<SharedLink::Id> streams;  // by tier; the first has none
+    size_t next = 0;                      // piece
+  };
   struct Sequence {
     std::vector<int32_t> tokens;
     std::optional<Restore> restore;
@@ -96,6 +116,11 @@ class SimExecutor final : public scheduler::Executor {
 
   Sequence& at(SeqId seq) { return sequences_.at(seq); }
   void end_restore(Sequence& sequence);
+  // Takes note of what was read ahead by now, and begins to read what comes next.
+  void fetch();
+  [[nodiscard]] bool begin_fetch(uint64_t place, const Ahead& ahead);
+  void end_fetch();
+  [[nodiscard]] bool reads_ahead() const;
   [[nodiscard]] bool arrived(const Restore& restore);
   [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier);
   [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
@@ -111,6 +136,8 @@ class SimExecutor final : public scheduler::Executor {
   std::vector<SharedLink> links_;                        // by tier
   std::map<std::pair<int64_t, size_t>, Methods> plans_;  // by rounded length and tier
   std::unordered_map<SeqId, Sequence> sequences_;
+  std::map<uint64_t, Ahead> ahead_;  // by place
+  std::optional<Fetch> fetch_;
   SeqId last_seq_ = 0;
   int64_t used_cells_ = 0;
   double now_s_ = 0;

@@ -15,7 +15,7 @@ namespace hcache::sim {
 namespace {
 
 // What a seed's random streams are for.
-enum Stream : uint64_t { kArrivals, kLengths, kThinking };
+enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds };
 
 constexpr size_t kDocument = (size_t{1} << 24U) - 1;  // as a round's number
 
@@ -31,7 +31,12 @@ int64_t scaled(double length, double factor) {
 std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
   Random lengths({options.seed, kLengths, session});
   Random thinking({options.seed, kThinking, session});
-  const auto n = static_cast<size_t>(options.rounds);
+  auto n = static_cast<size_t>(options.rounds);
+  if (options.mean_rounds > 0) {
+    Random rounds({options.seed, kRounds, session});
+    n = static_cast<size_t>(
+        scaled(rounds.log_normal(options.mean_rounds, options.rounds_sigma), 1));
+  }
   std::vector<double> drawn;  // input and output of one round after the other
   for (size_t i = 0; i < n; i++) {
     drawn.push_back(lengths.log_normal(options.mean_input, options.input_sigma));

@@ -185,7 +185,7 @@ TEST(Link, IsBoundedByDisksAndByPcie) {
 }
 
 TEST(Tables, AreSound) {
-  EXPECT_EQ(device_table().size(), 5u);
+  EXPECT_EQ(device_table().size(), 6u);
   for (const ModelShape& m : model_table()) {
     EXPECT_GE(m.n_layer, 1) << m.name;
     EXPECT_EQ(m.n_head % m.n_head_kv, 0) << m.name;

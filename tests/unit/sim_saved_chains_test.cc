@@ -98,6 +98,86 @@ TEST(SavedChains, AChainThatDoesNotFitKeepsItsBeginning) {
   EXPECT_LE(saved.bytes(0), 128 * kTokenBytes);
 }
 
+TEST(SavedChains, WhatTheQueueWantsStaysTheFirstOfItLongest) {
+  for (const bool looks_ahead : {true, false}) {
+    const auto policy = looks_ahead ? EvictPolicy::kSchedulerAware : EvictPolicy::kLru;
+    SavedChains saved({tier(192, policy)}, kTokenBytes, 1);
+    saved.put(chain(0, 64), 1);
+    saved.put(chain(1000, 64), 2);
+    saved.put(chain(2000, 64), 3);
+    saved.want(7, chain(0, 64));
+    saved.want(9, chain(1000, 64));
+    saved.put(chain(3000, 64), 4);
+    EXPECT_EQ(saved.find(chain(0, 64)).tokens, looks_ahead ? 64 : 0);
+    EXPECT_EQ(saved.find(chain(2000, 64)).tokens, looks_ahead ? 0 : 64);
+    if (!looks_ahead) continue;
+    saved.want(8, chain(3000, 64));
+    saved.put(chain(4000, 64), 5);  // wanted by nobody
+    EXPECT_EQ(saved.find(chain(4000, 64)).tokens, 0);
+    saved.want(3, chain(4000, 64));
+    saved.unwant(7);
+    saved.put(chain(4000, 64), 6);
+    EXPECT_EQ(saved.find(chain(0, 64)).tokens, 0);
+    EXPECT_EQ(saved.find(chain(1000, 64)).tokens, 64);
+  }
+}
+
+TEST(SavedChains, AnObjectThatTwoWantIsWantedUntilBothAreGone) {
+  SavedChains saved({tier(128, EvictPolicy::kSchedulerAware)}, kTokenBytes, 1);
+  saved.put(chain(0, 64), 1);
+  saved.want(1, chain(0, 64));
+  saved.want(2, chain(0, 64));
+  saved.unwant(1);
+  saved.put(chain(1000, 64), 2);
+  saved.put(chain(2000, 64), 3);
+  EXPECT_EQ(saved.find(chain(0, 64)).tokens, 64);
+  saved.unwant(2);
+  saved.unwant(2);  // is not there any more
+  saved.put(chain(3000, 64), 4);
+  EXPECT_EQ(saved.find(chain(0, 64)).tokens, 0);
+}
+
+TEST(SavedChains, LiftsUpToAnEnd) {
+  SavedChains saved({tier(192), tier(0)}, kTokenBytes, 1);
+  saved.put(chain(0, 192), 1);
+  saved.put(chain(1000, 192), 2);
+  saved.lift(chain(0, 192), 130, 3);
+  EXPECT_EQ(saved.find(chain(0, 192)).by_tier, (std::vector<int64_t>{128, 64}));
+  const auto chunks = saved.chunks(chain(0, 192));
+  ASSERT_EQ(chunks.size(), 3U);
+  EXPECT_EQ(chunks[1].tier, 0U);
+  EXPECT_EQ(chunks[2].tier, 1U);
+}
+
+TEST(SavedChains, WhatIsLeftBehindACutStaysWhereItWas) {
+  SavedChains saved({tier(160), tier(0)}, kTokenBytes, 1);
+  const Tokens whole = chain(0, 200);
+  saved.put(whole, 1);
+  saved.put(chain(1000, 96), 2);  // pushes the end out of the first tier
+  const auto before = saved.find(whole);
+  ASSERT_EQ(before.by_tier, (std::vector<int64_t>{64, 136}));
+  saved.cut_front(whole, 64, 3);
+  EXPECT_EQ(saved.find(whole).tokens, 0);
+  const Tokens rest(whole.begin() + 64, whole.end());
+  EXPECT_EQ(saved.find(rest).by_tier, (std::vector<int64_t>{0, 136}));
+  EXPECT_DOUBLE_EQ(saved.bytes(1), (136 + 96) * kTokenBytes);
+  saved.cut_front(rest, 136, 4);
+  EXPECT_EQ(saved.find(rest).tokens, 0);
+  EXPECT_DOUBLE_EQ(saved.bytes(1), 96 * kTokenBytes);
+}
+
+TEST(SavedChains, ACutLeavesWhatOthersShare) {
+  SavedChains saved({tier(0)}, kTokenBytes, 1);
+  const Tokens one = joined(chain(0, 64), chain(1000, 64));
+  const Tokens two = joined(chain(0, 64), chain(2000, 64));
+  saved.put(one, 1);
+  saved.put(two, 2);
+  saved.cut_front(one, 64, 3);
+  EXPECT_EQ(saved.find(two).tokens, 128);
+  EXPECT_EQ(saved.find(chain(1000, 64)).tokens, 64);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 3 * 64 * kTokenBytes);
+}
+
 TEST(SavedChains, WithoutTiersNothingIsSaved) {
   SavedChains saved({}, kTokenBytes, 1);
   saved.put(chain(0, 640), 1);

@@ -152,6 +152,55 @@ TEST(Serving, ALimitedTierForgets) {
   EXPECT_EQ(report.requests.size(), 160U);
 }
 
+// Too many conversations for the memory, and more requests than are served at a time.
+TEST(Serving, ReadingAheadFindsInMemoryWhatWouldLieOnTheDisk) {
+  const Schedule load = conversations(80, 4);
+  double on_demand = 0;
+  for (const auto policy : {policy::FetchPolicy::kOnDemand, policy::FetchPolicy::kSchedulerAware}) {
+    ServingSetup setup = setup_of(ServingMethod::kKv);
+    setup.keep_resident = false;
+    setup.scheduler.batch.max_sequences = 4;
+    const bool ahead = policy == policy::FetchPolicy::kSchedulerAware;
+    const auto evict = ahead ? policy::EvictPolicy::kSchedulerAware : policy::EvictPolicy::kLru;
+    setup.tiers = {{"dram", 10e9, 25e9, evict}, {"disk", 0, 5e9, evict}};
+    setup.fetch = policy;
+    const ServingReport report = run(setup, load);
+    EXPECT_EQ(report.requests.size(), 320U);
+    double memory = 0;
+    double n = 0;
+    for (const ServedRequest& r : report.requests) {
+      if (!r.returning) continue;
+      EXPECT_GT(r.restored_tokens, r.history_tokens - 64);
+      memory += r.memory_share;
+      n += 1;
+    }
+    if (ahead) {
+      EXPECT_GT(memory / n, on_demand + 0.5);
+    } else {
+      on_demand = memory / n;
+      EXPECT_LT(on_demand, 0.3);
+    }
+  }
+}
+
+TEST(Serving, AConversationThatIsTooLongIsCutAndItsStateKeptOrNot) {
+  for (const auto overflow : {Overflow::kKeep, Overflow::kInvalidate}) {
+    ServingSetup setup = setup_of(ServingMethod::kKv);
+    setup.keep_resident = false;
+    setup.context = 4096;
+    setup.overflow = overflow;
+    // 3,073 tokens of history are cut by 2,048 for the 1,000 of the second message.
+    const ServingReport report = run(setup, two_rounds(3000, 73, 1000));
+    ASSERT_EQ(report.requests.size(), 2U);
+    EXPECT_EQ(report.cut, 1);
+    EXPECT_EQ(report.too_long, 0);
+    const ServedRequest& second = report.requests[1];
+    EXPECT_EQ(second.history_tokens, 3073 - 2048);
+    EXPECT_EQ(second.prompt_tokens, 3073 - 2048 + 1000);
+    EXPECT_EQ(second.restored_tokens, overflow == Overflow::kKeep ? 3072 - 2048 : 0);
+  }
+}
+
 TEST(Serving, MeasuredCostsTakeTheHardwaresPlace) {
   MeasuredCosts measured;
   policy::LayerCosts layer;

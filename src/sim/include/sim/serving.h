@@ -14,6 +14,7 @@
 
 #include "base/status.h"
 #include "policy/eviction.h"
+#include "policy/fetch.h"
 #include "policy/hardware_plan.h"
 #include "scheduler/scheduler.h"
 #include "sim/workload.h"
@@ -45,6 +46,16 @@ struct MeasuredCosts {
   double step_finish_s = 0;      // of a step, behind its layers
 };
 
+// What becomes of a conversation that would exceed the context (attentionstore.txt §3.4).
+enum class Overflow : uint8_t {
+  kEnd,         // it ends
+  kInvalidate,  // its earliest tokens are cut off; what was saved is of no use any more
+  kKeep,        // they are cut off, and what was saved of the rest stays valid
+};
+[[nodiscard]] std::string_view overflow_name(Overflow overflow);  // "end", "invalidate", "keep"
+// kInvalidArgument names what there is.
+[[nodiscard]] Result<Overflow> parse_overflow(std::string_view name);
+
 struct ServingSetup {
   policy::HardwareSetup hardware;  // its history: of the plan that decides what is saved
   // With it nothing else of `hardware` counts, nor what is said of memory below: arena_tokens must
@@ -60,6 +71,10 @@ struct ServingSetup {
   double step_overhead_s = 0;      // of every step, whatever it computes
   // Whether a conversation stays in the arena when its answer is complete.
   bool keep_resident = true;
+  // Of the tiers behind the first into it.
+  policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
+  Overflow overflow = Overflow::kEnd;
+  double overflow_share = 0.5;  // of `context`, that is cut off
 };
 
 // Of one request that was answered.
@@ -72,8 +87,10 @@ struct ServedRequest {
   double ttft_s = 0;
   double tpot_s = 0;  // mean time per token behind the first; 0: there was one token
   int64_t prompt_tokens = 0;
+  int64_t history_tokens = 0;  // of the prompt: from the rounds before
   int64_t resident_tokens = 0;
   int64_t restored_tokens = 0;
+  double memory_share = 0;  // of the bytes that were read: from the tier "dram"
   int64_t output_tokens = 0;
 };
 
@@ -81,6 +98,7 @@ struct ServingReport {
   std::vector<ServedRequest> requests;  // in the order of their ends
   // Rounds that did not fit the context or the arena, and those that failed: their session ended.
   int64_t too_long = 0;
+  int64_t cut = 0;  // times that a conversation's beginning was cut off
   int64_t failed = 0;
   double duration_s = 0;
   int64_t arena_tokens = 0;

@@ -20,6 +20,8 @@ struct LoadOptions {
   // Conversations drawn by draw_conversations().
   double rate = 0;  // arrivals per second, a Poisson process
   int64_t rounds = 0;
+  double mean_rounds = 0;  // above 0: how many a conversation has is log-normal, too
+  double rounds_sigma = 0;
   // Lengths are log-normal. Means in tokens as in ShareGPT4 (hcache.txt section 2.3); the paper
   // gives no spread. People's messages scatter more than answers do.
   double mean_input = 66.8;
