@@ -65,14 +65,15 @@ class Server:
         self.kill()
 
 
-def hcache(args, folder: Path, ctx: int, slots: int, dram_mib: int) -> Server:
+def hcache(args, folder: Path, ctx: int, slots: int, dram_mib: int, *options) -> Server:
     """Ours, with its state in `folder`: new but for the costs that Hcache.measure_costs() found."""
     for known in ("profiles", "digests"):
         if (args.work / "state" / known).exists():
             shutil.copytree(args.work / "state" / known, folder / known, dirs_exist_ok=True)
     return Server("hcache", [args.program, "serve", "-m", args.model, "--device", args.device,
                              "-t", args.threads, "-c", ctx, "--parallel", slots, "--dram",
-                             f"{dram_mib}MiB", "--state-dir", folder], args.work / "hcache.log")
+                             f"{dram_mib}MiB", "--state-dir", folder, *options],
+                  args.work / "hcache.log")
 
 
 def llama_server(args, ctx: int, slots: int, cache_mib: int) -> Server:

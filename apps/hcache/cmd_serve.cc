@@ -55,6 +55,7 @@ struct ServeArgs {
   std::string chat_template_file;
   std::string slot_save_path;
   uint64_t dram_bytes = 0;
+  std::string fetch_policy;
   int64_t flush_interval_ns = 0;
   int64_t grace_ns = 0;
   int64_t ttl_ns = 0;
@@ -114,6 +115,12 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.max_new_tokens = args.max_new_tokens;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
+  HCACHE_ASSIGN_OR_RETURN(o.fetch, policy::parse_fetch_policy(args.fetch_policy));
+  if (args.runtime.link == "paper") {
+    o.paper_link = true;
+  } else if (args.runtime.link != "none") {
+    HCACHE_ASSIGN_OR_RETURN(o.link_bytes_per_s, parse_rate(args.runtime.link));
+  }
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
   o.scheduler.restore.share = args.restore_share;
@@ -175,6 +182,8 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
+  add_option(*sub, "fetch-policy", &args->fetch_policy);
+  add_option(*sub, "link", &args->runtime.link);
   add_option(*sub, "flush-interval", &args->flush_interval_ns);
   add_option(*sub, "slot-save-path", &args->slot_save_path);
   add_option(*sub, "grace", &args->grace_ns);

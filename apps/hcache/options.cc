@@ -271,6 +271,10 @@ constexpr OptionRow kTable[] = {
      "most requests of one API key that run at a time; 0: no limit"},
     {"dram", "--dram", Kind::kBytes, "BYTES", "0", 0, 0, "",
      "host memory for saved state, in front of the disks"},
+    {"fetch-policy", "--fetch-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
+     "scheduler-aware|on-demand",
+     "what is read into --dram for requests that wait: their state, in the order of the queue; or "
+     "nothing"},
     {"flush-interval", "--flush-interval", Kind::kDuration, "TIME", "1s", 0, 0, "",
      "state is on disk at the latest so long after it was computed"},
     {"slot-save-path", "--slot-save-path", Kind::kText, "DIR", "", 0, 0, "",

@@ -64,6 +64,7 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {
   const store::PageInfo* info = nullptr;
+  const store::ChunkRef* ref = nullptr;
   const store::ChunkInfo* chunk = nullptr;
   int64_t begin = 0;  // position of the first used row
   int64_t n_rows = 0;
@@ -75,6 +76,67 @@ struct Segment {
   Method method = Method::kKv;
   std::vector<PlannedPage> pages;
 };
+
+// What the plan reads, in its order: by layer.
+Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const store::Match* match,
+                                                        const policy::Plan& plan) {
+  const int n_layer = engine.n_layer();
+  std::vector<std::vector<Segment>> layers(n_layer);
+  if (plan.runs.empty()) return layers;
+  const std::vector<ChunkSpan> spans = chunk_spans(*match, plan.restored_tokens);
+  for (int layer = plan.recompute_layers; layer < n_layer; ++layer) {
+    for (const policy::PlanRun& run : plan.runs) {
+      Segment segment{.method = run.layers[layer], .pages = {}};
+      for (const ChunkSpan& span : spans) {
+        const int64_t begin = std::max(span.begin, run.begin);
+        const int64_t end = std::min(span.end, run.begin + run.tokens);
+        if (begin >= end) continue;
+        const store::ChunkInfo& info = span.chunk->chunk.info();
+        const store::PageInfo* page = usable_page(engine, info, layer, segment.method);
+        if (page == nullptr) {
+          return internal_error(
+              fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
+                          policy::method_name(segment.method), layer, to_hex(info.id)));
+        }
+        segment.pages.push_back(
+            {page, &span.chunk->chunk, &info, begin, end - begin, begin - span.begin});
+      }
+      if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));
+    }
+  }
+  return layers;
+}
+
+std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segment>>& layers) {
+  std::vector<store::PageRequest> requests;
+  for (const std::vector<Segment>& segments : layers) {
+    for (const Segment& segment : segments) {
+      for (const PlannedPage& page : segment.pages) {
+        requests.push_back({*page.ref, page.info->layer, page.info->encoding});
+      }
+    }
+  }
+  return requests;
+}
+
+// Null when there is nothing to read. The ring is larger than asked for where pages are large.
+Result<std::unique_ptr<store::PageReader>> open_reader_of(
+    store::Store* store, std::span<const store::PageRequest> requests, uint64_t ring_bytes,
+    double link_bytes_per_s) {
+  std::unique_ptr<store::PageReader> reader;
+  if (requests.empty()) return reader;
+  size_t largest = 0;
+  for (const store::PageRequest& request : requests) {
+    const store::PageInfo* page = request.chunk.info().find_page(request.layer, request.encoding);
+    largest = std::max<size_t>(largest, page->bytes);
+  }
+  store::ReaderOptions options;
+  options.ring_bytes = std::max<uint64_t>(ring_bytes, 8 * (largest + kDirectAlignment));
+  options.link_bytes_per_s = link_bytes_per_s;
+  HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
+  HCACHE_RETURN_IF_ERROR(reader->submit(requests));
+  return reader;
+}
 
 class RestorationImpl : public Restoration {
  public:
@@ -154,8 +216,6 @@ class RestorationImpl : public Restoration {
     ggml_type type = GGML_TYPE_COUNT;
   };
 
-  Status collect_pages();
-  Status open_reader();
   Status recompute_rows(int64_t n);
   [[nodiscard]] int64_t recompute_slice(const Slice& slice, double left_s) const;
   // One page, or the part of it that fills a slice. False: the page has not been read yet.
@@ -198,8 +258,9 @@ class RestorationImpl : public Restoration {
 
 Status RestorationImpl::open() {
   start_ns_ = env_.monotonic_ns();
-  HCACHE_RETURN_IF_ERROR(collect_pages());
-  HCACHE_RETURN_IF_ERROR(open_reader());
+  HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
+  HCACHE_ASSIGN_OR_RETURN(reader_, open_reader_of(store_, requests_of(layers_), run_.ring_bytes,
+                                                  run_.link_bytes_per_s));
   report_.layers.resize(engine_.n_layer());
   for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
     report_.layers[layer].method = plan_.runs[0].layers[layer];
@@ -225,57 +286,6 @@ Status RestorationImpl::open() {
     }
   }
   return {};
-}
-
-Status RestorationImpl::collect_pages() {
-  const int n_layer = engine_.n_layer();
-  layers_.assign(n_layer, {});
-  if (plan_.runs.empty()) return {};
-  const std::vector<ChunkSpan> spans = chunk_spans(*run_.match, plan_.restored_tokens);
-  for (int layer = plan_.recompute_layers; layer < n_layer; ++layer) {
-    for (const policy::PlanRun& run : plan_.runs) {
-      Segment segment{.method = run.layers[layer], .pages = {}};
-      for (const ChunkSpan& span : spans) {
-        const int64_t begin = std::max(span.begin, run.begin);
-        const int64_t end = std::min(span.end, run.begin + run.tokens);
-        if (begin >= end) continue;
-        const store::ChunkInfo& info = span.chunk->chunk.info();
-        const store::PageInfo* page = usable_page(engine_, info, layer, segment.method);
-        if (page == nullptr) {
-          return internal_error(
-              fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
-                          policy::method_name(segment.method), layer, to_hex(info.id)));
-        }
-        segment.pages.push_back({page, &info, begin, end - begin, begin - span.begin});
-      }
-      if (!segment.pages.empty()) layers_[layer].push_back(std::move(segment));
-    }
-  }
-  return {};
-}
-
-Status RestorationImpl::open_reader() {
-  std::vector<store::PageRequest> requests;
-  size_t largest = 0;
-  const std::vector<ChunkSpan> spans = chunk_spans(*run_.match, plan_.restored_tokens);
-  for (const std::vector<Segment>& segments : layers_) {
-    for (const Segment& segment : segments) {
-      for (const PlannedPage& page : segment.pages) {
-        largest = std::max<size_t>(largest, page.info->bytes);
-        // Spans are in order of position: the page's chunk is the one that holds its first row.
-        const auto span =
-            std::upper_bound(spans.begin(), spans.end(), page.begin,
-                             [](int64_t position, const ChunkSpan& s) { return position < s.end; });
-        requests.push_back({span->chunk->chunk, page.info->layer, page.info->encoding});
-      }
-    }
-  }
-  if (requests.empty()) return {};
-  store::ReaderOptions options;
-  options.ring_bytes = std::max<uint64_t>(run_.ring_bytes, 8 * (largest + kDirectAlignment));
-  options.link_bytes_per_s = run_.link_bytes_per_s;
-  HCACHE_ASSIGN_OR_RETURN(reader_, store_->new_reader(options));
-  return reader_->submit(requests);
 }
 
 Status RestorationImpl::reserve() {
@@ -622,6 +632,48 @@ Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine
   auto restoration = std::make_unique<RestorationImpl>(env, engine, store, run);
   HCACHE_RETURN_IF_ERROR(restoration->open());
   return std::unique_ptr<Restoration>(std::move(restoration));
+}
+
+// ---- Reading ahead
+
+namespace {
+
+class ReadAheadImpl : public ReadAhead {
+ public:
+  explicit ReadAheadImpl(std::unique_ptr<store::PageReader> reader, size_t pages)
+      : reader_(std::move(reader)), left_(pages) {}
+
+  Result<bool> poll() override {
+    while (left_ > 0) {
+      HCACHE_ASSIGN_OR_RETURN(const std::optional<store::PageView> view, reader_->try_next());
+      if (!view) return false;
+      // A page that can't be read is the restore's to deal with.
+      reader_->release(view->index);
+      --left_;
+    }
+    return true;
+  }
+  [[nodiscard]] uint64_t bytes_read() const override {
+    return reader_ ? reader_->stats().disk_bytes : 0;
+  }
+
+ private:
+  std::unique_ptr<store::PageReader> reader_;
+  size_t left_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<ReadAhead>> ReadAhead::begin(Engine& engine, store::Store& store,
+                                                    const store::Match& match,
+                                                    const policy::Plan& plan, uint64_t ring_bytes,
+                                                    double link_bytes_per_s) {
+  HCACHE_ASSIGN_OR_RETURN(const auto layers, planned_pages(engine, &match, plan));
+  const std::vector<store::PageRequest> requests = requests_of(layers);
+  HCACHE_ASSIGN_OR_RETURN(auto reader,
+                          open_reader_of(&store, requests, ring_bytes, link_bytes_per_s));
+  return std::unique_ptr<ReadAhead>(
+      std::make_unique<ReadAheadImpl>(std::move(reader), requests.size()));
 }
 
 Result<RestoreOutcome> run_restore(Env& env, Engine& engine, store::Store* store,

@@ -237,7 +237,7 @@ void PageReaderImpl::deliver_over_link() {
     }
     const auto work = static_cast<std::int64_t>(static_cast<double>(now.bytes.size()) * 1e9 /
                                                 options_.link_bytes_per_s);
-    link_free_ns_ = std::max(link_free_ns_, now.request->submitted_ns) + work;
+    link_free_ns_ = source_.slow_link().reserve(now.request->submitted_ns, work);
     link_work_ns_ += work;
     now.due_ns = link_free_ns_;
   }
@@ -332,7 +332,8 @@ void PageReaderImpl::check_page(Item* checked) const {
   const PageInfo& page = page_of(job);
   const PagePlace& place = place_of(job);
   if (job.status.ok() && checksum(checked->bytes) == place.checksum) {
-    if (source_.cache().enabled()) source_.cache().insert(key_of(job), checked->bytes);
+    // What a simulated link still carries is nobody's to have.
+    if (options_.link_bytes_per_s <= 0) keep_in_memory(*checked);
     return;
   }
   const std::string what = fmt::format("chunk {} layer {} {}", to_hex(record.info.id), page.layer,
@@ -347,6 +348,10 @@ void PageReaderImpl::check_page(Item* checked) const {
     checked->job.status = unavailable(what + ": another process has evicted or moved the page");
   }
   if (checked->job.status.code() == Code::kDataLoss) source_.count_checksum_failure();
+}
+
+void PageReaderImpl::keep_in_memory(const Item& item) const {
+  if (source_.cache().enabled()) source_.cache().insert(key_of(item.job), item.bytes);
 }
 
 Result<std::int64_t> PageReaderImpl::wait_for_next() {
@@ -373,6 +378,7 @@ PageView PageReaderImpl::take_next() {
     ++stats_.pages;
     stats_.page_bytes += view.bytes.size();
     if (taken.cached) stats_.dram_bytes += view.bytes.size();
+    if (options_.link_bytes_per_s > 0 && !taken.cached) keep_in_memory(taken);
   } else {
     ++stats_.failed_pages;
   }

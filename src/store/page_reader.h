@@ -3,6 +3,7 @@
 // Threading: as PageReader. The I/O thread alone touches the queue.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -30,6 +31,23 @@ struct PageJob {
   Status status;         // not ok: delivered as it is, without reading
 };
 
+// The simulated link that all throttled readers of a store share: bytes go over it in the order in
+// which they were asked for. Threading: any thread.
+class SlowLink {
+ public:
+  // When bytes that take work_ns are over, if they may begin at from_ns.
+  [[nodiscard]] std::int64_t reserve(std::int64_t from_ns, std::int64_t work_ns)
+      HCACHE_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    free_ns_ = std::max(free_ns_, from_ns) + work_ns;
+    return free_ns_;
+  }
+
+ private:
+  Mutex mutex_;
+  std::int64_t free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+};
+
 // What the reader needs of the store. Threading: any thread.
 class PageSource {
  public:
@@ -45,6 +63,7 @@ class PageSource {
   // Whether the catalog does not name this place for this page any more.
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
   [[nodiscard]] virtual PageCache& cache() = 0;
+  [[nodiscard]] virtual SlowLink& slow_link() = 0;
   // A page did not pass its check.
   virtual void count_checksum_failure() = 0;
 };
@@ -130,6 +149,7 @@ class PageReaderImpl final : public PageReader {
   void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
   void finish(Request* request) HCACHE_EXCLUDES(mutex_);
   void check_page(Item* item) const;
+  void keep_in_memory(const Item& item) const;
   void deliver_over_link() HCACHE_REQUIRES(mutex_);
   void mark_failed(Item* item, Status status) HCACHE_REQUIRES(mutex_);
   // 0: the next page can be had. INT64_MAX: wait for a wake. Else nanoseconds to wait.
@@ -157,7 +177,7 @@ class PageReaderImpl final : public PageReader {
   std::size_t next_out_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::deque<std::unique_ptr<Request>> requests_ HCACHE_GUARDED_BY(mutex_);  // in ring order
   std::size_t ring_tail_ HCACHE_GUARDED_BY(mutex_) = 0;                      // where to take next
-  std::int64_t link_free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::int64_t link_free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;  // of what this reader asked for
   std::int64_t link_work_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
   std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;

@@ -43,7 +43,8 @@ Tokens first(const Tokens& tokens, int n) { return {tokens.begin(), tokens.begin
 // A process: runtime and executor over one state directory.
 class Process {
  public:
-  Process(const std::string& model, const std::string& state_dir, policy::Mode mode) {
+  Process(const std::string& model, const std::string& state_dir, policy::Mode mode,
+          const EngineExecutorOptions& given = {}) {
     state::RuntimeOptions options;
     options.model_path = model;
     options.state_dir = state_dir;
@@ -64,7 +65,8 @@ class Process {
     auto runtime = state::Runtime::open(Env::real(), options);
     EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
     runtime_ = std::move(*runtime);
-    EngineExecutorOptions executor;
+    options.dram_bytes = given.dram_bytes;
+    EngineExecutorOptions executor = given;
     executor.restore_mode = mode;
     executor_ = std::make_unique<EngineExecutor>(Env::real(), *runtime_, executor);
   }
@@ -342,6 +344,42 @@ TEST_F(ExecutorTest, DamagedStateIsLeftToThePrefill) {
   EXPECT_GT(p->checksum_failures(), 0U);
   p->append(seq, {history.begin() + done.tokens, history.end()});
   EXPECT_EQ(p->state(seq, 300), state);
+}
+
+// Two requests wait while a third is computed; the memory holds the state of one.
+TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
+  const Tokens one = random_tokens(300, 1);
+  const Tokens two = random_tokens(300, 2);
+  {
+    auto p = process();
+    p->append(p->create(), one);
+    p->append(p->create(), two);
+  }
+  for (const auto policy : {policy::FetchPolicy::kOnDemand, policy::FetchPolicy::kSchedulerAware}) {
+    const bool ahead = policy == policy::FetchPolicy::kSchedulerAware;
+    Process p(model_, dir_.file("state"), policy::Mode::kKv,
+              {.fetch = policy, .dram_bytes = 1'000'000});
+    const std::string salt;
+    const Tokens first = one + Tokens{7};
+    const Tokens second = two + Tokens{7};
+    p->enqueued({.place = 5, .salt = salt, .tokens = first, .restore = 300});
+    p->enqueued({.place = 9, .salt = salt, .tokens = second, .restore = 300});
+    const SeqId other = p.create("", false);
+    for (int i = 0; i < 300 && (!ahead || p->bytes_read_ahead() == 0); ++i) {
+      p.append(other, {i});
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(p->bytes_read_ahead() > 0, ahead);
+    const SeqId seq = p.create();
+    const RestoreStatus done = p.restore(seq, first, 300);
+    p->dequeued(5);
+    EXPECT_EQ(done.tokens, 300);
+    EXPECT_EQ(done.report.kv_pages.disk == 0, ahead);
+    EXPECT_EQ(done.report.kv_pages.dram > 0, ahead);
+    p->dequeued(9);  // before all of it was read, maybe
+    const RestoreStatus later = p.restore(p.create(), second, 300);
+    EXPECT_EQ(later.tokens, 300);
+  }
 }
 
 TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {

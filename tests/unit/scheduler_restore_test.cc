@@ -188,7 +188,7 @@ TEST(SchedulerRestore, LimitsThoseInFlightAndLetsOthersPass) {
   }
   EXPECT_LT(third.outcome.total_s, 0.05);
   EXPECT_GT(second.outcome.queue_s, 0.1);
-  EXPECT_THAT(bench.executor.calls, Contains("enqueued 200"));
+  EXPECT_THAT(bench.executor.calls, Contains("will restore 200"));
   for (const Record& record : bench.records()) EXPECT_EQ(record.answer, bench.expected(record));
 }
 

@@ -194,7 +194,7 @@ class FakeExecutor final : public Executor {
   void enqueued(const Waiting& request) override {
     EXPECT_TRUE(waiting.emplace(request.place, request.tokens).second) << "two at one place";
     EXPECT_LT(request.restore, static_cast<int64_t>(request.tokens.size()));
-    calls.push_back("enqueued " + std::to_string(request.restore));
+    if (request.restore > 0) calls.push_back("will restore " + std::to_string(request.restore));
   }
 
   void dequeued(uint64_t place) override { EXPECT_EQ(waiting.erase(place), 1U); }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "state/restorer.h"
+#include "base/log.h"
 
 namespace hcache::server {
 namespace {
@@ -19,6 +19,8 @@ using state::Restoration;
 constexpr int64_t kMinSliceRows = 32;
 // Each attempt beyond the first drops a damaged page.
 constexpr int kMaxAttempts = 16;
+// Small, so that a restore that can't wait does not queue behind much of what can.
+constexpr uint64_t kFetchRingBytes = 8U << 20;
 constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
 
 // Neighbours with the same method in groups, few enough to look at.
@@ -131,6 +133,64 @@ Result<int64_t> EngineExecutor::saved_prefix(const std::string& salt,
   return static_cast<int64_t>(match.n_tokens);
 }
 
+// ---- The queue
+
+void EngineExecutor::enqueued(const scheduler::Waiting& request) {
+  if (options_.fetch == policy::FetchPolicy::kOnDemand || options_.dram_bytes == 0) return;
+  if (request.restore == 0 || runtime_.store() == nullptr) return;
+  const auto rows = static_cast<size_t>(request.restore);
+  ahead_[request.place] = {
+      .salt = salt_id(request.salt),
+      .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
+      .bytes =
+          static_cast<double>(runtime_.save_plan().bytes_per_token) * static_cast<double>(rows)};
+  fetch();
+}
+
+void EngineExecutor::dequeued(uint64_t place) {
+  ahead_.erase(place);
+  if (fetch_ && fetch_place_ == place) end_fetch();
+}
+
+void EngineExecutor::fetch() {
+  if (fetch_) {
+    const Result<bool> done = fetch_->poll();
+    if (done.ok() && !*done) return;
+    end_fetch();
+  }
+  double bytes = 0;
+  for (auto& [place, ahead] : ahead_) {
+    bytes += ahead.bytes;
+    if (!policy::in_fetch_window(bytes, static_cast<double>(options_.dram_bytes))) return;
+    if (std::exchange(ahead.fetched, true)) continue;
+    fetch_place_ = place;
+    if (const Status status = begin_fetch(ahead); !status.ok()) {
+      log::warn("nothing is read ahead for a request: {}", status.to_string());
+    }
+    if (fetch_) return;
+  }
+}
+
+Status EngineExecutor::begin_fetch(const Ahead& ahead) {
+  state::StartOptions options;
+  options.mode = options_.restore_mode;
+  options.link_bytes_per_s = options_.link_bytes_per_s;
+  HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
+                          runtime_.plan(ahead.tokens, ahead.salt, options));
+  if (planned.plan.restored_tokens == 0) return {};
+  HCACHE_ASSIGN_OR_RETURN(
+      fetch_, state::ReadAhead::begin(runtime_.engine(), *runtime_.store(), planned.match,
+                                      planned.plan, kFetchRingBytes, options_.link_bytes_per_s));
+  return {};
+}
+
+void EngineExecutor::end_fetch() {
+  bytes_read_ahead_ += fetch_->bytes_read();
+  fetch_.reset();
+}
+
+// ---- Restores
+
 Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
   const auto n_tokens = static_cast<int64_t>(tokens.size());
@@ -188,6 +248,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
   if (!sequence->restore) {
     return failed_precondition(fmt::format("sequence {} is not being restored", seq));
   }
+  fetch();
   Restore& restore = *sequence->restore;
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t start_ns = env_.monotonic_ns();
@@ -295,6 +356,7 @@ Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::St
   scheduler::StepOutput output;
   output.logits = std::move(logits.rows);
   output.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
+  fetch();
   return output;
 }
 

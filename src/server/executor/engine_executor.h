@@ -3,15 +3,20 @@
 // Threading: the scheduler's owner thread, which becomes the engine's (Runtime: one thread).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/env.h"
 #include "base/status.h"
+#include "policy/fetch.h"
 #include "scheduler/executor.h"
+#include "state/restorer.h"
 #include "state/runtime.h"
 
 namespace hcache::server {
@@ -21,6 +26,9 @@ struct EngineExecutorOptions {
   policy::Mode restore_mode = policy::Mode::kPlan;
   double link_bytes_per_s = 0;              // throttles real reads; 0: none
   uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of one restore
+  // What is brought into host memory for requests that wait, if there is any (dram_bytes).
+  policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
+  uint64_t dram_bytes = 0;
 };
 
 class EngineExecutor : public scheduler::Executor {
@@ -42,13 +50,25 @@ class EngineExecutor : public scheduler::Executor {
   Status begin_restore(scheduler::SeqId seq, std::span<const int32_t> tokens,
                        int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq, double budget_s) override;
+  void enqueued(const scheduler::Waiting& request) override;
+  void dequeued(uint64_t place) override;
   void request_flush(scheduler::SeqId seq) override;
   int64_t durable_tokens(scheduler::SeqId seq) override;
 
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
 
+  // Read from disks for requests that waited; any thread.
+  [[nodiscard]] uint64_t bytes_read_ahead() const { return bytes_read_ahead_; }
+
  private:
   struct Restore;
+  // A request in the queue that will restore its tokens.
+  struct Ahead {
+    SaltId salt;
+    std::span<const int32_t> tokens;  // one more than it restores
+    double bytes = 0;                 // of their state, about
+    bool fetched = false;             // or under way
+  };
   struct Sequence {
     SaltId salt;
     bool save = false;
@@ -63,12 +83,20 @@ class EngineExecutor : public scheduler::Executor {
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);
   [[nodiscard]] int64_t slice_rows(double budget_s) const;
+  // Takes note of what was read ahead by now, and begins to read what comes next.
+  void fetch();
+  [[nodiscard]] Status begin_fetch(const Ahead& ahead);
+  void end_fetch();
 
   Env& env_;
   state::Runtime& runtime_;
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
+  std::map<uint64_t, Ahead> ahead_;  // by place in the queue
+  std::unique_ptr<state::ReadAhead> fetch_;
+  uint64_t fetch_place_ = 0;
+  std::atomic<uint64_t> bytes_read_ahead_ = 0;
 };
 
 }  // namespace hcache::server

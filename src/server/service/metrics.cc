@@ -105,6 +105,8 @@ struct Metrics::Impl {
       gauge("hcache_store_bytes", "Saved state, by tier");
   prometheus::Family<prometheus::Gauge>& lookups =
       gauge("hcache_dram_lookups", "Pages looked for in host memory so far, by result");
+  prometheus::Gauge& read_ahead =
+      gauge("hcache_read_ahead_bytes", "Read from disks for requests that waited, so far").Add({});
   prometheus::Gauge& checksum_failures =
       gauge("hcache_checksum_failures", "Saved pages that failed their check when read, so far")
           .Add({});
@@ -193,6 +195,7 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   set(impl_->tier_bytes, {{"tier", "dram"}}, snapshot.store.dram_bytes);
   set(impl_->lookups, {{"result", "hit"}}, snapshot.store.dram_hits);
   set(impl_->lookups, {{"result", "miss"}}, snapshot.store.dram_misses);
+  impl_->read_ahead.Set(static_cast<double>(snapshot.bytes_read_ahead));
   impl_->checksum_failures.Set(static_cast<double>(snapshot.store.checksum_failures));
   impl_->sessions.Set(static_cast<double>(snapshot.store.sessions));
   set(impl_->connections, {{"state", "open"}}, snapshot.http.connections_open);

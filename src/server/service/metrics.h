@@ -20,6 +20,7 @@ struct MetricsSnapshot {
   store::StoreStat store;   // zeros without a store
   state::SaverStats saver;  // zeros without a saver
   http::Counters http;
+  uint64_t bytes_read_ahead = 0;
 };
 
 class Metrics {

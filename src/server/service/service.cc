@@ -44,7 +44,10 @@ Status Service::init() {
   EngineExecutorOptions executor;
   executor.max_sequences = options_.max_sequences;
   executor.restore_mode = options_.restore_mode;
-  executor.link_bytes_per_s = options_.link_bytes_per_s;
+  executor.link_bytes_per_s =
+      options_.paper_link ? runtime_->paper_link_bytes_per_s() : options_.link_bytes_per_s;
+  executor.fetch = options_.fetch;
+  executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler));
   keeper_ = std::make_unique<WorkQueue>(1);
@@ -153,6 +156,7 @@ std::string Service::metrics_text() {
   if (const http::Server* http = http_.load(std::memory_order_acquire); http != nullptr) {
     snapshot.http = http->counters();
   }
+  snapshot.bytes_read_ahead = executor_->bytes_read_ahead();
   return metrics_.text(snapshot);
 }
 

@@ -129,6 +129,23 @@ class Restoration {
   [[nodiscard]] virtual const std::optional<PageFailure>& failure() const = 0;
 };
 
+// Brings what a restore would read into the store's host memory, in the background.
+// Threading: one thread. The store must outlive it.
+class ReadAhead {
+ public:
+  // The match's chunks stay pinned while it reads.
+  static Result<std::unique_ptr<ReadAhead>> begin(engine::Engine& engine, store::Store& store,
+                                                  const store::Match& match,
+                                                  const policy::Plan& plan, uint64_t ring_bytes,
+                                                  double link_bytes_per_s);
+  // Stops reading.
+  virtual ~ReadAhead() = default;
+  // Takes note of what has arrived and makes room for more; call it now and then. Never waits. True
+  // when everything that could be read is there.
+  virtual Result<bool> poll() = 0;
+  [[nodiscard]] virtual uint64_t bytes_read() const = 0;  // from disks
+};
+
 // Restores the plan's rows and prefills the rest. The sequence must be empty; after any error it
 // is empty again. Threading: the engine's thread.
 Result<RestoreOutcome> run_restore(Env& env, engine::Engine& engine, store::Store* store,
