@@ -55,6 +55,7 @@ struct ServeArgs {
   std::string chat_template_file;
   std::string slot_save_path;
   uint64_t dram_bytes = 0;
+  std::string evict_policy;
   std::string fetch_policy;
   int64_t flush_interval_ns = 0;
   int64_t grace_ns = 0;
@@ -115,6 +116,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.max_new_tokens = args.max_new_tokens;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
+  HCACHE_ASSIGN_OR_RETURN(o.runtime.dram_evict, policy::parse_evict_policy(args.evict_policy));
   HCACHE_ASSIGN_OR_RETURN(o.fetch, policy::parse_fetch_policy(args.fetch_policy));
   if (args.runtime.link == "paper") {
     o.paper_link = true;
@@ -182,6 +184,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
+  add_option(*sub, "evict-policy", &args->evict_policy);
   add_option(*sub, "fetch-policy", &args->fetch_policy);
   add_option(*sub, "link", &args->runtime.link);
   add_option(*sub, "flush-interval", &args->flush_interval_ns);

@@ -271,6 +271,10 @@ constexpr OptionRow kTable[] = {
      "most requests of one API key that run at a time; 0: no limit"},
     {"dram", "--dram", Kind::kBytes, "BYTES", "0", 0, 0, "",
      "host memory for saved state, in front of the disks"},
+    {"evict-policy", "--evict-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
+     "lru|fifo|lfu|scheduler-aware|cost-aware",
+     "what stays in --dram: what was used, stored or used often last; what requests in the queue "
+     "want, then what was used last; the same, then what is most likely to return"},
     {"fetch-policy", "--fetch-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
      "scheduler-aware|on-demand",
      "what is read into --dram for requests that wait: their state, in the order of the queue; or "

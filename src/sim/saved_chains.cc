@@ -167,30 +167,19 @@ void SavedChains::cut_front(std::span<const int32_t> tokens, int64_t drop, doubl
 }
 
 void SavedChains::want(uint64_t place, std::span<const int32_t> tokens) {
-  std::vector<Id>& ids = wanted_[place];
-  for (const Link& link : walk(tokens)) {
-    ids.push_back(link.id);
-    wanted_at_[link.id].insert(place);
-    mark(link.id);
-  }
+  if (std::none_of(tiers_.begin(), tiers_.end(), [&](const Tier& t) { return limited(t); })) return;
+  std::vector<Id> ids;
+  for (const Link& link : walk(tokens)) ids.push_back(link.id);
+  wanted_.add(place, ids);
+  for (const Id id : ids) mark(id);
 }
 
 void SavedChains::unwant(uint64_t place) {
-  const auto wanted = wanted_.extract(place);
-  if (wanted.empty()) return;
-  for (const Id id : wanted.mapped()) {
-    const auto places = wanted_at_.find(id);
-    places->second.erase(place);
-    if (places->second.empty()) wanted_at_.erase(places);
-    mark(id);
-  }
+  for (const Id id : wanted_.remove(place)) mark(id);
 }
 
 void SavedChains::mark(Id id) {
-  const auto places = wanted_at_.find(id);
-  const auto first = places == wanted_at_.end() ? std::optional<uint64_t>()
-                                                : std::optional<uint64_t>(*places->second.begin());
-  for (Tier& tier : tiers_) tier.order.set_wanted(id, first);
+  for (Tier& tier : tiers_) tier.order.set_wanted(id, wanted_.first(id));
 }
 
 void SavedChains::create(Id id, Id parent, int32_t tokens) {
@@ -210,9 +199,7 @@ void SavedChains::enter(size_t tier, Id id, double now_s) {
     object.holds |= bit(tier);
   }
   t.order.insert(id, now_s, bytes, rebuild_s_ * object.tokens);
-  if (const auto places = wanted_at_.find(id); places != wanted_at_.end()) {
-    t.order.set_wanted(id, *places->second.begin());
-  }
+  if (const auto place = wanted_.first(id)) t.order.set_wanted(id, place);
   while (t.used > t.setup.capacity_bytes) {
     const auto victim = t.order.victim(now_s);
     if (!victim) return;  // one chain fills the tier

@@ -11,13 +11,13 @@
 
 #include <cstdint>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "policy/eviction.h"
+#include "policy/wanted.h"
 
 namespace hcache::sim {
 
@@ -105,8 +105,7 @@ class SavedChains {
   const double rebuild_s_;
   std::vector<Tier> tiers_;
   std::unordered_map<Id, Object> objects_;
-  std::unordered_map<uint64_t, std::vector<Id>> wanted_;  // by place
-  std::unordered_map<Id, std::set<uint64_t>> wanted_at_;  // places
+  policy::Wanted wanted_;
 };
 
 }  // namespace hcache::sim

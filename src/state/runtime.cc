@@ -126,6 +126,7 @@ Status RuntimeImpl::open_store() {
   if (options.dirs.empty()) options.dirs = {join_path(options_.state_dir, "store")};
   options.quota_bytes = options_.store_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
+  options.dram_evict = options_.dram_evict;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));
   return {};

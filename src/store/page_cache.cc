@@ -1,45 +1,116 @@
 #include "page_cache.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace hcache::store {
+namespace {
+
+// A chunk's pages are used one after the other: it counts as one use.
+constexpr double kOneUseS = 1;
+
+std::uint64_t short_id(const ChunkId& id) {
+  std::uint64_t out = 0;
+  std::memcpy(&out, id.bytes.data(), sizeof out);
+  return out;
+}
+
+}  // namespace
+
+PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) {
+  const auto found = chunks_.find(short_id(id));
+  return found != chunks_.end() && found->second.id == id ? &found->second : nullptr;
+}
 
 std::shared_ptr<const AlignedBuffer> PageCache::find(const PageKey& key) {
   if (!enabled()) return nullptr;
   MutexLock lock(mutex_);
-  const auto it = index_.find(key);
-  if (it == index_.end()) {
-    ++misses_;
-    return nullptr;
+  Chunk* chunk = chunk_of(key.chunk);
+  if (chunk != nullptr) {
+    for (const Page& page : chunk->pages) {
+      if (page.layer != key.layer || page.encoding != key.encoding) continue;
+      if (page.checksum != key.checksum) break;
+      ++hits_;
+      if (const double now = now_s(); now - chunk->last_use_s >= kOneUseS) {
+        chunk->last_use_s = now;
+        order_.use(short_id(key.chunk), now);
+      }
+      return page.bytes;
+    }
   }
-  ++hits_;
-  entries_.splice(entries_.begin(), entries_, it->second);
-  return it->second->bytes;
+  ++misses_;
+  return nullptr;
 }
 
-void PageCache::insert(const PageKey& key, std::span<const std::byte> bytes) {
+void PageCache::insert(const PageKey& key, const ChunkId& parent,
+                       std::span<const std::byte> bytes) {
   if (bytes.size() > capacity_) return;
   // Copied before the lock is taken: it is what takes time.
   auto copy = std::make_shared<AlignedBuffer>(bytes.size());
   std::memcpy(copy->data(), bytes.data(), bytes.size());
   MutexLock lock(mutex_);
-  if (index_.contains(key)) return;
-  entries_.push_front({key, std::move(copy)});
-  index_[key] = entries_.begin();
+  const Id id = short_id(key.chunk);
+  const auto [place, is_new] = chunks_.try_emplace(id);
+  Chunk& chunk = place->second;
+  if (is_new) {
+    chunk.id = key.chunk;
+    chunk.last_use_s = now_s();
+    // Reading one again costs as much per byte as any other.
+    order_.insert(id, chunk.last_use_s, 1, 1);
+    if (chunk_of(parent) != nullptr) {
+      chunk.parent = short_id(parent);
+      chunk.holds_parent = true;
+      order_.hold(chunk.parent);
+    }
+    if (const auto wanted = wanted_.first(id)) order_.set_wanted(id, wanted);
+  } else if (chunk.id != key.chunk) {
+    return;  // of two that can't be told apart the second stays out
+  }
+  const auto old = std::find_if(chunk.pages.begin(), chunk.pages.end(), [&](const Page& page) {
+    return page.layer == key.layer && page.encoding == key.encoding;
+  });
+  if (old != chunk.pages.end()) {
+    if (old->checksum == key.checksum) return;
+    used_ -= old->bytes->size();
+    chunk.pages.erase(old);
+  }
+  chunk.pages.push_back({key.layer, key.encoding, key.checksum, std::move(copy)});
   used_ += bytes.size();
   while (used_ > capacity_) {
-    const Entry& oldest = entries_.back();
-    used_ -= oldest.bytes->size();
-    index_.erase(oldest.key);
-    entries_.pop_back();
+    const auto victim = order_.victim(now_s());
+    if (!victim) return clear_all();
+    drop(*victim);
   }
+}
+
+void PageCache::drop(Id id) {
+  const auto found = chunks_.find(id);
+  for (const Page& page : found->second.pages) used_ -= page.bytes->size();
+  if (found->second.holds_parent) order_.let_go(found->second.parent);
+  order_.erase(id, now_s());
+  chunks_.erase(found);
 }
 
 void PageCache::clear() {
   MutexLock lock(mutex_);
-  entries_.clear();
-  index_.clear();
-  used_ = 0;
+  clear_all();
+}
+
+void PageCache::clear_all() {
+  while (!chunks_.empty()) drop(chunks_.begin()->first);
+}
+
+void PageCache::want(std::uint64_t place, std::span<const ChunkId> chunks) {
+  MutexLock lock(mutex_);
+  std::vector<Id> ids;
+  for (const ChunkId& chunk : chunks) ids.push_back(short_id(chunk));
+  wanted_.add(place, ids);
+  for (const Id id : ids) order_.set_wanted(id, wanted_.first(id));
+}
+
+void PageCache::unwant(std::uint64_t place) {
+  MutexLock lock(mutex_);
+  for (const Id id : wanted_.remove(place)) order_.set_wanted(id, wanted_.first(id));
 }
 
 void PageCache::describe(StoreStat* stat) const {

@@ -1,22 +1,26 @@
-// Pages in host memory, in front of the disks: least recently used, bounded in bytes.
+// Pages in host memory, in front of the disks, bounded in bytes: what stays is an eviction policy's
+// choice.
 //
 // A page is found by its chunk, layer, encoding and the checksum that the catalog has for it, so
 // what is found is what a read from disk would have to prove itself to be. Pages enter when they
-// are written and when a read has been verified.
+// are written and when a read has been verified. They leave with all others of their chunk, and a
+// chunk before the one it continues.
 //
 // Threading: any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <vector>
 
 #include "base/env.h"
 #include "base/ids.h"
 #include "base/sync.h"
+#include "policy/eviction.h"
+#include "policy/wanted.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -26,39 +30,57 @@ struct PageKey {
   std::uint16_t layer = 0;
   Encoding encoding = Encoding::kKv;
   std::uint64_t checksum = 0;
-  bool operator==(const PageKey&) const = default;
 };
 
 class PageCache {
  public:
-  // 0: holds nothing.
-  explicit PageCache(std::uint64_t capacity_bytes) : capacity_(capacity_bytes) {}
+  // A capacity of 0 holds nothing. env must outlive it.
+  PageCache(Env& env, std::uint64_t capacity_bytes, policy::EvictPolicy policy)
+      : env_(env), capacity_(capacity_bytes), order_(policy) {}
 
   [[nodiscard]] bool enabled() const { return capacity_ > 0; }
   // The page's bytes, marked as used; null when it is not here. They stay valid while held.
   [[nodiscard]] std::shared_ptr<const AlignedBuffer> find(const PageKey& key)
       HCACHE_EXCLUDES(mutex_);
-  // Copies a page in. Pages larger than the whole cache stay out.
-  void insert(const PageKey& key, std::span<const std::byte> bytes) HCACHE_EXCLUDES(mutex_);
+  // Copies a page in; `parent` is the chunk that its chunk continues. A chunk that finds no room
+  // beside what is worth more stays out.
+  void insert(const PageKey& key, const ChunkId& parent, std::span<const std::byte> bytes)
+      HCACHE_EXCLUDES(mutex_);
   void clear() HCACHE_EXCLUDES(mutex_);
+  // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
+  void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
+  void unwant(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
   // Fills the fields of StoreStat that are the cache's.
   void describe(StoreStat* stat) const HCACHE_EXCLUDES(mutex_);
 
  private:
-  struct Hash {
-    std::size_t operator()(const PageKey& key) const {
-      return std::hash<ChunkId>()(key.chunk) ^ (key.checksum * 31 + key.layer);
-    }
-  };
-  struct Entry {
-    PageKey key;
+  using Id = policy::EvictionOrder::Id;  // the first bytes of a chunk's id
+  struct Page {
+    std::uint16_t layer = 0;
+    Encoding encoding = Encoding::kKv;
+    std::uint64_t checksum = 0;
     std::shared_ptr<const AlignedBuffer> bytes;
   };
+  struct Chunk {
+    ChunkId id;
+    Id parent = 0;
+    bool holds_parent = false;
+    double last_use_s = 0;
+    std::vector<Page> pages;
+  };
 
+  [[nodiscard]] double now_s() const { return static_cast<double>(env_.monotonic_ns()) * 1e-9; }
+  // Null: it is not here.
+  [[nodiscard]] Chunk* chunk_of(const ChunkId& id) HCACHE_REQUIRES(mutex_);
+  void drop(Id id) HCACHE_REQUIRES(mutex_);
+  void clear_all() HCACHE_REQUIRES(mutex_);
+
+  Env& env_;
   const std::uint64_t capacity_;
   mutable Mutex mutex_;
-  std::list<Entry> entries_ HCACHE_GUARDED_BY(mutex_);  // most recently used first
-  std::unordered_map<PageKey, std::list<Entry>::iterator, Hash> index_ HCACHE_GUARDED_BY(mutex_);
+  std::unordered_map<Id, Chunk> chunks_ HCACHE_GUARDED_BY(mutex_);
+  policy::EvictionOrder order_ HCACHE_GUARDED_BY(mutex_);
+  policy::Wanted wanted_ HCACHE_GUARDED_BY(mutex_);
   std::uint64_t used_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::uint64_t hits_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::uint64_t misses_ HCACHE_GUARDED_BY(mutex_) = 0;

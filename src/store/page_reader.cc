@@ -351,7 +351,8 @@ void PageReaderImpl::check_page(Item* checked) const {
 }
 
 void PageReaderImpl::keep_in_memory(const Item& item) const {
-  if (source_.cache().enabled()) source_.cache().insert(key_of(item.job), item.bytes);
+  if (!source_.cache().enabled()) return;
+  source_.cache().insert(key_of(item.job), item.job.chunk->record.info.parent, item.bytes);
 }
 
 Result<std::int64_t> PageReaderImpl::wait_for_next() {

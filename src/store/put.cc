@@ -439,7 +439,7 @@ void StoreImpl::keep_in_memory(const PutDraft& draft) {
       const PageInfo& page = chunk.record.info.pages[i];
       cache_.insert(
           {chunk.record.info.id, page.layer, page.encoding, chunk.record.places[i].checksum},
-          chunk.sources[i]);
+          chunk.record.info.parent, chunk.sources[i]);
     }
   }
 }

@@ -87,7 +87,9 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
 }
 
 StoreImpl::StoreImpl(Env& env, StoreOptions options)
-    : env_(env), options_(std::move(options)), cache_(options_.dram_bytes) {}
+    : env_(env),
+      options_(std::move(options)),
+      cache_(env, options_.dram_bytes, options_.dram_evict) {}
 
 StoreImpl::~StoreImpl() {
   if (catalog_ == nullptr) return;
@@ -497,6 +499,13 @@ bool StoreImpl::page_moved(const ChunkRecord& record, std::size_t page) {
   if (found == nullptr) return true;
   const auto index = static_cast<std::size_t>(found - (*now)->info.pages.data());
   return (*now)->places[index] != record.places[page];
+}
+
+void StoreImpl::want(std::uint64_t place, const Match& match) {
+  if (!cache_.enabled()) return;
+  std::vector<ChunkId> chunks;
+  for (const MatchedChunk& matched : match.chunks) chunks.push_back(matched.chunk.info().id);
+  cache_.want(place, chunks);
 }
 
 // ---- Sessions ---------------------------------------------------------------------------------

@@ -62,10 +62,10 @@ class Process {
     profile.layer.kv_bytes = 512;
     profile.read_bytes_per_s = 1e9;
     options.profile = profile;
+    options.dram_bytes = given.dram_bytes;
     auto runtime = state::Runtime::open(Env::real(), options);
     EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
     runtime_ = std::move(*runtime);
-    options.dram_bytes = given.dram_bytes;
     EngineExecutorOptions executor = given;
     executor.restore_mode = mode;
     executor_ = std::make_unique<EngineExecutor>(Env::real(), *runtime_, executor);
@@ -374,8 +374,10 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     const RestoreStatus done = p.restore(seq, first, 300);
     p->dequeued(5);
     EXPECT_EQ(done.tokens, 300);
-    EXPECT_EQ(done.report.kv_pages.disk == 0, ahead);
-    EXPECT_EQ(done.report.kv_pages.dram > 0, ahead);
+    // On demand only the tail may be in memory: the saver reads it, too, to go on from it.
+    const scheduler::TierBytes& pages = done.report.kv_pages;
+    EXPECT_EQ(pages.disk == 0, ahead);
+    EXPECT_EQ(pages.dram > pages.disk, ahead);
     p->dequeued(9);  // before all of it was read, maybe
     const RestoreStatus later = p.restore(p.create(), second, 300);
     EXPECT_EQ(later.tokens, 300);

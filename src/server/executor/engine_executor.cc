@@ -136,9 +136,13 @@ Result<int64_t> EngineExecutor::saved_prefix(const std::string& salt,
 // ---- The queue
 
 void EngineExecutor::enqueued(const scheduler::Waiting& request) {
-  if (options_.fetch == policy::FetchPolicy::kOnDemand || options_.dram_bytes == 0) return;
-  if (request.restore == 0 || runtime_.store() == nullptr) return;
+  store::Store* store = runtime_.store();
+  if (request.restore == 0 || store == nullptr || options_.dram_bytes == 0) return;
   const auto rows = static_cast<size_t>(request.restore);
+  const auto match =
+      store->match(runtime_.fingerprint(), salt_id(request.salt), request.tokens.first(rows));
+  if (match.ok()) store->want(request.place, *match);
+  if (options_.fetch == policy::FetchPolicy::kOnDemand) return;
   ahead_[request.place] = {
       .salt = salt_id(request.salt),
       .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
@@ -148,6 +152,7 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
 }
 
 void EngineExecutor::dequeued(uint64_t place) {
+  if (runtime_.store() != nullptr) runtime_.store()->unwant(place);
   ahead_.erase(place);
   if (fetch_ && fetch_place_ == place) end_fetch();
 }

@@ -32,7 +32,8 @@ struct RuntimeOptions {
   std::vector<std::string> store_dirs;  // empty: state_dir/store
   uint64_t store_quota_bytes = 0;       // 0: no quota
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
-  bool use_store = true;                // false: nothing is saved or matched
+  policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of it
+  bool use_store = true;                                       // false: nothing is saved or matched
   bool read_only_store = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";  // see parse_state_type

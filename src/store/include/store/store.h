@@ -39,6 +39,7 @@
 #include "base/env.h"
 #include "base/ids.h"
 #include "base/status.h"
+#include "policy/eviction.h"
 
 namespace hcache::store {
 
@@ -317,7 +318,8 @@ struct StoreOptions {
   std::vector<std::string> dirs;
   std::string catalog_dir;        // empty: dirs[0]
   std::uint64_t quota_bytes = 0;  // page blocks and catalog; 0: as much as the disks have
-  std::uint64_t dram_bytes = 0;   // pages kept in host memory as well, least recently used; 0: none
+  std::uint64_t dram_bytes = 0;   // pages kept in host memory as well; 0: none
+  policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of them
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
   std::uint64_t segment_bytes = 256ULL << 20;  // size at which a new segment file is begun
@@ -366,6 +368,11 @@ class Store {
   // already is ok. failed_precondition: read_only.
   [[nodiscard]] virtual Status quarantine(const ChunkId& id, std::uint16_t layer,
                                           Encoding encoding) = 0;
+
+  // A request in the queue wants a match's chunks, until it is unwanted: policies that look ahead
+  // keep them in host memory, for the smallest place first. Nobody else is at that place.
+  virtual void want(std::uint64_t place, const Match& match) = 0;
+  virtual void unwant(std::uint64_t place) = 0;
 
   // ---- Sessions ----------------------------------------------------------------------------
 
