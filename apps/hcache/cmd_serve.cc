@@ -64,6 +64,7 @@ struct ServeArgs {
   int64_t step_tokens = 0;
   double restore_share = 0;
   bool restore_exclusive = false;
+  std::string queue_policy;
   int64_t max_queued = 0;
   int64_t max_queued_per_key = 0;
   int64_t max_running_per_key = 0;
@@ -123,10 +124,12 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   } else if (args.runtime.link != "none") {
     HCACHE_ASSIGN_OR_RETURN(o.link_bytes_per_s, parse_rate(args.runtime.link));
   }
+  o.scheduler.look_ahead = policy::looks_ahead(o.runtime.dram_evict);
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
   o.scheduler.restore.share = args.restore_share;
   o.scheduler.restore.exclusive = args.restore_exclusive;
+  HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
   o.scheduler.max_queued = args.max_queued;
   o.scheduler.max_queued_per_key = args.max_queued_per_key;
   o.scheduler.max_running_per_key = args.max_running_per_key;
@@ -180,6 +183,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "step-tokens", &args->step_tokens);
   add_option(*sub, "restore-share", &args->restore_share);
   add_option(*sub, "restore-exclusive", &args->restore_exclusive);
+  add_option(*sub, "queue-policy", &args->queue_policy);
   add_option(*sub, "max-queued", &args->max_queued);
   add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);

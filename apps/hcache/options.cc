@@ -263,6 +263,8 @@ constexpr OptionRow kTable[] = {
      "comes earliest, replies under way stall"},
     {"restore-share", "--restore-share", Kind::kNumber, "X", "0.25", 0.01, 10, "",
      "how much longer a restore may make a step in which others decode"},
+    {"queue-policy", "--queue-policy", Kind::kText, "POLICY", "fcfs", 0, 0, "fcfs|car",
+     "who is admitted next: the first; or, of the first 16, who needs the least loading"},
     {"max-queued", "--max-queued", Kind::kInteger, "N", "256", 1, kBig, "",
      "most requests that wait; beyond it 429"},
     {"max-queued-per-key", "--max-queued-per-key", Kind::kInteger, "N", "0", 0, kBig, "",

@@ -54,6 +54,8 @@ const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_
 
 std::string_view evict_policy_name(EvictPolicy policy) { return row_of(policy).name; }
 
+bool looks_ahead(EvictPolicy policy) { return row_of(policy).key == &queue_key; }
+
 Result<EvictPolicy> parse_evict_policy(std::string_view name) {
   std::string names;
   for (const PolicyRow& row : kPolicies) {

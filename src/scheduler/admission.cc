@@ -15,25 +15,63 @@ namespace {
 
 // A look into the catalog is believed for so long.
 constexpr double kLookupAgeS = 1;
+// Requests at the front of the queue that an eviction from the arena looks at.
+constexpr size_t kLookAhead = 64;
+// So is the order of a queue that nobody has joined.
+constexpr double kSortAgeS = 0.5;
 
 }  // namespace
 
-void Core::sort_queue() {
-  const int64_t now_ns = executor_.now_ns();  // one time for all, or the order is none
-  auto key = [&](const std::unique_ptr<Task>& task) {
-    return policy::QueueKey{task->preempted, level_of(*task, now_ns), task->id};
+bool Core::before(const Task& a, const Task& b, int64_t now_ns) const {
+  const auto key = [&](const Task& task) {
+    return policy::QueueKey{task.preempted, level_of(task, now_ns), task.id};
   };
-  auto before = [&](const auto& a, const auto& b) {
-    return policy::admitted_before(key(a), key(b));
-  };
-  // Mostly it is in order already, and a long queue is looked at before every step.
-  if (!std::is_sorted(queue_.begin(), queue_.end(), before)) {
-    std::sort(queue_.begin(), queue_.end(), before);
+  return policy::admitted_before(key(a), key(b));
+}
+
+// Whoever leaves the queue leaves it in order; only newcomers and time, which raises levels, don't.
+void Core::sort_queue(int64_t now_ns) {
+  if (!queue_grew_ && seconds_between(queue_sorted_ns_, now_ns) < kSortAgeS) return;
+  queue_grew_ = false;
+  queue_sorted_ns_ = now_ns;
+  const auto less = [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); };
+  if (!std::is_sorted(queue_.begin(), queue_.end(), less)) {
+    std::sort(queue_.begin(), queue_.end(), less);
+  }
+}
+
+// What the policy makes of the front of the queue.
+void Core::order_window(int64_t now_ns) {
+  if (options_.queue.policy == policy::QueuePolicy::kFcfs) return;
+  const size_t n = std::min(queue_.size(), static_cast<size_t>(options_.queue.window));
+  const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(n);
+  std::sort(queue_.begin(), end,
+            [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); });
+  std::vector<policy::WindowEntry> window;
+  for (auto task = queue_.begin(); task != end; ++task) {
+    Task& t = **task;
+    if (seconds_between(t.group_ns, now_ns) >= kLookupAgeS) note_group(t, choose_for_queue(t));
+    window.push_back({t.preempted, t.request.priority, t.overtaken, t.group});
+  }
+  TaskList ordered;
+  for (const int32_t index : policy::window_order(window, options_.queue)) {
+    ordered.push_back(std::move(queue_[static_cast<size_t>(index)]));
+  }
+  std::move(ordered.begin(), ordered.end(), queue_.begin());
+}
+
+void Core::note_overtaken(const Task& by, int64_t now_ns) {
+  if (options_.queue.policy == policy::QueuePolicy::kFcfs) return;
+  const size_t n = std::min(queue_.size(), static_cast<size_t>(options_.queue.window));
+  for (size_t i = 0; i < n; ++i) {
+    if (before(*queue_[i], by, now_ns)) ++queue_[i]->overtaken;
   }
 }
 
 void Core::admit() {
-  sort_queue();
+  const int64_t now_ns = executor_.now_ns();  // one time for all, or the order is none
+  sort_queue(now_ns);
+  order_window(now_ns);
   const auto max_active = static_cast<size_t>(options_.batch.max_sequences);
   size_t at = 0;
   while (at < queue_.size() && active_.size() < max_active) {
@@ -45,21 +83,58 @@ void Core::admit() {
     }
     auto task = std::move(queue_[at]);
     queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(at));
+    note_overtaken(*task, now_ns);
     const auto place = std::upper_bound(active_.begin(), active_.end(), task,
                                         [](const auto& a, const auto& b) { return a->id < b->id; });
     active_.insert(place, std::move(task));
   }
 }
 
+// What would be reused if it were admitted into an empty arena now.
+policy::ReuseChoice Core::choose_for_queue(Task& task) {
+  return choose(task, executor_.limits().arena_cells);
+}
+
+std::optional<uint64_t> Core::first_that_wants(const Resident& resident) const {
+  const auto rows = static_cast<int64_t>(resident.tokens.size());
+  const auto enough = std::max(options_.reuse.min_fork_tokens, rows / 2);
+  std::optional<uint64_t> first;
+  for (size_t i = 0; i < std::min(queue_.size(), kLookAhead); ++i) {
+    const Task& task = *queue_[i];
+    if (first && task.place > *first) continue;
+    if (task.request.salt != resident.salt || task.request.save != resident.save) continue;
+    if (common_prefix(task.chain, resident.tokens) >= enough) first = task.place;
+  }
+  return first;
+}
+
+void Core::note_group(Task& task, const policy::ReuseChoice& choice) const {
+  task.group_ns = executor_.now_ns();
+  switch (choice.action) {
+    case policy::Reuse::kTakeOver:
+    case policy::Reuse::kFork: task.group = policy::QueueGroup::kResident; return;
+    case policy::Reuse::kCompute: task.group = policy::QueueGroup::kNoHistory; return;
+    case policy::Reuse::kRestore:
+    case policy::Reuse::kWait: task.group = policy::QueueGroup::kLoading; return;
+  }
+}
+
 void Core::enqueue(std::unique_ptr<Task> task) {
   Task& t = *task;
   queue_.push_back(std::move(task));
+  queue_grew_ = true;
   t.place = policy::queue_place({t.preempted, t.request.priority, t.id});
-  const policy::ReuseChoice choice = choose(t, executor_.limits().arena_cells);
+  const policy::ReuseChoice choice = choose_for_queue(t);
+  note_group(t, choice);
+  t.overtaken = 0;
   executor_.enqueued({.place = t.place,
                       .salt = t.request.salt,
                       .tokens = t.chain,
                       .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0});
+}
+
+void Core::leave_queue(Task& task) {
+  if (task.place != 0) executor_.dequeued(std::exchange(task.place, 0));
 }
 
 Core::Admission Core::try_admit(Task& task) {
@@ -79,7 +154,7 @@ Core::Admission Core::try_admit(Task& task) {
 }
 
 void Core::admitted(Task& task) {
-  executor_.dequeued(task.place);
+  leave_queue(task);
   task.preempted = false;
   Outcome& outcome = task.outcome;
   if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);
@@ -232,6 +307,7 @@ Core::Admission Core::no_sequence(Task& task, const Status& status) {
 }
 
 void Core::begin_restore(Task& task, int64_t rows) {
+  leave_queue(task);  // first: what is being read ahead for it makes way for its own reads
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
   task.restore_alone = true;

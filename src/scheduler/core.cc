@@ -11,7 +11,10 @@ Core::Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox)
     : executor_(executor),
       options_(options),
       inbox_(inbox),
-      residents_(executor, options.flush_wait_s) {}
+      residents_(executor, options.flush_wait_s,
+                 options.look_ahead
+                     ? [this](const Resident& resident) { return first_that_wants(resident); }
+                     : Residents::Wanted()) {}
 
 Core::~Core() {
   take_inbox();
@@ -87,7 +90,7 @@ void Core::end_all(const Status& reason) {
 
 void Core::end(Task& task, const Status& status, std::string finish_reason, bool keep_state) {
   const bool was_running = task.phase != Phase::kQueued;
-  if (!was_running) executor_.dequeued(task.place);
+  leave_queue(task);
   leave_sequence(task, keep_state);
   Outcome& outcome = task.outcome;
   outcome.status = status;

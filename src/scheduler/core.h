@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -55,8 +56,17 @@ class Core {
     kBlocked,  // nobody may overtake: it needs room
     kEnded,    // it failed
   };
-  void sort_queue();
+  [[nodiscard]] bool before(const Task& a, const Task& b, int64_t now_ns) const;
+  void sort_queue(int64_t now_ns);
+  void order_window(int64_t now_ns);
+  // A request was admitted: those before it in the queue's order have been overtaken.
+  void note_overtaken(const Task& by, int64_t now_ns);
+  [[nodiscard]] policy::ReuseChoice choose_for_queue(Task& task);
+  [[nodiscard]] std::optional<uint64_t> first_that_wants(const Resident& resident) const;
+  void note_group(Task& task, const policy::ReuseChoice& choice) const;
   void enqueue(std::unique_ptr<Task> task);
+  // Tells the Executor, once.
+  void leave_queue(Task& task);
   void admit();
   void admitted(Task& task);
   [[nodiscard]] Admission try_admit(Task& task);
@@ -98,6 +108,8 @@ class Core {
   Inbox& inbox_;
   Residents residents_;
   TaskList queue_;
+  bool queue_grew_ = false;  // since it was sorted
+  int64_t queue_sorted_ns_ = 0;
   TaskList active_;           // in order of arrival
   std::vector<Task*> ready_;  // of the step being planned
   bool progressed_ = false;   // something changed in this iteration

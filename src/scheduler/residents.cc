@@ -41,7 +41,10 @@ bool Residents::may_go(const Resident& resident) {
 int32_t Residents::victim(SeqId pinned) {
   std::vector<policy::IdleSequence> idle;
   for (const Resident& resident : residents_) {
-    idle.push_back({resident.last_used, may_go(resident), resident.seq == pinned});
+    idle.push_back({.last_used = resident.last_used,
+                    .durable = may_go(resident),
+                    .pinned = resident.seq == pinned,
+                    .wanted = wanted_ ? wanted_(resident) : std::nullopt});
   }
   return policy::choose_eviction(idle);
 }

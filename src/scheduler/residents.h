@@ -8,8 +8,11 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "scheduler/executor.h"
@@ -28,8 +31,12 @@ struct Resident {
 
 class Residents {
  public:
-  Residents(Executor& executor, double flush_wait_s)
-      : executor_(executor), flush_wait_s_(flush_wait_s) {}
+  // The place in the queue of the first request that would go on from a sequence, if any.
+  using Wanted = std::function<std::optional<uint64_t>(const Resident&)>;
+
+  // Without `wanted` nobody looks ahead.
+  Residents(Executor& executor, double flush_wait_s, Wanted wanted)
+      : executor_(executor), flush_wait_s_(flush_wait_s), wanted_(std::move(wanted)) {}
 
   // Takes a sequence in as the most recently used one, and asks for it to be flushed, so that
   // evicting it later is free.
@@ -66,6 +73,7 @@ class Residents {
 
   Executor& executor_;
   const double flush_wait_s_;
+  const Wanted wanted_;
   std::vector<Resident> residents_;  // least recently used first
   uint64_t uses_ = 0;
   std::array<uint64_t, kEvictionReasons> evictions_{};

@@ -38,6 +38,7 @@ Status check(const SchedulerOptions& options, const ExecutorLimits& limits) {
   HCACHE_RETURN_IF_ERROR(at_least("max_queued", options.max_queued, 1));
   HCACHE_RETURN_IF_ERROR(at_least("max_queued_per_key", options.max_queued_per_key, 0));
   HCACHE_RETURN_IF_ERROR(at_least("max_running_per_key", options.max_running_per_key, 0));
+  HCACHE_RETURN_IF_ERROR(at_least("queue.window", options.queue.window, 1));
   HCACHE_RETURN_IF_ERROR(at_least("min_fork_tokens", options.reuse.min_fork_tokens, 1));
   HCACHE_RETURN_IF_ERROR(at_least("cheap_tokens", options.reuse.cheap_tokens, 0));
   HCACHE_RETURN_IF_ERROR(above_zero("restore.share", options.restore.share));

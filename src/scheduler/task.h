@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/tokens.h"
+#include "policy/queue.h"
 #include "scheduler/executor.h"
 #include "scheduler/request.h"
 
@@ -28,7 +29,10 @@ struct Task {
 
   int64_t saved = -1;  // saved prefix as last looked up; -1: not yet
   int64_t saved_ns = 0;
-  uint64_t place = 0;  // in the queue, as the Executor was told
+  uint64_t place = 0;  // in the queue, as the Executor was told; 0: it was not, or no longer
+  policy::QueueGroup group = policy::QueueGroup::kNoHistory;
+  int64_t group_ns = 0;   // when it was found out
+  int32_t overtaken = 0;  // by later ones, since it was queued
   int64_t restore_begin_ns = 0;
   bool restore_alone = true;    // so far; see RestoreRecord
   uint64_t restore_number = 0;  // in the order of their beginnings

@@ -181,6 +181,22 @@ TEST(SchedulerEviction, TheLeastRecentlyUsedGoesFirst) {
   EXPECT_THAT(resident, ElementsAre(1, 3, 4));
 }
 
+TEST(SchedulerEviction, WhatTheQueueWantsGoesLast) {
+  for (const bool look_ahead : {true, false}) {
+    Bench bench(small_arena(330), {.batch = {.max_sequences = 1}, .look_ahead = look_ahead});
+    for (int i = 1; i <= 3; ++i) {
+      bench.submit(tokens(100, i), 1);
+      ASSERT_TRUE(bench.run_all());
+      bench.executor.pass(0.1);
+    }
+    bench.submit(tokens(100, 4), 1);  // needs the room of one
+    const Record& back = bench.submit(tokens(100, 1) + tokens(3, 9), 1);
+    ASSERT_TRUE(bench.run_all());
+    EXPECT_EQ(back.outcome.resident_tokens == 100, look_ahead);
+    EXPECT_EQ(back.answer, bench.expected(back));
+  }
+}
+
 TEST(SchedulerEviction, FlushesWhatIsNotDurableAndGoesOnMeanwhile) {
   FakeOptions fake = small_arena(300);
   fake.flush_s = 0.05;

@@ -61,6 +61,11 @@ SchedulerOptions random_options(Random& random) {
   options.decode_headroom = random.integer(0, 12);
   options.max_running_per_key = random.coin(0.3) ? 2 : 0;
   options.aging_s = random.coin() ? 0.05 : 30;
+  options.look_ahead = random.coin(0.7);
+  if (random.coin(0.3)) {
+    options.queue = {.policy = policy::QueuePolicy::kCar,
+                     .window = static_cast<int32_t>(random.integer(1, 8))};
+  }
   options.flush_wait_s = 0.1;
   return options;
 }

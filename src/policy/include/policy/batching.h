@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -140,8 +141,8 @@ struct QueueKey {
 };
 // True if `a` is admitted before `b`: preempted ones, then by level, then by arrival.
 [[nodiscard]] bool admitted_before(const QueueKey& a, const QueueKey& b);
-// The same order as a number, smaller first, for those that look ahead. Levels beyond +-2^14 count
-// as that, arrivals modulo 2^47.
+// The same order as a number above 0, smaller first, for those that look ahead. Levels beyond
+// +-2^14 count as that; arrivals, from 1 on, modulo 2^47.
 [[nodiscard]] uint64_t queue_place(const QueueKey& key);
 
 struct ActiveRequest {
@@ -155,8 +156,12 @@ struct IdleSequence {
   uint64_t last_used = 0;  // a running number
   bool durable = false;    // its state is saved, or never will be: it may go at once
   bool pinned = false;
+  // Of the first request in the queue that would go on from it (queue_place()); none: nobody, or
+  // nobody looks.
+  std::optional<uint64_t> wanted = {};
 };
-// Which idle sequence to evict: the least recently used of those that are durable. -1: none.
+// Which idle sequence to evict, of those that are durable: what nobody wants, the least recently
+// used first; then what the last of the queue wants. -1: none.
 [[nodiscard]] int32_t choose_eviction(std::span<const IdleSequence> idle);
 
 }  // namespace hcache::policy

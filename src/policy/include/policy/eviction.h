@@ -38,6 +38,8 @@ enum class EvictPolicy : uint8_t {
   kCostAware,       // smallest worth: chance to return soon times what rebuilding costs, per byte
 };
 [[nodiscard]] std::string_view evict_policy_name(EvictPolicy policy);  // "lru", "cost-aware", ...
+// Whether it minds what the queue wants.
+[[nodiscard]] bool looks_ahead(EvictPolicy policy);
 // kInvalidArgument names the policies there are.
 [[nodiscard]] Result<EvictPolicy> parse_evict_policy(std::string_view name);
 

@@ -147,7 +147,7 @@ class Executor {
   // ---- The queue, for whoever looks ahead: what waits should be kept, and may be read ahead
 
   virtual void enqueued(const Waiting& /*request*/) {}
-  // The request at this place was admitted (its restore has begun) or has ended.
+  // The request at this place is admitted (its restore begins next) or has ended.
   virtual void dequeued(uint64_t /*place*/) {}
 
   // ---- Steps

@@ -42,6 +42,7 @@
 
 #include "base/status.h"
 #include "policy/batching.h"
+#include "policy/queue.h"
 #include "scheduler/executor.h"
 #include "scheduler/request.h"
 
@@ -52,6 +53,9 @@ struct SchedulerOptions {
   policy::BatchLimits batch = {};
   policy::RestoreLimits restore = {};
   policy::ReuseLimits reuse = {};
+  policy::QueueLimits queue = {};
+  // Idle sequences that a request in the queue would go on from are evicted last.
+  bool look_ahead = true;
   int32_t max_restores = 4;  // in flight; each holds buffers of the Executor
   // Cells kept for every running request to decode into: the next one is admitted, and prefill goes
   // on, only beside them.
