@@ -103,6 +103,10 @@ void read_scheduler(Settings s, scheduler::SchedulerOptions* options) {
       static_cast<int32_t>(s.integer("restores", options->max_restores, 1, 1024));
   options->restore.share = s.number("restore_share", options->restore.share, 1e-6, kMany);
   options->restore.exclusive = s.get("restore_exclusive", false);
+  options->queue.policy = s.parsed("queue_policy", s.get<std::string>("queue_policy", "fcfs"),
+                                   policy::parse_queue_policy);
+  options->queue.window =
+      static_cast<int32_t>(s.integer("queue_window", options->queue.window, 1, 1 << 20));
   s.refuse_others();
 }
 
@@ -228,8 +232,10 @@ struct Hits {
 Json summarise(const sim::ServingReport& report, int64_t warmup_requests) {
   std::vector<double> first;
   std::vector<double> returning;
+  std::vector<double> admitted;
   std::vector<double> tpot;
   std::vector<double> restore;
+  int64_t prompts = 0;
   int64_t prompt = 0;
   int64_t resident = 0;
   int64_t restored = 0;
@@ -239,6 +245,8 @@ Json summarise(const sim::ServingReport& report, int64_t warmup_requests) {
     if (r.warmup || warmup_requests-- > 0) continue;
     hits.add(r);
     (r.returning ? returning : first).push_back(r.ttft_s);
+    admitted.push_back(r.ttft_s - r.queue_s);
+    prompts += r.prompt_tokens;
     if (r.tpot_s > 0) tpot.push_back(r.tpot_s);
     if (r.restored_tokens > 0) restore.push_back(r.restore_s);
     output += r.output_tokens;
@@ -263,15 +271,18 @@ Json summarise(const sim::ServingReport& report, int64_t warmup_requests) {
           {"failed", report.failed},
           {"duration_s", report.duration_s},
           {"requests_per_s", n / report.duration_s},
+          {"prompt_tokens", prompts},
           {"output_tokens", output},
           {"ttft_ms",
            {{"first", load::distribution(std::move(first))},
-            {"returning", load::distribution(std::move(returning))}}},
+            {"returning", load::distribution(std::move(returning))},
+            {"since_admitted", load::distribution(std::move(admitted))}}},
           {"tpot_ms", load::distribution(std::move(tpot))},
           {"restore_ms", load::distribution(std::move(restore))},
           {"hit_rate", hits.json()},
           {"resident_share", share(resident, prompt)},
           {"restored_share", share(restored, prompt)},
+          {"device_s", report.step_s + report.restore_s},
           {"device_busy", (report.step_s + report.restore_s) / report.duration_s},
           {"preemptions", report.preemptions},
           {"arena_tokens", report.arena_tokens},

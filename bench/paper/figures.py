@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Simulates the papers' figures and sets them beside what the papers print.
 
-    bench/paper/figures.py                    all of them, as tables (a minute or two)
+    bench/paper/figures.py                    HCache's and CaR's, as tables (some minutes)
     bench/paper/figures.py --only fig10       some
+    bench/paper/figures.py --only attentionstore     AttentionStore's (some minutes a case)
     bench/paper/figures.py --png docs/img     also as plots (needs matplotlib)
 
 Every figure is a scenario in this folder (docs/simulator.md), run by `hcache sim`; the JSON goes to
@@ -22,6 +23,26 @@ PAPER = {
     "hcache-fig9": {"kv": (1.27, 1.90), "recompute": (2.21, 3.57)},
     "hcache-fig10": {"kv": (1.62, 1.93), "recompute": (2.66, 5.73)},
 }
+
+
+# AttentionStore §4.2, §4.3: hit rates in percent, of all requests.
+HITS = {
+    "attentionstore-fig21": {
+        "128G/2T scheduler-aware": 40, "128G/2T lru": 12.9, "128G/2T fifo": 9.5,
+        "128G/10T scheduler-aware": 86, "128G/10T lru": 58, "128G/10T fifo": 48},
+    "attentionstore-fig13": {
+        "LLaMA-13B AS": 86, "LLaMA-65B AS": 71, "LLaMA-70B AS": 89, "Falcon-40B AS": 90},
+    "attentionstore-fig22": {
+        "LLaMA-13B OF": 86 - 17.6, "LLaMA-65B OF": 71 - 41.5, "LLaMA-70B OF": 89 - 18.1,
+        "Falcon-40B OF": 90 - 18.4},
+    "attentionstore-fig24": {
+        "LLaMA-13B HBM+DRAM": 3.4, "LLaMA-65B HBM+DRAM": 1.7, "LLaMA-70B HBM+DRAM": 7.7,
+        "Falcon-40B HBM+DRAM": 19.1},
+}
+# Figs. 14 to 16: by how much the time to first token falls, and prefill throughput and GPU time
+# speed up.
+SPEEDUPS = {"LLaMA-13B": (0.85, 6.8, 4.0), "LLaMA-65B": (0.61, 2.6, 1.9),
+            "LLaMA-70B": (0.87, 7.8, 3.3), "Falcon-40B": (0.86, 7.2, 3.4)}
 
 
 def simulate(args: argparse.Namespace, name: str) -> list[dict]:
@@ -61,6 +82,39 @@ def report(name: str, rows: list[dict]) -> None:
         low, high = PAPER[name][other]
         print(f"  {other} over plan: {min(ratios):.2f} to {max(ratios):.2f}; "
               f"the paper: {low:.2f} to {high:.2f}")
+
+
+def report_hits(name: str, rows: list[dict]) -> None:
+    print(f"\n{name}: share of all requests that found their history, in percent")
+    print(f"{'case':>26} {'paper':>6} {'ours':>6} {'memory':>7} {'disk':>6} {'device, h':>10}")
+    for row in rows:
+        if row["case"] not in HITS[name]:
+            continue
+        hit = row["hit_rate"]
+        print(f"{row['case']:>26} {HITS[name][row['case']]:>6.1f} {100 * hit['all']:>6.1f} "
+              f"{100 * hit['dram']:>7.1f} {100 * hit['disk']:>6.1f} {row['device_s'] / 3600:>10.2f}")
+
+
+def report_speedups(rows: list[dict]) -> None:
+    by_case = {row["case"]: row for row in rows}
+    print("\nattentionstore-fig14 to 16: saved KV against recomputation, the paper's in brackets")
+    print(f"{'model':>12} {'TTFT, lower by':>18} {'prefill':>16} {'GPU time':>16}")
+    for model, (lower, prefill, gpu) in SPEEDUPS.items():
+        saved, computed = by_case[f"{model} AS"], by_case[f"{model} RE"]
+
+        def ttft(row):
+            return row["ttft_ms"]["since_admitted"]["mean"]
+
+        print(f"{model:>12} {100 * (1 - ttft(saved) / ttft(computed)):>11.0f} % ({100 * lower:.0f}) "
+              f"{ttft(computed) / ttft(saved):>9.1f} ({prefill}) "
+              f"{computed['device_s'] / saved['device_s']:>9.2f} ({gpu})")
+
+
+def report_reload(rows: list[dict]) -> None:
+    print("\ncar-fig5: time to first token with a loaded history, less than by computing it again by")
+    for (case, _), methods in by_point(rows).items():
+        print(f"{case:>18} {100 * (1 - ttft(methods['kv']) / ttft(methods['recompute'])):>4.0f} %")
+    print("  the paper: about 30 % with long contexts, OPT-13B above 60 %")
 
 
 def plot(name: str, rows: list[dict], folder: Path) -> None:
@@ -111,6 +165,15 @@ def main() -> None:
         report(name, rows)
         if args.png:
             plot(name, rows, args.png)
+    if args.only in "car-fig5":
+        report_reload(simulate(args, "car-fig5"))
+    for name in HITS:
+        if not args.only or args.only not in name:
+            continue
+        rows = simulate(args, name)
+        report_hits(name, rows)
+        if name == "attentionstore-fig13":
+            report_speedups(rows)
 
 
 if __name__ == "__main__":

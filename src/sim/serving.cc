@@ -187,6 +187,7 @@ class Serving {
     served.warmup = session.warmup;
     served.restore_s = outcome.restore_s;
     served.ttft_s = waited_s + outcome.ttft_s;
+    served.queue_s = waited_s + outcome.queue_s;
     if (outcome.generated_tokens > 1) {
       served.tpot_s =
           (outcome.total_s - outcome.ttft_s) / static_cast<double>(outcome.generated_tokens - 1);

@@ -397,9 +397,11 @@ double SimExecutor::step_s(std::span<const StepShape> items) const {
   const policy::LayerCosts& layer = costs_.layers[0];
   const bool measured = setup_.measured.has_value();
   int64_t rows = 0;
+  int64_t logits = 0;
   double attention_s = 0;
   for (const StepShape& item : items) {
     rows += item.rows;
+    logits += item.logits ? 1 : 0;
     const auto n = static_cast<double>(item.rows);
     const auto depth = static_cast<double>(item.depth);
     const double arithmetic =
@@ -410,7 +412,10 @@ double SimExecutor::step_s(std::span<const StepShape> items) const {
   }
   const double products_s = layer.dense.at(rows) * costs_.n_layer;
   if (measured) {
-    return setup_.step_overhead_s + products_s + attention_s + setup_.measured->step_finish_s;
+    // The output matrix is one more product; of each item one row goes through it.
+    const double finish_s = setup_.measured->step_finish_s * layer.dense.at(logits) /
+                            std::max(layer.dense.at(1), 1e-12);
+    return setup_.step_overhead_s + products_s + attention_s + (logits > 0 ? finish_s : 0);
   }
   const double weights_s = policy::layer_weight_bytes(setup_.hardware.model) / memory_bytes_per_s_;
   return setup_.step_overhead_s + std::max(products_s, weights_s) + attention_s;
@@ -422,7 +427,7 @@ Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
   for (const StepItem& item : items) {
     Sequence& sequence = at(item.seq);
     const auto rows = static_cast<int64_t>(item.tokens.size());
-    shapes.push_back({rows, static_cast<int64_t>(sequence.tokens.size())});
+    shapes.push_back({rows, static_cast<int64_t>(sequence.tokens.size()), item.wants_logits});
     sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
     used_cells_ += rows;
     if (item.wants_logits) output.logits.emplace_back();

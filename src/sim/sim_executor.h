@@ -89,9 +89,10 @@ class SimExecutor final : public scheduler::Executor {
     size_t next = 0;                      // slice
     int64_t reserved = 0;
   };
-  struct StepShape {    // of one item
-    int64_t rows = 0;   // appended
-    int64_t depth = 0;  // rows before them
+  struct StepShape {      // of one item
+    int64_t rows = 0;     // appended
+    int64_t depth = 0;    // rows before them
+    bool logits = false;  // of the last row
   };
   // A request in the queue whose state may be read ahead into the first tier.
   struct Ahead {

@@ -108,7 +108,8 @@ class Measurement {
         HCACHE_RETURN_IF_ERROR(settle(project_, rows, [&] { return time_projection(rows); }));
         HCACHE_RETURN_IF_ERROR(settle(load_, rows, [&] { return time_load(rows); }));
       }
-      for (const int64_t rows : {1, 16, 64, 256, 512}) {
+      // Few rows: what steps of replies are made of.
+      for (const int64_t rows : {1, 2, 4, 8, 16, 64, 256, 512}) {
         if (rows > max_rows_ || too_slow(rows)) break;
         HCACHE_RETURN_IF_ERROR(
             settle(shallow_, rows, [&] { return time_layers(rows, 0, &shallow_); }));
@@ -371,8 +372,8 @@ Result<CostProfile> parse_profile(const std::string& text) {
 
 }  // namespace
 
-// Raised when our own kernels change what a profile measures.
-constexpr int kProfileVersion = 2;
+// Raised when what a profile measures changes, our own kernels included.
+constexpr int kProfileVersion = 3;
 
 std::string profile_key(const Engine& engine, const std::string& content_digest,
                         ggml_type state_type) {

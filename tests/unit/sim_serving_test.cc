@@ -219,8 +219,8 @@ TEST(Serving, MeasuredCostsTakeTheHardwaresPlace) {
   setup.arena_tokens = 4096;
   const ServingReport report = run(setup, two_rounds(1000, 25, 100));
   ASSERT_EQ(report.requests.size(), 2U);
-  // Steps of 512 and 488 rows, then rows one by one.
-  EXPECT_NEAR(report.requests[0].ttft_s, 2 * (2 * 1e-3 + 5e-3) + 2 * 1000 * 1e-4, 1e-9);
+  // Steps of 512 and 488 rows, the second with logits; then rows one by one.
+  EXPECT_NEAR(report.requests[0].ttft_s, 2 * 2 * 1e-3 + 5e-3 + 2 * 1000 * 1e-4, 1e-9);
   EXPECT_NEAR(report.requests[0].tpot_s, 2 * 1.1e-3 + 5e-3, 1e-9);
   // 1,024 rows of KV in two layers over the link, then 101 new rows in one step.
   EXPECT_EQ(report.requests[1].restored_tokens, 1024);

@@ -84,8 +84,9 @@ struct ServedRequest {
   bool warmup = false;
   bool returning = false;
   double restore_s = 0;
-  double ttft_s = 0;
-  double tpot_s = 0;  // mean time per token behind the first; 0: there was one token
+  double ttft_s = 0;   // since it was sent
+  double queue_s = 0;  // of it, until it was admitted
+  double tpot_s = 0;   // mean time per token behind the first; 0: there was one token
   int64_t prompt_tokens = 0;
   int64_t history_tokens = 0;  // of the prompt: from the rounds before
   int64_t resident_tokens = 0;
