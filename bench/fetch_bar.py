@@ -16,6 +16,7 @@ import json
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import benchlib as lib
@@ -79,8 +80,7 @@ def run(args: argparse.Namespace, shape: Shape, policy: str, link: float) -> dic
         server = servers.hcache(args, state, ctx, 1, 256, *options)
         with server:
             load(args, server.url, first, folder / "answers-first")
-            server.text("/health")
-            serve_bars.time.sleep(3)  # thrice the interval at which state is flushed
+            time.sleep(3)  # thrice the interval at which state is flushed
             server.kill()
             for path in (state / "store").rglob("*"):
                 if path.is_file():

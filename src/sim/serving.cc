@@ -230,10 +230,6 @@ Result<ServingMethod> parse_serving_method(std::string_view name) {
   return parse_name(kMethods, "method", name);
 }
 
-std::string_view overflow_name(Overflow overflow) {
-  return kOverflows.at(static_cast<size_t>(overflow)).second;
-}
-
 Result<Overflow> parse_overflow(std::string_view name) {
   return parse_name(kOverflows, "overflow", name);
 }

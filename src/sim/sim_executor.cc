@@ -176,24 +176,19 @@ Result<int64_t> SimExecutor::saved_prefix(const std::string& /*salt*/,
 
 // ---- The queue
 
-bool SimExecutor::reads_ahead() const {
-  return setup_.fetch == policy::FetchPolicy::kSchedulerAware && links_.size() > 1;
-}
-
 void SimExecutor::enqueued(const scheduler::Waiting& request) {
   if (request.restore == 0) return;
   const auto tokens = request.tokens.first(static_cast<size_t>(request.restore));
   chains_.want(request.place, tokens);
-  if (!reads_ahead()) return;
-  ahead_[request.place] = {
-      .tokens = tokens,
-      .bytes = static_cast<double>(saved_.bytes_per_token) * static_cast<double>(request.restore)};
+  ahead_[request.place] = tokens;
+  window_.add(request.place, static_cast<double>(saved_.bytes_per_token * request.restore));
   fetch();
 }
 
 void SimExecutor::dequeued(uint64_t place) {
   chains_.unwant(place);
   ahead_.erase(place);
+  window_.remove(place);
   if (fetch_ && fetch_->place == place) end_fetch();
 }
 
@@ -205,23 +200,18 @@ void SimExecutor::fetch() {
     }
     if (arrived > fetch_->next) {
       fetch_->next = arrived;
-      chains_.lift(ahead_.at(fetch_->place).tokens, fetch_->ends[arrived - 1], now_s_);
+      chains_.lift(ahead_.at(fetch_->place), fetch_->ends[arrived - 1], now_s_);
     }
     if (arrived < fetch_->ends.size()) return;
     end_fetch();
   }
-  // The first of the queue whose state fits the tier together with that of those before it.
-  double bytes = 0;
-  for (auto& [place, ahead] : ahead_) {
-    bytes += ahead.bytes;
-    if (!policy::in_fetch_window(bytes, setup_.tiers[0].capacity_bytes)) return;
-    if (std::exchange(ahead.fetched, true)) continue;
-    if (begin_fetch(place, ahead)) return;
+  while (const std::optional<uint64_t> place = window_.next()) {
+    if (begin_fetch(*place)) return;
   }
 }
 
-bool SimExecutor::begin_fetch(uint64_t place, const Ahead& ahead) {
-  const std::vector<SavedChains::Chunk> chunks = chains_.chunks(ahead.tokens);
+bool SimExecutor::begin_fetch(uint64_t place) {
+  const std::vector<SavedChains::Chunk> chunks = chains_.chunks(ahead_.at(place));
   Fetch fetch;
   fetch.place = place;
   std::vector<std::vector<double>> pieces(links_.size());

@@ -94,12 +94,6 @@ class SimExecutor final : public scheduler::Executor {
     int64_t depth = 0;    // rows before them
     bool logits = false;  // of the last row
   };
-  // A request in the queue whose state may be read ahead into the first tier.
-  struct Ahead {
-    std::span<const int32_t> tokens;
-    double bytes = 0;      // that it will restore
-    bool fetched = false;  // or under way
-  };
   // What is being read ahead.
   struct Fetch {
     uint64_t place = 0;
@@ -119,9 +113,8 @@ class SimExecutor final : public scheduler::Executor {
   void end_restore(Sequence& sequence);
   // Takes note of what was read ahead by now, and begins to read what comes next.
   void fetch();
-  [[nodiscard]] bool begin_fetch(uint64_t place, const Ahead& ahead);
+  [[nodiscard]] bool begin_fetch(uint64_t place);
   void end_fetch();
-  [[nodiscard]] bool reads_ahead() const;
   [[nodiscard]] bool arrived(const Restore& restore);
   [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier);
   [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
@@ -137,7 +130,9 @@ class SimExecutor final : public scheduler::Executor {
   std::vector<SharedLink> links_;                        // by tier
   std::map<std::pair<int64_t, size_t>, Methods> plans_;  // by rounded length and tier
   std::unordered_map<SeqId, Sequence> sequences_;
-  std::map<uint64_t, Ahead> ahead_;  // by place
+  // By place in the queue: what may be read ahead into the first tier.
+  std::unordered_map<uint64_t, std::span<const int32_t>> ahead_;
+  policy::FetchWindow window_{setup_.fetch, setup_.tiers[0].capacity_bytes};
   std::optional<Fetch> fetch_;
   SeqId last_seq_ = 0;
   int64_t used_cells_ = 0;

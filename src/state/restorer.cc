@@ -64,8 +64,7 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {
   const store::PageInfo* info = nullptr;
-  const store::ChunkRef* ref = nullptr;
-  const store::ChunkInfo* chunk = nullptr;
+  const store::ChunkRef* chunk = nullptr;
   int64_t begin = 0;  // position of the first used row
   int64_t n_rows = 0;
   int64_t row = 0;  // of the page
@@ -98,8 +97,7 @@ Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const st
               fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
                           policy::method_name(segment.method), layer, to_hex(info.id)));
         }
-        segment.pages.push_back(
-            {page, &span.chunk->chunk, &info, begin, end - begin, begin - span.begin});
+        segment.pages.push_back({page, &span.chunk->chunk, begin, end - begin, begin - span.begin});
       }
       if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));
     }
@@ -112,7 +110,7 @@ std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segmen
   for (const std::vector<Segment>& segments : layers) {
     for (const Segment& segment : segments) {
       for (const PlannedPage& page : segment.pages) {
-        requests.push_back({*page.ref, page.info->layer, page.info->encoding});
+        requests.push_back({*page.chunk, page.info->layer, page.info->encoding});
       }
     }
   }
@@ -326,7 +324,7 @@ Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
     return true;
   }
   const Status status = view_->status;
-  failure_ = PageFailure{.chunk = page.chunk->id,
+  failure_ = PageFailure{.chunk = page.chunk->info().id,
                          .layer = page.info->layer,
                          .encoding = page.info->encoding,
                          .status = status};
@@ -352,7 +350,7 @@ void RestorationImpl::note_read(Method method) {
 Status RestorationImpl::load(const PlannedPage& page) {
   const size_t row_bytes = engine_.kv_row_bytes();
   const std::byte* k = view_->bytes.data() + page.row * row_bytes;
-  const std::byte* v = k + page.chunk->tokens.size() * row_bytes;
+  const std::byte* v = k + page.chunk->info().tokens.size() * row_bytes;
   HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket,
                           timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
                             return engine_.load_kv(run_.seq, cursor_.layer, page.begin,

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "base/log.h"
@@ -63,7 +64,10 @@ struct EngineExecutor::Restore {
 
 EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
                                const EngineExecutorOptions& options)
-    : env_(env), runtime_(runtime), options_(options) {
+    : env_(env),
+      runtime_(runtime),
+      options_(options),
+      window_(options.fetch, static_cast<double>(options.dram_bytes)) {
   const engine::EngineOptions& engine = runtime.engine().options();
   limits_.arena_cells = engine.arena_tokens;
   limits_.context = std::min<int64_t>(runtime.model().hparams().n_ctx_train, limits_.arena_cells);
@@ -142,18 +146,18 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   const auto match =
       store->match(runtime_.fingerprint(), salt_id(request.salt), request.tokens.first(rows));
   if (match.ok()) store->want(request.place, *match);
-  if (options_.fetch == policy::FetchPolicy::kOnDemand) return;
   ahead_[request.place] = {
       .salt = salt_id(request.salt),
-      .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
-      .bytes =
-          static_cast<double>(runtime_.save_plan().bytes_per_token) * static_cast<double>(rows)};
+      .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size()))};
+  window_.add(request.place, static_cast<double>(runtime_.save_plan().bytes_per_token) *
+                                 static_cast<double>(rows));
   fetch();
 }
 
 void EngineExecutor::dequeued(uint64_t place) {
   if (runtime_.store() != nullptr) runtime_.store()->unwant(place);
   ahead_.erase(place);
+  window_.remove(place);
   if (fetch_ && fetch_place_ == place) end_fetch();
 }
 
@@ -163,13 +167,9 @@ void EngineExecutor::fetch() {
     if (done.ok() && !*done) return;
     end_fetch();
   }
-  double bytes = 0;
-  for (auto& [place, ahead] : ahead_) {
-    bytes += ahead.bytes;
-    if (!policy::in_fetch_window(bytes, static_cast<double>(options_.dram_bytes))) return;
-    if (std::exchange(ahead.fetched, true)) continue;
-    fetch_place_ = place;
-    if (const Status status = begin_fetch(ahead); !status.ok()) {
+  while (const std::optional<uint64_t> place = window_.next()) {
+    fetch_place_ = *place;
+    if (const Status status = begin_fetch(ahead_.at(*place)); !status.ok()) {
       log::warn("nothing is read ahead for a request: {}", status.to_string());
     }
     if (fetch_) return;

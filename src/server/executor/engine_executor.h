@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -66,8 +65,6 @@ class EngineExecutor : public scheduler::Executor {
   struct Ahead {
     SaltId salt;
     std::span<const int32_t> tokens;  // one more than it restores
-    double bytes = 0;                 // of their state, about
-    bool fetched = false;             // or under way
   };
   struct Sequence {
     SaltId salt;
@@ -93,7 +90,8 @@ class EngineExecutor : public scheduler::Executor {
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
-  std::map<uint64_t, Ahead> ahead_;  // by place in the queue
+  std::unordered_map<uint64_t, Ahead> ahead_;  // by place in the queue
+  policy::FetchWindow window_;
   std::unique_ptr<state::ReadAhead> fetch_;
   uint64_t fetch_place_ = 0;
   std::atomic<uint64_t> bytes_read_ahead_ = 0;

@@ -52,7 +52,6 @@ enum class Overflow : uint8_t {
   kInvalidate,  // its earliest tokens are cut off; what was saved is of no use any more
   kKeep,        // they are cut off, and what was saved of the rest stays valid
 };
-[[nodiscard]] std::string_view overflow_name(Overflow overflow);  // "end", "invalidate", "keep"
 // kInvalidArgument names what there is.
 [[nodiscard]] Result<Overflow> parse_overflow(std::string_view name);
 
