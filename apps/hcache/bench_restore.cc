@@ -201,6 +201,7 @@ class RestoreBench {
       start.token_rounding = row.token_rounding;
       start.save = false;
       start.progress = progress;
+      engine_.forget_tokens();  // a new process knows none
       const double begin = now_s();
       HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(tokens_, start));
       ttft = now_s() - begin;

@@ -29,9 +29,10 @@ using model::LayerWeights;
 using model::Model;
 
 constexpr size_t kBlockAlignment = 64;  // of captured rows within a block
-constexpr int kStagingSlots = 3;        // slices of hidden rows in flight
-constexpr int kNodesPerLayer = 96;      // upper bound, without ggml's attention
-constexpr int kNodesPerSegment = 16;    // of ggml's attention, per layer
+constexpr int64_t kTokenTableBytes = 16 << 20;
+constexpr int kStagingSlots = 3;      // slices of hidden rows in flight
+constexpr int kNodesPerLayer = 96;    // upper bound, without ggml's attention
+constexpr int kNodesPerSegment = 16;  // of ggml's attention, per layer
 
 size_t align_up(size_t n, size_t alignment) { return (n + alignment - 1) / alignment * alignment; }
 
@@ -115,8 +116,11 @@ struct Step::Impl {
   std::vector<AttentionSegment> attention;
   std::vector<int32_t> output_rows;
   std::vector<int32_t> tokens;
-  // Which row of x is a row's, where x holds one per distinct token. Empty: each row has its own.
+  // Which row of the engine's token table is a row's, where layer 0's K and V come from there; x
+  // then holds the rows that the table lacks. Empty: each row has its own.
   std::vector<int32_t> token_rows;
+  std::vector<int64_t> table_rows;  // of the table, for the rows of x
+  std::vector<int32_t> new_tokens;  // theirs
   std::vector<float> x;  // the rows before next_layer, as of when they last left the device
   std::vector<int32_t> positions;
   std::vector<int64_t> cells;
@@ -158,8 +162,15 @@ struct Engine::Impl {
   ggml_tensor* iota = nullptr;         // I64 [max_rows]: 0, 1, 2, ...
   ggml_tensor* output_rows = nullptr;  // I32 [max_rows]
   ggml_tensor* token_rows = nullptr;   // I32 [max_rows]
+  ggml_tensor* table_rows = nullptr;   // I64 [max_rows]
   const Step::Impl* loaded = nullptr;  // whose positions, cells and other rows the device holds
   Step::Impl* x_owner = nullptr;       // the step between two layer ranges whose rows x holds
+
+  // Layer 0's K before rotation and V, which depend on the token alone, of tokens met in
+  // restorations. F32 [n_embd_kv, entries].
+  ggml_tensor* table_k = nullptr;
+  ggml_tensor* table_v = nullptr;
+  std::unordered_map<int32_t, int64_t> table;  // token -> row
 
   ggml_gallocr_t allocator = nullptr;
   std::vector<std::byte> graph_memory;
@@ -240,7 +251,7 @@ struct Engine::Impl {
     size_t n_outputs = 0;
     bool kv_only_last = false;
     bool capture = false;
-    size_t x_size = 0;  // smaller where x holds distinct tokens
+    size_t x_size = 0;  // smaller where x holds what the token table lacks
     friend bool operator==(const StepGraphKey&, const StepGraphKey&) = default;
   };
   // The last graph, when it was a step's and another step may run it again: decoding builds one
@@ -297,7 +308,7 @@ struct Engine::Impl {
   // --- Steps -------------------------------------------------------------------------------
   [[nodiscard]] Status check_room(const Step::Impl& step) const;
   void load_inputs(Step::Impl& step);
-  void keep_distinct_tokens(Step::Impl& step);
+  void keep_unknown_tokens(Step::Impl& step);
   void spill_x();
   void end_step(Step::Impl& step);
   Status run_range(Step::Impl& step, int begin, int end, bool kv_only_last);
@@ -454,7 +465,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
       impl->device.buffer_type(),
       fmt::format("a KV arena of {} tokens", options.arena_tokens).c_str()));
 
-  impl->input_pool.open(8);
+  impl->input_pool.open(9);
   ggml_context* ctx = impl->input_pool.ctx();
   impl->x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, rows);
   impl->positions = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, rows);
@@ -462,6 +473,12 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   impl->iota = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows);
   impl->output_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, rows);
   impl->token_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, rows);
+  impl->table_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows);
+  const int64_t entry_bytes = 2 * hp.n_embd_kv() * static_cast<int64_t>(sizeof(float));
+  const int64_t entries =
+      std::max<int64_t>(rows, std::min<int64_t>(hp.n_vocab, kTokenTableBytes / entry_bytes));
+  impl->table_k = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd_kv(), entries);
+  impl->table_v = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd_kv(), entries);
   HCACHE_RETURN_IF_ERROR(impl->input_pool.allocate(impl->device.buffer_type(), "a step's inputs"));
   std::vector<int64_t> iota(rows);
   std::iota(iota.begin(), iota.end(), 0);
@@ -763,6 +780,7 @@ void Engine::Impl::load_inputs(Step::Impl& step) {
   set(cells, step.cells);
   set(output_rows, step.output_rows);
   set(token_rows, step.token_rows);
+  set(table_rows, step.table_rows);
   loaded = &step;
 }
 
@@ -858,16 +876,19 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
       kv_input = saved_as(ctx, native_hidden_type(), hidden, ggml_view_1d(ctx, iota, n_x, 0));
       product = build_fast_product;
     }
-    if (distinct) {
-      product = [this, n, by_row = product](ggml_context* c, ggml_tensor* weight,
-                                            ggml_tensor* rows) {
-        return ggml_get_rows(c, by_row(c, weight, rows), ggml_view_1d(c, token_rows, n, 0));
+    const auto through = [&](ggml_tensor* token_table) -> model::Product {
+      if (!distinct) return product;
+      return [this, n, n_x, token_table, by_row = product](ggml_context* c, ggml_tensor* weight,
+                                                           ggml_tensor* rows) {
+        ggml_tensor* known = ggml_set_rows(c, token_table, by_row(c, weight, rows),
+                                           ggml_view_1d(c, table_rows, n_x, 0));
+        return ggml_get_rows(c, known, ggml_view_1d(c, token_rows, n, 0));
       };
-    }
-    ggml_tensor* k =
-        model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos, product);
+    };
+    ggml_tensor* k = model::build_k(ctx, model, layer, product_input(ctx, w.k.w, kv_input), pos,
+                                    through(table_k));
     ggml_tensor* v =
-        model::build_v(ctx, model, layer, product_input(ctx, w.v.w, kv_input), product);
+        model::build_v(ctx, model, layer, product_input(ctx, w.v.w, kv_input), through(table_v));
     store_kv(g, layer, k, v, kv_rows);
     if (captured != nullptr && captured->k_offset >= 0) {
       const int64_t width = hp.n_embd_kv();
@@ -900,22 +921,46 @@ ggml_tensor* Engine::Impl::build_range(const Graph& g, const Step::Impl& step, i
   return logits;
 }
 
-// Layer 0's K and V before rotation depend on the token alone: they are computed once per distinct
-// token, which in text is half of 512 rows. Keeps in x one row per token.
-void Engine::Impl::keep_distinct_tokens(Step::Impl& step) {
+// Layer 0's K and V before rotation depend on the token alone: they are computed once per token and
+// kept. Leaves in x the rows of tokens that the table lacks (at least one: no graph is without
+// rows).
+void Engine::Impl::keep_unknown_tokens(Step::Impl& step) {
   if (!step.token_rows.empty() || model.spec().learned_positions) return;
   const auto n_embd = static_cast<size_t>(model.hparams().n_embd);
-  std::unordered_map<int32_t, int32_t> row_of;
-  for (size_t row = 0; row < step.tokens.size(); ++row) {
-    const auto next = static_cast<int32_t>(row_of.size());
-    const auto [at, is_new] = row_of.try_emplace(step.tokens[row], next);
-    step.token_rows.push_back(at->second);
-    const auto from = step.x.begin() + static_cast<std::ptrdiff_t>(row * n_embd);
-    if (is_new && static_cast<size_t>(next) != row) {
-      std::copy_n(from, n_embd, step.x.begin() + static_cast<std::ptrdiff_t>(next * n_embd));
-    }
+  std::unordered_map<int32_t, int64_t> fresh;
+  for (const int32_t token : step.tokens) {
+    if (!table.contains(token)) fresh.try_emplace(token, 0);
   }
-  step.x.resize(row_of.size() * n_embd);
+  if (static_cast<int64_t>(table.size() + fresh.size()) > table_k->ne[1]) {
+    table.clear();
+    fresh.clear();
+  }
+  auto next = static_cast<int64_t>(table.size());
+  fresh.clear();
+  for (size_t row = 0; row < step.tokens.size(); ++row) {
+    const int32_t token = step.tokens[row];
+    int64_t entry = 0;
+    bool compute = false;
+    if (const auto known = table.find(token); known != table.end()) {
+      entry = known->second;
+      compute = row + 1 == step.tokens.size() && step.new_tokens.empty();
+    } else {
+      const auto [at, is_new] = fresh.try_emplace(token, next);
+      entry = at->second;
+      compute = is_new;
+      if (is_new) ++next;
+    }
+    step.token_rows.push_back(static_cast<int32_t>(entry));
+    if (!compute) continue;
+    const size_t kept = step.new_tokens.size();
+    const auto from = step.x.begin() + static_cast<std::ptrdiff_t>(row * n_embd);
+    if (kept != row) {
+      std::copy_n(from, n_embd, step.x.begin() + static_cast<std::ptrdiff_t>(kept * n_embd));
+    }
+    step.new_tokens.push_back(token);
+    step.table_rows.push_back(entry);
+  }
+  step.x.resize(step.new_tokens.size() * n_embd);
 }
 
 Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_only_last) {
@@ -929,7 +974,7 @@ Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_onl
   }
   HCACHE_RETURN_IF_ERROR(check_room(step));
   if (begin == end) return {};
-  if (layer_0_tail && step.capture.empty()) keep_distinct_tokens(step);
+  if (layer_0_tail && step.capture.empty()) keep_unknown_tokens(step);
   own_capture_block(step);
   if (x_owner != &step) {
     spill_x();
@@ -965,6 +1010,9 @@ Status Engine::Impl::run_range(Step::Impl& step, int begin, int end, bool kv_onl
     step_graph_logits = logits;
   }
   const Status status = run(*step_graph);
+  for (size_t i = 0; status.ok() && i < step.new_tokens.size(); ++i) {
+    table[step.new_tokens[i]] = step.table_rows[i];
+  }
   const ggml_tensor* logits = step_graph_logits;
   if (status.ok() && logits != nullptr) {
     step.logits.swap(this->logits);  // for its memory
@@ -1417,6 +1465,8 @@ Status Engine::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std:
   ggml_backend_tensor_get(impl.v_arena[layer], v, offset, row * n_rows);
   return {};
 }
+
+void Engine::forget_tokens() { impl_->table.clear(); }
 
 size_t Engine::device_bytes() const {
   return impl_->arena_pool.n_bytes() + impl_->input_pool.n_bytes() + impl_->capture_pool.n_bytes() +

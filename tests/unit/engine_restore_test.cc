@@ -794,5 +794,36 @@ TEST(SmolLM2, RestoresBitForBitFromHiddenAndFromKv) {
   }
 }
 
+// More tokens than the table of layer 0 holds: it begins anew, and every row stays right.
+TEST(SmolLM2, TheTokenTableOverflowsWithoutHarm) {
+  const model::Model& model = smollm2();
+  const EngineOptions options = {.arena_tokens = 1024, .max_batch_rows = 512};
+  const std::unique_ptr<Engine> e = make_engine(model, options);
+  const std::unique_ptr<Engine> fresh = make_engine(model, options);
+  const auto layer_0 = [](Engine& engine, const Tokens& tokens) {
+    const SeqId seq = new_sequence(engine);
+    HCACHE_EXPECT_OK(engine.reserve_rows(seq, static_cast<int64_t>(tokens.size())));
+    const BatchItem item{.seq = seq, .tokens = tokens, .first_pos = 0, .output = Output::kNone};
+    Step step = engine.prepare({&item, 1}).value();
+    HCACHE_EXPECT_OK(engine.finish_with_kv(step, 0));
+    Bytes kv = read_kv(engine, seq, 0, 0, static_cast<int>(tokens.size()));
+    HCACHE_EXPECT_OK(engine.release_sequence(seq));
+    return kv;
+  };
+  const int n_vocab = model.hparams().n_vocab;
+  for (int first = 0; first < 16 * 1024; first += 512) {
+    Tokens tokens(512);
+    // Every other one was met before.
+    for (int i = 0; i < 512; ++i) {
+      tokens[static_cast<size_t>(i)] = (i % 2 == 0 ? first + i : first / 2 + i / 2) % n_vocab;
+    }
+    const Bytes kv = layer_0(*e, tokens);
+    if (first % 4096 != 0) continue;
+    fresh->forget_tokens();
+    EXPECT_EQ(kv, layer_0(*fresh, tokens)) << "from token " << first;
+    EXPECT_EQ(kv, layer_0(*e, tokens)) << "again, from token " << first;
+  }
+}
+
 }  // namespace
 }  // namespace hcache::engine

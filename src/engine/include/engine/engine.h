@@ -201,6 +201,11 @@ class Engine {
   // Blocks until everything enqueued is complete.
   Status synchronize();
 
+  // Layer 0's K and V before rotation depend on the token alone. Those that finish_with_kv() meets
+  // are kept (16 MiB) for later calls; this drops them, for measurements of what a new process
+  // does.
+  void forget_tokens();
+
   // --- Inspection ----------------------------------------------------------------------------
   // Reads rows of the arena: K and V of a layer, n_rows x kv_row_bytes() each.
   Status read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std::byte* k, std::byte* v);
