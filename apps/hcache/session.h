@@ -32,6 +32,10 @@ struct RuntimeArgs {
   std::string restore_method;
   int64_t token_rounding = 1;
   std::string link;
+  std::string remote;
+  int64_t remote_ttl_ns = 0;
+  std::string remote_write;
+  int64_t remote_timeout_ns = 0;
   bool no_store = false;
   bool no_save = false;
 };

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace hcache::policy {
 
@@ -33,15 +34,22 @@ Step steps(const std::vector<SliceGroup>& groups) {
 namespace {
 
 SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method method,
-                      int64_t rows, int64_t count) {
+                      int64_t rows, int64_t count, double slowness) {
   SliceGroup g;
   g.method = method;
   g.count = count;
   g.bytes = rows * (method == Method::kHidden ? layer.hidden_bytes : layer.kv_bytes);
-  g.io = link_s(costs.link, g.bytes);
+  LinkCosts link = costs.link;
+  if (slowness != 1) {
+    // An upload to the device is as fast as ever.
+    link.bytes_per_s =
+        slowness > 0 ? link.bytes_per_s / slowness : std::numeric_limits<double>::infinity();
+    link.request_s *= slowness;
+  }
+  g.io = link_s(link, g.bytes);
   if (costs.link.upload_bytes_per_s > 0 && g.bytes > 0) {
     // Read and upload overlap across slices: the slower one is `io`, the faster one delays.
-    LinkCosts read = costs.link;
+    LinkCosts read = link;
     read.upload_bytes_per_s = 0;
     g.lag = std::min(link_s(read, g.bytes),
                      static_cast<double>(g.bytes) / costs.link.upload_bytes_per_s);
@@ -58,12 +66,17 @@ std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& 
   for (size_t i = 0; i < segments.size();) {
     Method method = segments[i].method;
     int64_t rows = 0;
-    for (; i < segments.size() && segments[i].method == method; ++i) rows += segments[i].rows;
+    double slow_rows = 0;
+    for (; i < segments.size() && segments[i].method == method; ++i) {
+      rows += segments[i].rows;
+      slow_rows += segments[i].slowness * static_cast<double>(segments[i].rows);
+    }
+    const double slowness = rows > 0 ? slow_rows / static_cast<double>(rows) : 1;
     if (int64_t full = rows / costs.slice_rows; full > 0) {
-      groups.push_back(make_group(costs, layer, method, costs.slice_rows, full));
+      groups.push_back(make_group(costs, layer, method, costs.slice_rows, full, slowness));
     }
     if (int64_t rest = rows % costs.slice_rows; rest > 0) {
-      groups.push_back(make_group(costs, layer, method, rest, 1));
+      groups.push_back(make_group(costs, layer, method, rest, 1, slowness));
     }
   }
   return groups;
@@ -94,7 +107,8 @@ Status check_plan(const RestoreCosts& costs, const Plan& plan) {
   int64_t rows = 0;
   for (const PlanRun& run : plan.runs) {
     if (run.begin != rows || run.tokens < 1 ||
-        run.layers.size() != static_cast<size_t>(plan.n_layer)) {
+        run.layers.size() != static_cast<size_t>(plan.n_layer) ||
+        (!run.slowness.empty() && run.slowness.size() != run.layers.size())) {
       return invalid_argument(fmt::format("plan: malformed run at row {}", run.begin));
     }
     for (int32_t l = 0; l < plan.n_layer; ++l) {
@@ -167,7 +181,8 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
     } else if (rows > 0) {
       segments.clear();
       for (const PlanRun& run : plan.runs) {
-        segments.push_back({run.layers[static_cast<size_t>(l)], run.tokens});
+        segments.push_back(
+            {run.layers[static_cast<size_t>(l)], run.tokens, slowness_of(run.slowness, l)});
       }
       bool first = true;
       for (const SliceGroup& g : cut_slices(costs, layer, segments)) {
@@ -182,7 +197,7 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
           total.io_busy_s += g.io;
           total.compute_busy_s += g.compute;
           if (g.method == Method::kHidden) total.project_busy_s += g.compute;
-          total.bytes_read += g.bytes;
+          if (g.io > 0) total.bytes_read += g.bytes;
         }
       }
     }

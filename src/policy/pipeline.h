@@ -49,10 +49,14 @@ struct SliceGroup {
 struct Segment {
   Method method;
   int64_t rows;
+  double slowness = 1;  // AvailableRun's, of this layer
 };
+[[nodiscard]] inline double slowness_of(const std::vector<double>& layers, int32_t l) {
+  return layers.empty() ? 1 : layers[static_cast<size_t>(l)];
+}
 
 // Cuts the segments of one layer into slices. kRecompute segments do not appear here: their work is
-// recompute_layer_s. Neighbours with the same method are cut as one.
+// recompute_layer_s. Neighbours with the same method are cut as one, at their mean speed.
 [[nodiscard]] std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& layer,
                                                  const std::vector<Segment>& segments);
 [[nodiscard]] Step steps(const std::vector<SliceGroup>& groups);

@@ -189,8 +189,11 @@ class Search {
       auto same_as = [&](int32_t other) {
         if (costs_.layers.size() != 1) return false;
         for (size_t k = 0; k < r; ++k) {
-          if (runs[k].layers[static_cast<size_t>(l)] != runs[k].layers[static_cast<size_t>(other)])
+          if (runs[k].layers[static_cast<size_t>(l)] !=
+                  runs[k].layers[static_cast<size_t>(other)] ||
+              slowness_of(runs[k].slowness, l) != slowness_of(runs[k].slowness, other)) {
             return false;
+          }
         }
         return true;
       };
@@ -216,7 +219,8 @@ class Search {
         if ((bounded || r > kMaxFreeRuns) && picks != least && picks != most) continue;
         CellMethods cells(picks);
         for (size_t k = 0; k < r; ++k) {
-          segments[k] = {cells.next(runs[k].layers[static_cast<size_t>(l)]), runs[k].tokens};
+          segments[k] = {cells.next(runs[k].layers[static_cast<size_t>(l)]), runs[k].tokens,
+                         slowness_of(runs[k].slowness, l)};
         }
         std::vector<SliceGroup> slices = cut_slices(costs_, layer, segments);
         Step step = steps(slices);
@@ -569,7 +573,7 @@ class Search {
     plan.recompute_layers = choice.recompute;
     for (size_t k = 0; k < choice.runs; ++k) {
       const AvailableRun& saved = request_.available.runs[k];
-      PlanRun run{rows_[k], saved.tokens, {}};
+      PlanRun run{rows_[k], saved.tokens, {}, saved.slowness};
       run.layers.assign(static_cast<size_t>(n_layer_), Method::kRecompute);
       plan.runs.push_back(std::move(run));
     }
@@ -587,7 +591,8 @@ class Search {
     if (plan.runs.empty()) plan.recompute_layers = 0;
     std::vector<PlanRun> merged;
     for (PlanRun& run : plan.runs) {
-      if (!merged.empty() && merged.back().layers == run.layers) {
+      if (!merged.empty() && merged.back().layers == run.layers &&
+          merged.back().slowness == run.slowness) {
         merged.back().tokens += run.tokens;
       } else {
         merged.push_back(std::move(run));
@@ -595,17 +600,25 @@ class Search {
     }
     plan.runs = std::move(merged);
     plan.predicted = simulate(costs_, plan).value().total;
-    if (plan.runs.empty()) {
-      plan.schedule = fmt::format("RE:{}", n_layer_);
-    } else if (plan.runs.size() == 1) {
-      plan.schedule = schedule_string(plan.runs[0].layers);
-    } else {
-      for (const PlanRun& run : plan.runs) {
-        if (!plan.schedule.empty()) plan.schedule += " | ";
-        plan.schedule += fmt::format("{}t {}", run.tokens, schedule_string(run.layers));
-      }
-    }
+    plan.schedule = name_of(plan);
     return plan;
+  }
+
+  // Where pages come from is no part of it.
+  [[nodiscard]] std::string name_of(const Plan& plan) const {
+    if (plan.runs.empty()) return fmt::format("RE:{}", n_layer_);
+    std::string name;
+    for (size_t k = 0; k < plan.runs.size();) {
+      const size_t first = k;
+      int64_t tokens = 0;
+      for (; k < plan.runs.size() && plan.runs[k].layers == plan.runs[first].layers; ++k) {
+        tokens += plan.runs[k].tokens;
+      }
+      const std::string methods = schedule_string(plan.runs[first].layers);
+      if (first == 0 && k == plan.runs.size()) return methods;
+      name += fmt::format("{}{}t {}", first == 0 ? "" : " | ", tokens, methods);
+    }
+    return name;
   }
 
   [[nodiscard]] Plan write_out(const Choice& choice) const { return predicted(lay_out(choice)); }
@@ -635,6 +648,15 @@ Status check_request(const RestoreCosts& costs, const RestoreRequest& request) {
     if (run.layers.size() != static_cast<size_t>(costs.n_layer)) {
       return invalid_argument(fmt::format("availability: run {} has {} of {} layers", k,
                                           run.layers.size(), costs.n_layer));
+    }
+    if (!run.slowness.empty() && run.slowness.size() != run.layers.size()) {
+      return invalid_argument(fmt::format("availability: run {} has the speed of {} of {} layers",
+                                          k, run.slowness.size(), costs.n_layer));
+    }
+    for (const double slowness : run.slowness) {
+      if (!(slowness >= 0) || !std::isfinite(slowness)) {
+        return invalid_argument(fmt::format("availability: slowness {}", slowness));
+      }
     }
     for (Encoding e : run.layers) {
       if (e > kHasBoth) return invalid_argument(fmt::format("availability: bits {:#x}", e));

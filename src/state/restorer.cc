@@ -120,7 +120,7 @@ std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segmen
 // Null when there is nothing to read. The ring is larger than asked for where pages are large.
 Result<std::unique_ptr<store::PageReader>> open_reader_of(
     store::Store* store, std::span<const store::PageRequest> requests, uint64_t ring_bytes,
-    double link_bytes_per_s) {
+    double link_bytes_per_s, double remote_timeout_s) {
   std::unique_ptr<store::PageReader> reader;
   if (requests.empty()) return reader;
   size_t largest = 0;
@@ -131,6 +131,7 @@ Result<std::unique_ptr<store::PageReader>> open_reader_of(
   store::ReaderOptions options;
   options.ring_bytes = std::max<uint64_t>(ring_bytes, 8 * (largest + kDirectAlignment));
   options.link_bytes_per_s = link_bytes_per_s;
+  options.remote_timeout_s = remote_timeout_s;
   HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
   HCACHE_RETURN_IF_ERROR(reader->submit(requests));
   return reader;
@@ -258,7 +259,7 @@ Status RestorationImpl::open() {
   start_ns_ = env_.monotonic_ns();
   HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader_of(store_, requests_of(layers_), run_.ring_bytes,
-                                                  run_.link_bytes_per_s));
+                                                  run_.link_bytes_per_s, run_.remote_timeout_s));
   report_.layers.resize(engine_.n_layer());
   for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
     report_.layers[layer].method = plan_.runs[0].layers[layer];
@@ -327,17 +328,21 @@ Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
   failure_ = PageFailure{.chunk = page.chunk->info().id,
                          .layer = page.info->layer,
                          .encoding = page.info->encoding,
-                         .status = status};
+                         .status = status,
+                         .remote = view_->origin == store::PageOrigin::kRemote};
   reader_->release(view_->index);
   view_.reset();
   return status;
 }
 
 void RestorationImpl::note_read(Method method) {
-  const bool from_memory = view_->read_begin_ns == 0;
   TierBytes& pages = method == Method::kHidden ? report_.hidden_pages : report_.kv_pages;
-  (from_memory ? pages.dram : pages.disk) += view_->bytes.size();
-  if (from_memory) return;
+  const uint64_t bytes = view_->bytes.size();
+  switch (view_->origin) {
+    case store::PageOrigin::kMemory: pages.dram += bytes; return;
+    case store::PageOrigin::kDisk: pages.disk += bytes; break;
+    case store::PageOrigin::kRemote: pages.remote += bytes; break;
+  }
   const auto since_start = [&](int64_t ns) {
     return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
   };
@@ -477,6 +482,7 @@ Status RestorationImpl::finish() {
   const store::ReaderStats stats = reader_->stats();
   report_.bytes_read = stats.disk_bytes;
   report_.bytes_dram = stats.dram_bytes;
+  report_.bytes_remote = stats.remote_bytes;
   report_.page_bytes = stats.page_bytes;
   report_.io_busy_s = stats.busy_s;
   return {};
@@ -603,18 +609,39 @@ Status check_run(const store::Store* store, const RestoreRun& run) {
 
 }  // namespace
 
-policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows) {
+policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,
+                                  const TierSlowness& slowness) {
   policy::Availability result;
   for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
-    policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}};
+    policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
+    const store::ChunkInfo& info = span.chunk->chunk.info();
+    std::vector<store::PageOrigin> origins;
+    if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
+    bool all_disk = true;
     for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      const store::ChunkInfo& info = span.chunk->chunk.info();
       int mask = policy::kNoEncoding;
-      if (usable_page(engine, info, layer, Method::kHidden) != nullptr) mask |= policy::kHasHidden;
-      if (usable_page(engine, info, layer, Method::kKv) != nullptr) mask |= policy::kHasKv;
+      double slowest = -1;  // of its pages, where one is here and another one there
+      const auto add = [&](Method method, policy::Encoding encoding) {
+        const store::PageInfo* page = usable_page(engine, info, layer, method);
+        if (page == nullptr) return;
+        mask |= encoding;
+        double factor = 1;
+        if (!origins.empty()) {
+          const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
+          if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
+          if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
+        }
+        slowest = std::max(slowest, factor);
+      };
+      add(Method::kHidden, policy::kHasHidden);
+      add(Method::kKv, policy::kHasKv);
       run.layers.push_back(static_cast<policy::Encoding>(mask));
+      run.slowness.push_back(slowest < 0 ? 1 : slowest);
+      all_disk = all_disk && run.slowness.back() == 1;
     }
-    if (!result.runs.empty() && result.runs.back().layers == run.layers) {
+    if (all_disk) run.slowness.clear();
+    if (!result.runs.empty() && result.runs.back().layers == run.layers &&
+        result.runs.back().slowness == run.slowness) {
       result.runs.back().tokens += run.tokens;
     } else {
       result.runs.push_back(std::move(run));
@@ -652,7 +679,9 @@ class ReadAheadImpl : public ReadAhead {
     return true;
   }
   [[nodiscard]] uint64_t bytes_read() const override {
-    return reader_ ? reader_->stats().disk_bytes : 0;
+    if (!reader_) return 0;
+    const store::ReaderStats stats = reader_->stats();
+    return stats.disk_bytes + stats.remote_bytes;
   }
 
  private:
@@ -665,11 +694,12 @@ class ReadAheadImpl : public ReadAhead {
 Result<std::unique_ptr<ReadAhead>> ReadAhead::begin(Engine& engine, store::Store& store,
                                                     const store::Match& match,
                                                     const policy::Plan& plan, uint64_t ring_bytes,
-                                                    double link_bytes_per_s) {
+                                                    double link_bytes_per_s,
+                                                    double remote_timeout_s) {
   HCACHE_ASSIGN_OR_RETURN(const auto layers, planned_pages(engine, &match, plan));
   const std::vector<store::PageRequest> requests = requests_of(layers);
-  HCACHE_ASSIGN_OR_RETURN(auto reader,
-                          open_reader_of(&store, requests, ring_bytes, link_bytes_per_s));
+  HCACHE_ASSIGN_OR_RETURN(auto reader, open_reader_of(&store, requests, ring_bytes,
+                                                      link_bytes_per_s, remote_timeout_s));
   return std::unique_ptr<ReadAhead>(
       std::make_unique<ReadAheadImpl>(std::move(reader), requests.size()));
 }

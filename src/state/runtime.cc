@@ -24,6 +24,9 @@ class RuntimeImpl : public Runtime {
 
   Status init();
 
+  void look_up(std::span<const int32_t> tokens, const SaltId& salt) override {
+    if (store_) store_->look_up(fingerprint_, salt, tokens);
+  }
   Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
                               const StartOptions& options) override;
   bool discard(const PageFailure& failure) override;
@@ -127,6 +130,7 @@ Status RuntimeImpl::open_store() {
   options.quota_bytes = options_.store_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
   options.dram_evict = options_.dram_evict;
+  options.remote = options_.remote;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));
   return {};
@@ -241,12 +245,22 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   if (save && partial != 0 && !completes(chunk_at(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
-  request.available = availability(*engine_, planned.match, max_rows);
+  policy::RestoreCosts prices = costs(options.link_bytes_per_s);
+  TierSlowness slowness;
+  if (store_ && (options_.dram_bytes > 0 || !options_.remote.url.empty())) {
+    slowness.store = store_.get();
+    slowness.remote = prices.link.bytes_per_s / store_->remote_bytes_per_s();
+  }
+  request.available = availability(*engine_, planned.match, max_rows, slowness);
   request.new_tokens = n_tokens - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;
-  HCACHE_ASSIGN_OR_RETURN(planned.plan,
-                          policy::plan_restore(costs(options.link_bytes_per_s), request));
+  HCACHE_ASSIGN_OR_RETURN(planned.plan, policy::plan_restore(prices, request));
+  if (!options_.remote.url.empty()) {
+    request.mode = policy::Mode::kRecompute;
+    HCACHE_ASSIGN_OR_RETURN(const policy::Plan anew, policy::plan_restore(prices, request));
+    planned.remote_timeout_s = anew.predicted.makespan_s;
+  }
   const int64_t rows = planned.plan.restored_tokens;
   if (save && rows % store::kChunkTokens != 0) planned.tail = chunk_at(rows);
   return planned;
@@ -254,13 +268,15 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
 
 bool RuntimeImpl::discard(const PageFailure& failure) {
   log::warn("saved state is not used, it is computed again: {}", failure.status.to_string());
+  if (failure.remote) return true;  // the store has
   const bool droppable = failure.status.code() == Code::kDataLoss && !options_.read_only_store;
   return droppable && store_->quarantine(failure.chunk, failure.layer, failure.encoding).ok();
 }
 
 void RuntimeImpl::observe(const RestoreReport& report, double link_bytes_per_s) {
   if (options_.profile) return;
-  if (link_bytes_per_s <= 0 && report.bytes_read >= kMinObservedBytes) {
+  // The disks' speed alone, of restores that read nothing else.
+  if (link_bytes_per_s <= 0 && report.bytes_remote == 0 && report.bytes_read >= kMinObservedBytes) {
     observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
     profile_dirty_ = true;
   }
@@ -275,6 +291,7 @@ Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartO
   if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
   uint64_t damaged = 0;
   StartOptions attempted = options;
+  if (options.mode != policy::Mode::kRecompute) look_up(tokens, salt_);
   while (true) {
     HCACHE_ASSIGN_OR_RETURN(const PlannedRestore planned, plan(tokens, salt_, attempted));
     std::optional<PageFailure> failure;
@@ -300,6 +317,7 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
   run.match = &planned.match;
   run.plan = &planned.plan;
   run.link_bytes_per_s = options.link_bytes_per_s;
+  run.remote_timeout_s = planned.remote_timeout_s;
   run.progress = options.progress;
   const bool save = options.save && saver_ != nullptr;
   if (save) {

@@ -28,6 +28,7 @@ Result<StoreStat> StoreImpl::stat() {
   out.format_version = kFormatVersion;
   out.quota_bytes = options_.quota_bytes;
   cache_.describe(&out);
+  if (remote_ != nullptr) out.remote = remote_->stat();
   out.checksum_failures = checksum_failures_;
   for (std::uint32_t disk = 0; disk < segments_->disks(); ++disk) {
     DiskStat& d = out.disks.emplace_back();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace hcache::store {
 namespace {
@@ -17,9 +18,25 @@ std::uint64_t short_id(const ChunkId& id) {
 
 }  // namespace
 
-PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) {
+const PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) const {
   const auto found = chunks_.find(short_id(id));
   return found != chunks_.end() && found->second.id == id ? &found->second : nullptr;
+}
+
+PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) {
+  return const_cast<Chunk*>(std::as_const(*this).chunk_of(id));
+}
+
+void PageCache::mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const {
+  MutexLock lock(mutex_);
+  const Chunk* here = chunk_of(chunk.info.id);
+  if (here == nullptr) return;
+  for (const Page& page : here->pages) {
+    const PageInfo* known = chunk.info.find_page(page.layer, page.encoding);
+    if (known == nullptr) continue;
+    const auto index = static_cast<std::size_t>(known - chunk.info.pages.data());
+    if (chunk.places[index].checksum == page.checksum) origins[index] = PageOrigin::kMemory;
+  }
 }
 
 std::shared_ptr<const AlignedBuffer> PageCache::find(const PageKey& key) {
@@ -45,9 +62,14 @@ std::shared_ptr<const AlignedBuffer> PageCache::find(const PageKey& key) {
 void PageCache::insert(const PageKey& key, const ChunkId& parent,
                        std::span<const std::byte> bytes) {
   if (bytes.size() > capacity_) return;
-  // Copied before the lock is taken: it is what takes time.
   auto copy = std::make_shared<AlignedBuffer>(bytes.size());
   std::memcpy(copy->data(), bytes.data(), bytes.size());
+  insert(key, parent, std::move(copy));
+}
+
+void PageCache::insert(const PageKey& key, const ChunkId& parent,
+                       std::shared_ptr<const AlignedBuffer> bytes) {
+  if (bytes->size() > capacity_) return;
   MutexLock lock(mutex_);
   const Id id = short_id(key.chunk);
   const auto [place, is_new] = chunks_.try_emplace(id);
@@ -74,8 +96,8 @@ void PageCache::insert(const PageKey& key, const ChunkId& parent,
     used_ -= old->bytes->size();
     chunk.pages.erase(old);
   }
-  chunk.pages.push_back({key.layer, key.encoding, key.checksum, std::move(copy)});
-  used_ += bytes.size();
+  used_ += bytes->size();
+  chunk.pages.push_back({key.layer, key.encoding, key.checksum, std::move(bytes)});
   while (used_ > capacity_) {
     const auto victim = order_.victim(now_s());
     if (!victim) return clear_all();

@@ -19,6 +19,7 @@
 #include "base/env.h"
 #include "base/ids.h"
 #include "base/sync.h"
+#include "format.h"
 #include "policy/eviction.h"
 #include "policy/wanted.h"
 #include "store/store.h"
@@ -46,6 +47,11 @@ class PageCache {
   // beside what is worth more stays out.
   void insert(const PageKey& key, const ChunkId& parent, std::span<const std::byte> bytes)
       HCACHE_EXCLUDES(mutex_);
+  // The same without a copy: nobody changes the bytes any more.
+  void insert(const PageKey& key, const ChunkId& parent, std::shared_ptr<const AlignedBuffer> bytes)
+      HCACHE_EXCLUDES(mutex_);
+  // Sets those of `origins`, one for each page of the chunk, that are here.
+  void mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const HCACHE_EXCLUDES(mutex_);
   void clear() HCACHE_EXCLUDES(mutex_);
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
   void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
@@ -72,6 +78,7 @@ class PageCache {
   [[nodiscard]] double now_s() const { return static_cast<double>(env_.monotonic_ns()) * 1e-9; }
   // Null: it is not here.
   [[nodiscard]] Chunk* chunk_of(const ChunkId& id) HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] const Chunk* chunk_of(const ChunkId& id) const HCACHE_REQUIRES(mutex_);
   void drop(Id id) HCACHE_REQUIRES(mutex_);
   void clear_all() HCACHE_REQUIRES(mutex_);
 

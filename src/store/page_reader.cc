@@ -70,10 +70,18 @@ PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, s
       parts_(std::move(parts)),
       ring_(options.ring_memory == nullptr ? parts_.ring.data() : options.ring_memory),
       queue_(parts_.queue.get()) {
+  {
+    MutexLock lock(link_->mutex);
+    link_->reader = this;
+  }
   thread_ = std::thread([this] { run(); });
 }
 
 PageReaderImpl::~PageReaderImpl() {
+  {
+    MutexLock lock(link_->mutex);
+    link_->reader = nullptr;
+  }
   {
     MutexLock lock(mutex_);
     stop_ = true;
@@ -105,11 +113,14 @@ Status PageReaderImpl::submit_jobs(std::vector<PageJob> jobs) {
                                           bytes, 4 * ring_cost(bytes)));
     }
   }
+  const std::int64_t deadline_ns =
+      env_.monotonic_ns() + static_cast<std::int64_t>(options_.remote_timeout_s * 1e9);
   MutexLock lock(mutex_);
   if (cancelled_) return cancelled("the reader was cancelled");
   for (PageJob& job : jobs) {
     Item& added = items_.emplace_back();
     added.job = std::move(job);
+    added.deadline_ns = deadline_ns;
     if (!added.job.status.ok()) {
       added.planned = true;
       added.ready = true;
@@ -144,15 +155,76 @@ void PageReaderImpl::take_from_cache() {
   for (; next_plan_ < first_item_ + items_.size(); ++next_plan_) {
     Item& next = item(next_plan_);
     if (next.planned) continue;
-    if (next.missed) return;
-    next.cached = source_.cache().find(key_of(next.job));
-    next.missed = !next.cached || next.cached->size() != page_of(next.job).bytes;
-    if (next.missed) return;
+    if (!next.missed) {
+      next.cached = source_.cache().find(key_of(next.job));
+      next.missed = !next.cached || next.cached->size() != page_of(next.job).bytes;
+    }
+    if (next.missed) {
+      if (place_of(next.job).disk != kRemoteDisk || !start_remote(&next)) return;
+      continue;
+    }
     next.bytes = {next.cached->data(), next.cached->size()};
     next.planned = true;
     next.ready = true;
     ready_.notify_all();
   }
+}
+
+bool PageReaderImpl::start_remote(Item* wanted) {
+  const PageInfo& page = page_of(wanted->job);
+  // As much as it may hold beside the ring.
+  if (remote_bytes_ > 0 && remote_bytes_ + page.bytes > options_.ring_bytes) return false;
+  remote_bytes_ += page.bytes;
+  ++remote_in_flight_;
+  begin_busy();
+  wanted->cached.reset();
+  wanted->remote = true;
+  wanted->planned = true;
+  wanted->begin_ns = env_.monotonic_ns();
+  source_.remote()->read(
+      key_of(wanted->job), page.bytes, wanted->deadline_ns,
+      [link = link_, index = next_plan_](Result<std::shared_ptr<const AlignedBuffer>> bytes) {
+        MutexLock lock(link->mutex);
+        if (link->reader == nullptr) return;
+        link->reader->finish_remote(index, std::move(bytes));
+      });
+  return true;
+}
+
+// On the tier's thread.
+void PageReaderImpl::finish_remote(std::size_t index,
+                                   Result<std::shared_ptr<const AlignedBuffer>> bytes) {
+  MutexLock lock(mutex_);
+  --remote_in_flight_;
+  end_busy();
+  Item& come = item(index);
+  const ChunkRecord& record = come.job.chunk->record;
+  const PageInfo& page = page_of(come.job);
+  if (bytes.ok()) {
+    come.cached = std::move(*bytes);
+    come.bytes = {come.cached->data(), come.cached->size()};
+    if (source_.cache().enabled()) {
+      source_.cache().insert(key_of(come.job), record.info.parent, come.cached);
+    }
+    source_.remote()->keep(record, {page, place_of(come.job).checksum, come.cached});
+  } else {
+    source_.remote()->page_failed(record.info.id, page, bytes.status());
+    if (bytes.code() == Code::kDataLoss) source_.count_checksum_failure();
+    come.job.status = unavailable(bytes.status().message());
+  }
+  come.end_ns = env_.monotonic_ns();
+  come.ready = true;
+  ready_.notify_all();
+}
+
+void PageReaderImpl::begin_busy() {
+  if (busy_since_ns_ < 0) busy_since_ns_ = env_.monotonic_ns();
+}
+
+void PageReaderImpl::end_busy() {
+  if (in_flight_ + remote_in_flight_ > 0) return;
+  busy_ns_ += env_.monotonic_ns() - busy_since_ns_;
+  busy_since_ns_ = -1;
 }
 
 bool PageReaderImpl::start_request() {
@@ -162,6 +234,7 @@ bool PageReaderImpl::start_request() {
 
   Item& first = item(next_plan_);
   const PagePlace& start = place_of(first.job);
+  if (start.disk == kRemoteDisk) return false;  // waits for room
   auto request = std::make_unique<Request>();
   auto opened = source_.segment(start);
   if (!opened.ok()) {
@@ -200,7 +273,7 @@ bool PageReaderImpl::start_request() {
     const std::size_t within = place_of(member->job).offset - request->offset;
     member->bytes = {ring_ + request->ring_at + within, page_of(member->job).bytes};
   }
-  if (busy_since_ns_ < 0) busy_since_ns_ = request->submitted_ns;
+  begin_busy();
   ++in_flight_;
   ++stats_.requests;
   requests_.push_back(std::move(request));
@@ -319,10 +392,8 @@ void PageReaderImpl::finish(Request* request) {
     member->end_ns = env_.monotonic_ns();
     member->ready = true;
   }
-  if (--in_flight_ == 0) {
-    busy_ns_ += env_.monotonic_ns() - busy_since_ns_;
-    busy_since_ns_ = -1;
-  }
+  --in_flight_;
+  end_busy();
   ready_.notify_all();
 }
 
@@ -378,7 +449,13 @@ PageView PageReaderImpl::take_next() {
     view.read_end_ns = std::max(taken.end_ns, taken.due_ns);
     ++stats_.pages;
     stats_.page_bytes += view.bytes.size();
-    if (taken.cached) stats_.dram_bytes += view.bytes.size();
+    if (taken.remote) {
+      view.origin = PageOrigin::kRemote;
+      stats_.remote_bytes += view.bytes.size();
+    } else if (taken.cached) {
+      view.origin = PageOrigin::kMemory;
+      stats_.dram_bytes += view.bytes.size();
+    }
     if (options_.link_bytes_per_s > 0 && !taken.cached) keep_in_memory(taken);
   } else {
     ++stats_.failed_pages;
@@ -415,6 +492,10 @@ void PageReaderImpl::release(std::size_t index) {
   if (given.released) die("release() of a page twice");
   given.released = true;
   if (given.request != nullptr) --given.request->unreleased;
+  if (given.remote) {
+    remote_bytes_ -= page_of(given.job).bytes;
+    work_.notify_one();
+  }
   given.job.chunk.reset();
   given.cached.reset();
   bool room = false;

@@ -14,6 +14,7 @@
 #include "base/sync.h"
 #include "format.h"
 #include "page_cache.h"
+#include "remote.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -64,6 +65,8 @@ class PageSource {
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
   [[nodiscard]] virtual PageCache& cache() = 0;
   [[nodiscard]] virtual SlowLink& slow_link() = 0;
+  // Null: there is none, and no page says that it lies there.
+  [[nodiscard]] virtual Remote* remote() = 0;
   // A page did not pass its check.
   virtual void count_checksum_failure() = 0;
 };
@@ -115,7 +118,9 @@ class PageReaderImpl final : public PageReader {
     PageJob job;
     Request* request = nullptr;  // once planned; stays null for what needs no reading
     std::shared_ptr<const AlignedBuffer> cached;
-    bool missed = false;  // not in host memory when it was looked for
+    bool missed = false;           // not in host memory when it was looked for
+    bool remote = false;           // asked of the remote tier
+    std::int64_t deadline_ns = 0;  // … which has to answer by then
     std::span<const std::byte> bytes;
     std::int64_t begin_ns = 0;  // of its request
     std::int64_t end_ns = 0;
@@ -142,6 +147,12 @@ class PageReaderImpl final : public PageReader {
   void run() HCACHE_EXCLUDES(mutex_);
   // Marks the pages from next_plan_ on that host memory holds, up to the first that it does not.
   void take_from_cache() HCACHE_REQUIRES(mutex_);
+  // Asks for the page at next_plan_, which the remote tier alone has. False: no room.
+  bool start_remote(Item* item) HCACHE_REQUIRES(mutex_);
+  void finish_remote(std::size_t index, Result<std::shared_ptr<const AlignedBuffer>> bytes)
+      HCACHE_EXCLUDES(mutex_);
+  void begin_busy() HCACHE_REQUIRES(mutex_);
+  void end_busy() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
   bool start_request() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
@@ -181,11 +192,19 @@ class PageReaderImpl final : public PageReader {
   std::int64_t link_work_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
   std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
-  std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;         // in the queue
+  std::size_t remote_in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;  // pages
+  std::uint64_t remote_bytes_ HCACHE_GUARDED_BY(mutex_) = 0;    // asked for, not released
   ReaderStats stats_ HCACHE_GUARDED_BY(mutex_);
   bool cancelled_ HCACHE_GUARDED_BY(mutex_) = false;
   bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
   bool queue_failed_ HCACHE_GUARDED_BY(mutex_) = false;  // nobody else should get it
+  // What an answer of the remote tier finds when it comes: this reader, or null once it is gone.
+  struct Link {
+    Mutex mutex;
+    PageReaderImpl* reader HCACHE_GUARDED_BY(mutex) = nullptr;
+  };
+  const std::shared_ptr<Link> link_ = std::make_shared<Link>();
   std::thread thread_;
 };
 

@@ -431,17 +431,32 @@ void StoreImpl::settle_runs(std::vector<Run>* runs) {
   }
 }
 
-void StoreImpl::keep_in_memory(const PutDraft& draft) {
-  if (!cache_.enabled()) return;
+void StoreImpl::copy_to_tiers(const PutDraft& draft, Source source) {
+  const bool remote = remote_ != nullptr && remote_->writes() && source != Source::kRemote;
+  if (!cache_.enabled() && !remote) return;
   for (const Draft& chunk : draft.chunks) {
+    const ChunkInfo& info = chunk.record.info;
+    TierWrite write;
     for (std::size_t i = 0; i < chunk.sources.size(); ++i) {
-      if (chunk.sources[i].empty()) continue;  // was there already
-      const PageInfo& page = chunk.record.info.pages[i];
-      cache_.insert(
-          {chunk.record.info.id, page.layer, page.encoding, chunk.record.places[i].checksum},
-          chunk.record.info.parent, chunk.sources[i]);
+      const std::span<const std::byte> bytes = chunk.sources[i];
+      if (bytes.empty()) continue;  // was there already
+      auto copy = std::make_shared<AlignedBuffer>(bytes.size());
+      std::memcpy(copy->data(), bytes.data(), bytes.size());
+      const PageInfo& page = info.pages[i];
+      const std::uint64_t checksum = chunk.record.places[i].checksum;
+      if (cache_.enabled()) {
+        cache_.insert({info.id, page.layer, page.encoding, checksum}, info.parent, copy);
+      }
+      if (remote) write.pages.push_back({page, checksum, std::move(copy)});
     }
+    if (!remote) continue;
+    write.info = info;
+    remote_->write(std::move(write));
   }
+  if (!remote || draft.superseded.empty()) return;
+  std::vector<ChunkId> tails;
+  for (const ChunkRecord& tail : draft.superseded) tails.push_back(tail.info.id);
+  remote_->erase(tails);
 }
 
 // ---- Put --------------------------------------------------------------------------------------
@@ -450,6 +465,41 @@ Result<PutReport> StoreImpl::put(std::span<const ChunkWrite> batch) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   settle_deferred();
+  promote();  // first: the batch may go on from there
+  return put_batch(batch, Source::kCaller);
+}
+
+void StoreImpl::promote() {
+  if (remote_ == nullptr) return;
+  const std::vector<TierWrite> kept = remote_->take_kept();
+  if (kept.empty()) return;
+  std::vector<ChunkWrite> batch;
+  std::uint64_t pages = 0;
+  for (const TierWrite& chunk : kept) {
+    ChunkWrite& write = batch.emplace_back();
+    write.id = chunk.info.id;
+    write.parent = chunk.info.parent;
+    write.fingerprint = chunk.info.fingerprint;
+    write.salt = chunk.info.salt;
+    write.first_position = chunk.info.first_position;
+    write.tokens = chunk.info.tokens;
+    write.k_type = chunk.info.k_type;
+    write.v_type = chunk.info.v_type;
+    for (const TierPage& page : chunk.pages) {
+      write.pages.push_back(
+          {page.info.layer, page.info.encoding, {page.bytes->data(), page.bytes->size()}});
+    }
+    pages += write.pages.size();
+  }
+  const auto put = put_batch(batch, Source::kRemote);
+  if (put.ok()) {
+    remote_->count_promoted(pages);
+  } else {
+    log::warn("what was read from the remote store is not kept: {}", put.status().to_string());
+  }
+}
+
+Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source source) {
   HCACHE_ASSIGN_OR_RETURN(PutDraft draft, draft_put(batch));
   PutReport report = draft.report;
   {
@@ -497,7 +547,7 @@ Result<PutReport> StoreImpl::put(std::span<const ChunkWrite> batch) {
     return committed;
   }
   settle_runs(&runs);
-  keep_in_memory(draft);
+  copy_to_tiers(draft, source);
   bury(draft.superseded, true);
   superseded_.insert(superseded_.end(), pinned_tails.begin(), pinned_tails.end());
   report.tails_superseded += static_cast<std::uint32_t>(tails);
@@ -699,6 +749,9 @@ void StoreImpl::settle_deferred() {
     if (needless.ok() && *needless) tails.push_back(std::move(**found));
   }
   superseded_ = std::move(later);
+  std::vector<ChunkId> ids;
+  for (const ChunkRecord& tail : tails) ids.push_back(tail.info.id);
+  if (remote_ != nullptr && remote_->writes() && !ids.empty()) remote_->erase(ids);
   const auto erased = erase_chunks(std::move(tails));
   if (!erased.ok()) log::warn("removing extended tails: {}", erased.status().to_string());
 }

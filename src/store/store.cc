@@ -18,6 +18,34 @@ constexpr std::uint64_t kMinRingBytes = 256ULL << 10;
 // Blocks beyond its pages that a file system may count for a segment (its own extent tree, say).
 constexpr std::uint64_t kAllocationSlack = 64ULL << 10;
 constexpr int kMatchAttempts = 8;
+// A gigabit per second, until something has been read.
+constexpr double kGuessedRemoteSpeed = 125e6;
+constexpr std::uint64_t kMinMeasuredBytes = 4ULL << 20;
+// For what waits to be written to the remote tier, when the store closes.
+constexpr std::int64_t kRemoteCloseNs = 5'000'000'000;
+
+// Pages of `there` that `here`, the same chunk, lacks.
+void add_missing_pages(const ChunkRecord& there, ChunkRecord* here) {
+  ChunkInfo& info = here->info;
+  for (std::size_t i = 0; i < there.info.pages.size(); ++i) {
+    const PageInfo& page = there.info.pages[i];
+    if (info.find_page(page.layer, page.encoding) != nullptr) continue;
+    if (page.encoding == Encoding::kKv) {
+      // All kv pages of a chunk have the same types.
+      const bool other = info.k_type != ElementType::kNone &&
+                         (info.k_type != there.info.k_type || info.v_type != there.info.v_type);
+      if (other) continue;
+      info.k_type = there.info.k_type;
+      info.v_type = there.info.v_type;
+    }
+    const auto at = std::lower_bound(
+        info.pages.begin(), info.pages.end(), page, [](const PageInfo& a, const PageInfo& b) {
+          return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
+        });
+    here->places.insert(here->places.begin() + (at - info.pages.begin()), there.places[i]);
+    info.pages.insert(at, page);
+  }
+}
 
 std::string without_slash(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -120,6 +148,10 @@ Status StoreImpl::open() {
     HCACHE_ASSIGN_OR_RETURN(std::vector<std::string> dirs, resolve_disks());
     segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), std::move(dirs),
                                            options_.read_only, options_.direct_io);
+    if (!options_.remote.url.empty()) {
+      HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote));
+      remote_ = std::make_unique<Remote>(env_, options_.remote, std::move(tier));
+    }
     if (options_.read_only) return {};
     HCACHE_RETURN_IF_ERROR(rebuild_free_space());
     std::uint64_t removed = 0;
@@ -297,6 +329,7 @@ Status StoreImpl::close() {
   Status status;
   if (!options_.read_only) {
     settle_deferred();
+    promote();
     auto flush = [&]() -> Status {
       HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
       HCACHE_RETURN_IF_ERROR(flush_touches(&transaction));
@@ -304,6 +337,10 @@ Status StoreImpl::close() {
       return catalog_->checkpoint();
     };
     status = flush();
+  }
+  if (remote_ != nullptr) {
+    const Status there = remote_->flush(env_.monotonic_ns() + kRemoteCloseNs);
+    if (!there.ok()) log::warn("the remote store lacks what was saved last: {}", there.message());
   }
   {
     MutexLock state(mutex_);
@@ -318,8 +355,19 @@ Status StoreImpl::close() {
 
 // ---- Matching and pinning ---------------------------------------------------------------------
 
+Result<std::optional<ChunkRecord>> StoreImpl::find_record(const ChunkId& id, Where where) {
+  auto found = catalog_->find(id);
+  if (remote_ == nullptr || where == Where::kDisks) return found;
+  if (!found.ok() && found.code() != Code::kDataLoss) return found;
+  std::optional<ChunkRecord> there = remote_->find(id);
+  if (!there.has_value()) return found;
+  if (!found.ok() || !found->has_value()) return there;
+  add_missing_pages(*there, &**found);
+  return found;
+}
+
 Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint, const SaltId& salt,
-                                                 std::span<const std::int32_t> tokens,
+                                                 std::span<const std::int32_t> tokens, Where where,
                                                  std::vector<std::uint32_t>* rows) {
   std::vector<ChunkRecord> chain;
   ChunkId parent;
@@ -330,7 +378,7 @@ Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint,
   while (!tokens.empty()) {
     if (tokens.size() >= kChunkTokens) {
       const auto wanted = tokens.first(kChunkTokens);
-      auto found = catalog_->find(chunk_id(fingerprint, salt, parent, wanted));
+      auto found = find_record(chunk_id(fingerprint, salt, parent, wanted), where);
       if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
       if (!found.ok()) log::warn("{}", found.status().to_string());
       if (found.ok() && found->has_value() && fits((*found)->info) &&
@@ -347,6 +395,19 @@ Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint,
       if (siblings.code() != Code::kDataLoss) return siblings.status();
       log::warn("{}", siblings.status().to_string());
       break;
+    }
+    if (remote_ != nullptr && where == Where::kEverywhere) {
+      const ChunkId key = sibling_key(fingerprint, salt, parent);
+      for (ChunkRecord& there : remote_->children(key, tokens[0])) {
+        const auto here =
+            std::find_if(siblings->begin(), siblings->end(),
+                         [&](const ChunkRecord& s) { return s.info.id == there.info.id; });
+        if (here == siblings->end()) {
+          siblings->push_back(std::move(there));
+        } else {
+          add_missing_pages(there, &*here);
+        }
+      }
     }
     ChunkRecord* best = nullptr;
     std::uint32_t best_rows = 0;
@@ -378,7 +439,7 @@ Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint
     epoch = epoch_;
   }
   std::vector<std::uint32_t> rows;
-  HCACHE_ASSIGN_OR_RETURN(auto chain, walk(fingerprint, salt, tokens, &rows));
+  HCACHE_ASSIGN_OR_RETURN(auto chain, walk(fingerprint, salt, tokens, Where::kEverywhere, &rows));
   const std::int64_t now = env_.wall_ns();
   Match match;
   MutexLock lock(mutex_);
@@ -388,6 +449,10 @@ Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint
     if (dying_.contains(id)) break;
     match.n_tokens += rows[i];
     if (!options_.read_only) touched_[id] = now;
+    const auto& places = chain[i].places;
+    const bool afar = std::any_of(places.begin(), places.end(),
+                                  [](const PagePlace& place) { return place.disk == kRemoteDisk; });
+    if (afar) remote_->keep(chain[i]);
     match.chunks.push_back({make_ref(std::move(chain[i])), rows[i]});
   }
   return std::optional<Match>(std::move(match));
@@ -404,6 +469,33 @@ Result<Match> StoreImpl::match(const Fingerprint& fingerprint, const SaltId& sal
   HCACHE_ASSIGN_OR_RETURN(auto match, try_match(fingerprint, salt, tokens));
   if (!match.has_value()) return internal_error("a match changed under the writer's lock");
   return std::move(*match);
+}
+
+void StoreImpl::look_up(const Fingerprint& fingerprint, const SaltId& salt,
+                        std::span<const std::int32_t> tokens) {
+  if (remote_ == nullptr || !check_open().ok()) return;
+  std::vector<std::uint32_t> rows;
+  const auto chain = walk(fingerprint, salt, tokens, Where::kDisks, &rows);
+  if (!chain.ok()) return;
+  // Up to the first chunk that has fewer pages than another the disks have it all.
+  std::size_t most = 0;
+  for (const ChunkRecord& record : *chain) most = std::max(most, record.info.pages.size());
+  ChunkId parent;
+  std::size_t at = 0;
+  std::size_t have_tail = 0;
+  for (std::size_t i = 0; i < chain->size(); ++i) {
+    const ChunkInfo& info = (*chain)[i].info;
+    if (info.pages.empty() || info.pages.size() < most) break;
+    if (rows[i] < kChunkTokens) {
+      have_tail = rows[i];
+      break;
+    }
+    parent = info.id;
+    at += kChunkTokens;
+  }
+  if (at + have_tail < tokens.size()) {
+    remote_->look_up(fingerprint, salt, parent, tokens.subspan(at), have_tail);
+  }
 }
 
 Result<ChunkRef> StoreImpl::find(const ChunkId& id) {
@@ -479,6 +571,23 @@ Result<PageJob> StoreImpl::job(const PageRequest& page) const {
     job.page = static_cast<std::size_t>(found - info.pages.data());
   }
   return job;
+}
+
+std::vector<PageOrigin> StoreImpl::origins(const ChunkRef& chunk) const {
+  const auto& pin = *static_cast<const PinnedChunk*>(chunk.pin_.get());
+  std::vector<PageOrigin> out;
+  for (const PagePlace& place : pin.record.places) {
+    out.push_back(place.disk == kRemoteDisk ? PageOrigin::kRemote : PageOrigin::kDisk);
+  }
+  if (cache_.enabled()) cache_.mark(pin.record, out);
+  return out;
+}
+
+double StoreImpl::remote_bytes_per_s() const {
+  if (remote_ == nullptr) return kGuessedRemoteSpeed;
+  const RemoteStat stat = remote_->stat();
+  const bool enough = stat.bytes_read >= kMinMeasuredBytes && stat.read_busy_s > 0;
+  return enough ? static_cast<double>(stat.bytes_read) / stat.read_busy_s : kGuessedRemoteSpeed;
 }
 
 Result<std::shared_ptr<File>> StoreImpl::segment(const PagePlace& place) {
@@ -560,10 +669,12 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
     return not_found(fmt::format("there is no session '{}'", name));
   }
   std::vector<ChunkRecord> own;
-  if (found.ok()) {  // of a damaged session only the row goes
+  std::vector<ChunkId> elsewhere;  // of the remote tier, which may have more of it than the disks
+  if (found.ok()) {                // of a damaged session only the row goes
     const Session& session = **found;
     std::vector<std::uint32_t> rows;
-    HCACHE_ASSIGN_OR_RETURN(own, walk(session.fingerprint, session.salt, session.tokens, &rows));
+    HCACHE_ASSIGN_OR_RETURN(
+        own, walk(session.fingerprint, session.salt, session.tokens, Where::kDisks, &rows));
     // A last chunk that goes on differently is somebody else's.
     if (!own.empty() && rows.back() < own.back().info.tokens.size()) own.pop_back();
     // Tokens up to which some other session needs the chain.
@@ -588,6 +699,19 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
       ++keep;
     }
     own.erase(own.begin(), own.begin() + static_cast<std::ptrdiff_t>(keep));
+    ChunkId parent;
+    auto left = std::span<const std::int32_t>(session.tokens);
+    const auto id_of = [&](std::size_t n) {
+      return chunk_id(session.fingerprint, session.salt, parent, left.first(n));
+    };
+    std::uint64_t at = 0;
+    for (; left.size() >= kChunkTokens; at += kChunkTokens) {
+      parent = id_of(kChunkTokens);
+      if (at >= shared) elsewhere.push_back(parent);
+      left = left.subspan(kChunkTokens);
+    }
+    // The last token is never computed, and an answer may have been saved as it grew.
+    for (std::size_t n = 1; n <= left.size() && at >= shared; ++n) elsewhere.push_back(id_of(n));
   }
   // From the end on, as long as no other chain goes through and nobody uses it.
   std::vector<ChunkRecord> victims;
@@ -610,6 +734,7 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
   if (status.ok()) status = transaction.commit();
   bury(victims, status.ok());
   HCACHE_RETURN_IF_ERROR(status);
+  if (remote_ != nullptr) remote_->erase(elsewhere);
   return static_cast<std::uint64_t>(victims.size());
 }
 

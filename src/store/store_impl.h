@@ -20,6 +20,7 @@
 #include "base/sync.h"
 #include "catalog.h"
 #include "page_reader.h"
+#include "remote.h"
 #include "segments.h"
 #include "store/store.h"
 
@@ -35,8 +36,12 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Result<PutReport> put(std::span<const ChunkWrite> batch) override;
   [[nodiscard]] Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
                                     std::span<const std::int32_t> tokens) override;
+  void look_up(const Fingerprint& fingerprint, const SaltId& salt,
+               std::span<const std::int32_t> tokens) override;
   [[nodiscard]] Result<ChunkRef> find(const ChunkId& id) override;
   [[nodiscard]] Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) override;
+  [[nodiscard]] std::vector<PageOrigin> origins(const ChunkRef& chunk) const override;
+  [[nodiscard]] double remote_bytes_per_s() const override;
   [[nodiscard]] Status quarantine(const ChunkId& id, std::uint16_t layer,
                                   Encoding encoding) override;
   void want(std::uint64_t place, const Match& match) override;
@@ -59,6 +64,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] bool page_moved(const ChunkRecord& record, std::size_t page) override;
   [[nodiscard]] PageCache& cache() override { return cache_; }
   [[nodiscard]] SlowLink& slow_link() override { return slow_link_; }
+  [[nodiscard]] Remote* remote() override { return remote_.get(); }
   void count_checksum_failure() override { ++checksum_failures_; }
 
  private:
@@ -109,11 +115,16 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Status reclaim(bool always, std::uint64_t* segments_removed)
       HCACHE_REQUIRES(write_mutex_);
 
+  // Which places a walk through a chain looks at.
+  enum class Where { kDisks, kEverywhere };
   // Looks a chain up without pinning. `rows[i]` gets the usable rows of the i-th chunk.
   [[nodiscard]] Result<std::vector<ChunkRecord>> walk(const Fingerprint& fingerprint,
                                                       const SaltId& salt,
                                                       std::span<const std::int32_t> tokens,
+                                                      Where where,
                                                       std::vector<std::uint32_t>* rows);
+  // A chunk as the catalog and the remote tier's directory have it together.
+  [[nodiscard]] Result<std::optional<ChunkRecord>> find_record(const ChunkId& id, Where where);
   // nullopt when the store changed meanwhile.
   [[nodiscard]] Result<std::optional<Match>> try_match(const Fingerprint& fingerprint,
                                                        const SaltId& salt,
@@ -123,6 +134,12 @@ class StoreImpl final : public Store, public PageSource {
   void unpin(const ChunkId& id) HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] bool pinned(const ChunkId& id) const HCACHE_EXCLUDES(mutex_);
 
+  // Pages from the remote tier are on their way down, not up.
+  enum class Source { kCaller, kRemote };
+  [[nodiscard]] Result<PutReport> put_batch(std::span<const ChunkWrite> batch, Source source)
+      HCACHE_REQUIRES(write_mutex_);
+  // Puts down what has been read from the remote tier since the last time.
+  void promote() HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Result<PutDraft> draft_put(std::span<const ChunkWrite> batch)
       HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] std::vector<Run> lay_out(std::vector<Draft>* chunks) HCACHE_REQUIRES(write_mutex_);
@@ -136,7 +153,8 @@ class StoreImpl final : public Store, public PageSource {
                                                                std::uint32_t segment, bool fresh)
       HCACHE_REQUIRES(write_mutex_);
   void cancel_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
-  void keep_in_memory(const PutDraft& draft);
+  // Copies what was written into host memory and, unless it came from there, to the remote tier.
+  void copy_to_tiers(const PutDraft& draft, Source source);
   // After a commit that failed.
   void abandon_runs(std::vector<Run>* runs, const Status& why) HCACHE_REQUIRES(write_mutex_);
   // Turns reservations into the pages' own use of their blocks.
@@ -175,6 +193,7 @@ class StoreImpl final : public Store, public PageSource {
   ReaderPool readers_;
   PageCache cache_;
   SlowLink slow_link_;
+  std::unique_ptr<Remote> remote_;
   std::atomic<std::uint64_t> checksum_failures_ = 0;
 
   Mutex write_mutex_;

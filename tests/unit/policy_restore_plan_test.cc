@@ -275,6 +275,41 @@ TEST(Modes, SteppedProductsPunishOddTokenPartitions) {
   EXPECT_LE(makespan(costs, request), std::min(plain, rounded) * (1 + 1e-9));
 }
 
+// --- tiers of different speed ---
+
+TEST(Tiers, HostMemoryNeedsNoLinkAndASlowTierIsAvoided) {
+  RestoreCosts costs = multi_head(24, 1.0);
+  RestoreRequest request = everything_saved(1024, 24, 33);
+  const Plan disk = plan_of(costs, request);
+  EXPECT_GT(std::count(disk.runs[0].layers.begin(), disk.runs[0].layers.end(), Method::kHidden), 0);
+  // In memory everything is there at once: nothing is projected that could be loaded.
+  request.available.runs[0].slowness.assign(24, 0);
+  const Plan memory = plan_of(costs, request);
+  EXPECT_EQ(memory.schedule, "KV:24");
+  EXPECT_EQ(memory.predicted.bytes_read, 0);
+  EXPECT_EQ(memory.predicted.io_busy_s, 0);
+  EXPECT_LT(memory.predicted.makespan_s, disk.predicted.makespan_s);
+  // Its second half lies so far away that computing it is faster.
+  request.available.runs[0].tokens = 512;
+  request.available.runs.push_back(request.available.runs[0]);
+  request.available.runs[1].slowness.assign(24, 1e6);
+  const Plan half = plan_of(costs, request);
+  EXPECT_EQ(half.restored_tokens, 512);
+  EXPECT_EQ(half.schedule, "KV:24");
+  // Some layers here, some there: those that are near need no reading.
+  RestoreRequest mixed = everything_saved(1024, 24, 33);
+  mixed.available.runs[0].slowness.assign(24, 1);
+  for (size_t l = 0; l < 12; ++l) mixed.available.runs[0].slowness[l] = 0;
+  const Plan both = plan_of(costs, mixed);
+  EXPECT_LT(both.predicted.makespan_s, disk.predicted.makespan_s);
+  EXPECT_GT(both.predicted.makespan_s, memory.predicted.makespan_s);
+  EXPECT_TRUE(std::all_of(both.runs[0].layers.begin(), both.runs[0].layers.begin() + 6,
+                          [](Method m) { return m == Method::kKv; }))
+      << both.schedule;
+  mixed.available.runs[0].slowness[3] = -1;
+  EXPECT_EQ(plan_restore(costs, mixed).code(), Code::kInvalidArgument);
+}
+
 // --- the search against all there is ---
 
 TEST(Search, EqualsBruteForce) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -84,6 +85,8 @@ class Random {
       for (int32_t l = 0; l < n_layer; ++l) {
         run.layers.push_back(coin(missing) ? kNoEncoding : static_cast<Encoding>(integer(1, 3)));
       }
+      // Some from host memory, some from afar.
+      if (coin(0.3)) run.slowness.assign(static_cast<size_t>(n_layer), coin() ? 0 : real(1, 5));
       a.runs.push_back(std::move(run));
     }
     return a;
@@ -128,11 +131,23 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
     } else {
       // Row by row: a slice ends at slice_rows or where the method changes.
       std::vector<Method> rows;
+      std::vector<double> slowness;
       for (const PlanRun& run : plan.runs) {
         rows.insert(rows.end(), static_cast<size_t>(run.tokens),
                     run.layers[static_cast<size_t>(l)]);
+        slowness.insert(slowness.end(), static_cast<size_t>(run.tokens),
+                        run.slowness.empty() ? 1 : run.slowness[static_cast<size_t>(l)]);
       }
       for (size_t at = 0; at < rows.size();) {
+        // Neighbours with one method are read at their mean speed.
+        size_t first = at;
+        size_t last = at;
+        while (first > 0 && rows[first - 1] == rows[at]) --first;
+        while (last < rows.size() && rows[last] == rows[at]) ++last;
+        const double slow =
+            std::accumulate(slowness.begin() + static_cast<std::ptrdiff_t>(first),
+                            slowness.begin() + static_cast<std::ptrdiff_t>(last), 0.0) /
+            static_cast<double>(last - first);
         size_t end = at;
         while (end < rows.size() && rows[end] == rows[at] &&
                end - at < static_cast<size_t>(costs.slice_rows)) {
@@ -146,7 +161,7 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
         for (int64_t left = s.bytes; left > 0; left -= costs.link.request_bytes) {
           read += costs.link.request_s;
         }
-        read += static_cast<double>(s.bytes) / costs.link.bytes_per_s;
+        read = slow * (read + static_cast<double>(s.bytes) / costs.link.bytes_per_s);
         double upload = costs.link.upload_bytes_per_s > 0
                             ? static_cast<double>(s.bytes) / costs.link.upload_bytes_per_s
                             : 0;
@@ -196,7 +211,8 @@ Plan make_plan(const RestoreCosts& costs, const RestoreRequest& request, size_t 
     const AvailableRun& saved = request.available.runs[k];
     plan.runs.push_back(
         {plan.restored_tokens, saved.tokens,
-         std::vector<Method>(static_cast<size_t>(costs.n_layer), Method::kRecompute)});
+         std::vector<Method>(static_cast<size_t>(costs.n_layer), Method::kRecompute),
+         saved.slowness});
     plan.restored_tokens += saved.tokens;
   }
   plan.prefill_tokens = request.available.tokens() - plan.restored_tokens + request.new_tokens;

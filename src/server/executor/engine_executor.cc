@@ -185,7 +185,8 @@ Status EngineExecutor::begin_fetch(const Ahead& ahead) {
   if (planned.plan.restored_tokens == 0) return {};
   HCACHE_ASSIGN_OR_RETURN(
       fetch_, state::ReadAhead::begin(runtime_.engine(), *runtime_.store(), planned.match,
-                                      planned.plan, kFetchRingBytes, options_.link_bytes_per_s));
+                                      planned.plan, kFetchRingBytes, options_.link_bytes_per_s,
+                                      planned.remote_timeout_s));
   return {};
 }
 
@@ -227,6 +228,7 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   run.match = &restore.planned.match;
   run.plan = &restore.planned.plan;
   run.link_bytes_per_s = options_.link_bytes_per_s;
+  run.remote_timeout_s = restore.planned.remote_timeout_s;
   run.ring_bytes = options_.restore_ring_bytes;
   auto work = Restoration::begin(env_, runtime_.engine(), runtime_.store(), run);
   if (!work.ok()) {
@@ -308,8 +310,12 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
   status.report.recomputed_tokens = report.tokens_recomputed;
   status.report.bytes_dram = report.bytes_dram;
   status.report.bytes_disk = report.bytes_read;
-  status.report.hidden_pages = {report.hidden_pages.dram, report.hidden_pages.disk};
-  status.report.kv_pages = {report.kv_pages.dram, report.kv_pages.disk};
+  status.report.bytes_remote = report.bytes_remote;
+  const auto tiers = [](const state::TierBytes& bytes) {
+    return scheduler::TierBytes{.dram = bytes.dram, .disk = bytes.disk, .remote = bytes.remote};
+  };
+  status.report.hidden_pages = tiers(report.hidden_pages);
+  status.report.kv_pages = tiers(report.kv_pages);
   status.report.predicted_s = report.predicted_restore_s;
   status.report.schedule = report.schedule;
   status.report.timeline = timeline(report.layers);

@@ -172,6 +172,21 @@ Result<Json> EndpointTable::store_stat() const {
                      {"free_bytes", disk.free_bytes}});
   }
   const uint64_t looked_up = stat.dram_hits + stat.dram_misses;
+  Json remote;
+  if (stat.remote.has_value()) {
+    const store::RemoteStat& r = *stat.remote;
+    remote = {{"name", r.name},
+              {"available", r.available},
+              {"chunks_found", r.chunks_found},
+              {"read_bytes", r.bytes_read},
+              {"read_bytes_per_s",
+               r.read_busy_s > 0 ? static_cast<double>(r.bytes_read) / r.read_busy_s : 0.0},
+              {"written_bytes", r.bytes_written},
+              {"backlog_bytes", r.backlog_bytes},
+              {"skipped_pages", r.pages_skipped},
+              {"promoted_pages", r.pages_promoted},
+              {"failures", r.failures}};
+  }
   return Json{{"chunks", stat.chunks},
               {"tokens", stat.tokens},
               {"sessions", stat.sessions},
@@ -187,7 +202,8 @@ Result<Json> EndpointTable::store_stat() const {
                   {"hit_rate", looked_up == 0 ? 0.0
                                               : static_cast<double>(stat.dram_hits) /
                                                     static_cast<double>(looked_up)}}},
-                {"disk", {{"used_bytes", stat.allocated_bytes}, {"disks", std::move(disks)}}}}}};
+                {"disk", {{"used_bytes", stat.allocated_bytes}, {"disks", std::move(disks)}}},
+                {"remote", std::move(remote)}}}};
 }
 
 Result<Json> EndpointTable::store_verify() const {

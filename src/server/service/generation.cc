@@ -208,6 +208,12 @@ Status Generation::make_choices() {
 }
 
 Status Generation::submit() {
+  // What only the remote tier has is known before the scheduler asks.
+  if (request_.use_cache) {
+    for (const std::vector<int32_t>& prompt : prompts_) {
+      service_.runtime().look_up(prompt, salt_id(salt_));
+    }
+  }
   for (size_t i = 0; i < choices_.size(); ++i) {
     scheduler::Request request;
     request.tokens = prompts_[choices_[i].prompt];

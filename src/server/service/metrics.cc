@@ -36,7 +36,9 @@ const char* main_method(const scheduler::RestoreRecord& r) {
 const char* main_tier(const scheduler::RestoreRecord& r) {
   const uint64_t dram = r.hidden_pages.dram + r.kv_pages.dram;
   const uint64_t disk = r.hidden_pages.disk + r.kv_pages.disk;
-  if (dram + disk == 0) return "none";
+  const uint64_t remote = r.hidden_pages.remote + r.kv_pages.remote;
+  if (dram + disk + remote == 0) return "none";
+  if (remote > std::max(dram, disk)) return "remote";
   return dram > disk ? "dram" : "disk";
 }
 
@@ -105,6 +107,12 @@ struct Metrics::Impl {
       gauge("hcache_store_bytes", "Saved state, by tier");
   prometheus::Family<prometheus::Gauge>& lookups =
       gauge("hcache_dram_lookups", "Pages looked for in host memory so far, by result");
+  prometheus::Family<prometheus::Gauge>& remote_up =
+      gauge("hcache_remote_up", "Whether the remote store is thought to answer");
+  prometheus::Family<prometheus::Gauge>& remote_bytes =
+      gauge("hcache_remote_bytes", "State to and from the remote store so far, and on its way");
+  prometheus::Family<prometheus::Gauge>& remote_events =
+      gauge("hcache_remote_events", "What happened with the remote store so far");
   prometheus::Gauge& read_ahead =
       gauge("hcache_read_ahead_bytes", "Read from disks for requests that waited, so far").Add({});
   prometheus::Gauge& checksum_failures =
@@ -155,8 +163,8 @@ void Metrics::observe_restore(const scheduler::RestoreRecord& restore) {
 }
 
 void Metrics::observe_bytes(const char* method, const scheduler::TierBytes& bytes) {
-  const std::array<std::pair<const char*, uint64_t>, 2> tiers = {
-      {{"dram", bytes.dram}, {"disk", bytes.disk}}};
+  const std::array<std::pair<const char*, uint64_t>, 3> tiers = {
+      {{"dram", bytes.dram}, {"disk", bytes.disk}, {"remote", bytes.remote}}};
   for (const auto& [tier, n] : tiers) {
     impl_->restored_bytes.Add({{"tier", tier}, {"method", method}})
         .Increment(static_cast<double>(n));
@@ -195,6 +203,16 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   set(impl_->tier_bytes, {{"tier", "dram"}}, snapshot.store.dram_bytes);
   set(impl_->lookups, {{"result", "hit"}}, snapshot.store.dram_hits);
   set(impl_->lookups, {{"result", "miss"}}, snapshot.store.dram_misses);
+  if (const auto& remote = snapshot.store.remote) {
+    set(impl_->remote_up, {}, remote->available ? 1 : 0);
+    set(impl_->remote_bytes, {{"result", "read"}}, remote->bytes_read);
+    set(impl_->remote_bytes, {{"result", "written"}}, remote->bytes_written);
+    set(impl_->remote_bytes, {{"result", "waiting"}}, remote->backlog_bytes);
+    set(impl_->remote_events, {{"event", "chunk-found"}}, remote->chunks_found);
+    set(impl_->remote_events, {{"event", "page-promoted"}}, remote->pages_promoted);
+    set(impl_->remote_events, {{"event", "page-skipped"}}, remote->pages_skipped);
+    set(impl_->remote_events, {{"event", "failure"}}, remote->failures);
+  }
   impl_->read_ahead.Set(static_cast<double>(snapshot.bytes_read_ahead));
   impl_->checksum_failures.Set(static_cast<double>(snapshot.store.checksum_failures));
   impl_->sessions.Set(static_cast<double>(snapshot.store.sessions));

@@ -39,6 +39,7 @@ std::string request_line(std::string_view answer_id, size_t choice, std::string_
   add("new", o.new_tokens);
   add("dram_bytes", o.bytes_dram);
   add("disk_bytes", o.bytes_disk);
+  add("remote_bytes", o.bytes_remote);
   add_ms("queue_ms", o.queue_s);
   add_ms("restore_ms", o.restore_s);
   add_ms("predicted_ms", predicted_s);

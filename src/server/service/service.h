@@ -50,7 +50,7 @@ class Service {
   [[nodiscard]] scheduler::Scheduler& scheduler() { return *scheduler_; }
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
   [[nodiscard]] store::Store* store() { return runtime_->store(); }
-  [[nodiscard]] const state::Runtime& runtime() const { return *runtime_; }
+  [[nodiscard]] state::Runtime& runtime() { return *runtime_; }
   [[nodiscard]] int64_t context() const { return executor_->limits().context; }
   [[nodiscard]] int64_t started_s() const { return started_s_; }
 

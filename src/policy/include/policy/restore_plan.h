@@ -114,6 +114,9 @@ struct RestoreCosts {
 struct AvailableRun {
   int64_t tokens = 0;
   std::vector<Encoding> layers;  // n_layer entries
+  // Per layer the seconds per byte of the tier that has its pages, over the link's: 0 for host
+  // memory, whose pages need no reading. n_layer entries, or none: all come over the link.
+  std::vector<double> slowness = {};
 };
 
 // Layers x runs, in the order of the history.
@@ -150,6 +153,7 @@ struct PlanRun {
   int64_t begin = 0;
   int64_t tokens = 0;
   std::vector<Method> layers;  // n_layer entries; kRecompute exactly for l < Plan::recompute_layers
+  std::vector<double> slowness = {};  // the AvailableRun's
 };
 
 struct Prediction {

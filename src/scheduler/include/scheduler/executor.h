@@ -59,6 +59,7 @@ struct RestoreSpan {
 struct TierBytes {
   uint64_t dram = 0;
   uint64_t disk = 0;
+  uint64_t remote = 0;
 };
 
 // What a restore did.

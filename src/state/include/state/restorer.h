@@ -25,7 +25,8 @@ struct RestoreRun {
   std::span<const int32_t> tokens;      // history and new tokens
   const store::Match* match = nullptr;  // pinned chunks; covers at least plan->restored_tokens
   const policy::Plan* plan = nullptr;
-  double link_bytes_per_s = 0;  // 0: unthrottled
+  double link_bytes_per_s = 0;   // 0: unthrottled
+  double remote_timeout_s = 10;  // for the pages of the remote tier; see store::ReaderOptions
   uint64_t ring_bytes = 64U << 20;
   int64_t slice_rows = 512;                       // rows of one projection
   std::function<bool(double fraction)> progress;  // false cancels (kCancelled)
@@ -46,6 +47,7 @@ struct LayerTimes {
 struct TierBytes {
   uint64_t dram = 0;
   uint64_t disk = 0;
+  uint64_t remote = 0;
 };
 
 struct RestoreReport {
@@ -55,8 +57,9 @@ struct RestoreReport {
   int64_t tokens_recomputed = 0;
   int64_t restored_tokens = 0;
   int64_t prefilled_tokens = 0;
-  uint64_t bytes_read = 0;  // from disk
-  uint64_t bytes_dram = 0;  // found in host memory
+  uint64_t bytes_read = 0;    // from disk
+  uint64_t bytes_dram = 0;    // found in host memory
+  uint64_t bytes_remote = 0;  // read from the remote tier
   uint64_t page_bytes = 0;
   TierBytes hidden_pages;  // by method; bytes_read has alignment and gaps as well
   TierBytes kv_pages;
@@ -78,6 +81,7 @@ struct PageFailure {
   uint16_t layer = 0;
   store::Encoding encoding = store::Encoding::kKv;
   Status status;
+  bool remote = false;  // the remote tier's: the store has dropped it already
 };
 
 struct RestoreOutcome {
@@ -86,11 +90,19 @@ struct RestoreOutcome {
   std::vector<float> logits;           // of the last token; empty after a failure
 };
 
+// Seconds per byte of a tier, over those of the disks.
+struct TierSlowness {
+  const store::Store* store = nullptr;  // knows where a page would come from; null: the disks
+  double memory = 0;
+  double remote = 1;
+};
+
 // What the store offers of a match to this engine, as the planner wants it: runs of chunks with
 // equal encodings, layers x {hidden, kv}; encodings that this engine can't use are left out.
+// What comes from host memory or from afar is marked so.
 // `max_rows` cuts it (the last token is always computed).
 policy::Availability availability(engine::Engine& engine, const store::Match& match,
-                                  int64_t max_rows);
+                                  int64_t max_rows, const TierSlowness& slowness);
 
 // A restore in slices, so that other sequences' steps can run between them ("a phase of the
 // request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's.
@@ -137,13 +149,13 @@ class ReadAhead {
   static Result<std::unique_ptr<ReadAhead>> begin(engine::Engine& engine, store::Store& store,
                                                   const store::Match& match,
                                                   const policy::Plan& plan, uint64_t ring_bytes,
-                                                  double link_bytes_per_s);
+                                                  double link_bytes_per_s, double remote_timeout_s);
   // Stops reading.
   virtual ~ReadAhead() = default;
   // Takes note of what has arrived and makes room for more; call it now and then. Never waits. True
   // when everything that could be read is there.
   virtual Result<bool> poll() = 0;
-  [[nodiscard]] virtual uint64_t bytes_read() const = 0;  // from disks
+  [[nodiscard]] virtual uint64_t bytes_read() const = 0;  // not those of host memory
 };
 
 // Restores the plan's rows and prefills the rest. The sequence must be empty; after any error it

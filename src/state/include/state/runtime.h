@@ -33,6 +33,7 @@ struct RuntimeOptions {
   uint64_t store_quota_bytes = 0;       // 0: no quota
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of it
+  store::RemoteOptions remote;                                 // a store that other processes share
   bool use_store = true;                                       // false: nothing is saved or matched
   bool read_only_store = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
@@ -59,6 +60,8 @@ struct PlannedRestore {
   policy::Plan plan;
   // The partial last chunk that the saver completes; empty where the plan ends on a whole one.
   store::ChunkRef tail;
+  // How long the remote tier may take: what computing all of it again would.
+  double remote_timeout_s = 0;
 };
 
 // A sequence brought to the point where its next token can be sampled.
@@ -76,6 +79,9 @@ class Runtime {
   static Result<std::unique_ptr<Runtime>> open(Env& env, const RuntimeOptions& options);
   virtual ~Runtime() = default;
 
+  // Asks the remote tier, if there is one, for what the store lacks of these tokens; plan() knows
+  // it then. Waits RemoteOptions::timeout_s at most. Any thread.
+  virtual void look_up(std::span<const int32_t> tokens, const SaltId& salt) = 0;
   // Finds what the store has of `tokens` (all but the last one, which is always computed) and plans
   // its restoration. What can't be searched or used counts as absent.
   virtual Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,

@@ -170,6 +170,9 @@ struct ReaderOptions {
   // reader (pinned memory of a device, say). Null: the reader allocates.
   std::byte* ring_memory = nullptr;
   std::uint32_t queue_depth = 32;  // requests in flight
+  // Seconds after submit() at which pages that the remote tier has not brought yet count as
+  // unavailable: no more than computing them again would take.
+  double remote_timeout_s = 10;
 };
 
 struct PageRequest {
@@ -178,22 +181,28 @@ struct PageRequest {
   Encoding encoding = Encoding::kKv;
 };
 
+// Where a page came from.
+enum class PageOrigin : std::uint8_t { kMemory, kDisk, kRemote };
+
 struct PageView {
   std::size_t index = 0;             // in order of submission over the reader's life, from 0
   std::span<const std::byte> bytes;  // valid until release(index); empty unless status is ok
   // When its request began and when it was there, on the monotonic clock; 0: nothing was read.
   std::int64_t read_begin_ns = 0;
   std::int64_t read_end_ns = 0;
+  PageOrigin origin = PageOrigin::kDisk;
   // data_loss (checksum; names chunk, layer, file and offset: quarantine it), not_found (no such
-  // page), unavailable (the file is gone or another process evicted the page).
+  // page), unavailable (the file is gone, another process evicted the page, or the remote tier did
+  // not bring it; the store does not offer a remote page again that failed).
   Status status;
 };
 
 struct ReaderStats {
-  std::uint64_t pages = 0;       // delivered ok
-  std::uint64_t page_bytes = 0;  // of those
-  std::uint64_t dram_bytes = 0;  // of those pages, found in host memory
-  std::uint64_t disk_bytes = 0;  // read from disks: alignment and gaps included
+  std::uint64_t pages = 0;         // delivered ok
+  std::uint64_t page_bytes = 0;    // of those
+  std::uint64_t dram_bytes = 0;    // of those pages, found in host memory
+  std::uint64_t remote_bytes = 0;  // of those pages, read from the remote tier
+  std::uint64_t disk_bytes = 0;    // read from disks: alignment and gaps included
   std::uint64_t requests = 0;
   std::uint64_t failed_pages = 0;
   double busy_s = 0;  // seconds with a request in flight or, if longer, the simulated link at work
@@ -201,7 +210,8 @@ struct ReaderStats {
 
 // Reads pages ahead of their use, in the order submitted.
 //
-// Pages that host memory holds are delivered from there, without the disks and the simulated link.
+// Pages that host memory holds are delivered from there, without the disks and the simulated link;
+// pages that only the remote tier has come from there, beside what the disks read.
 // An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
 // and verifies each page's checksum. A failed page fails alone.
 // Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
@@ -261,6 +271,22 @@ struct DiskStat {
   std::uint64_t free_bytes = 0;       // left on the file system
 };
 
+// Of this process' use of the remote tier, since the store was opened.
+struct RemoteStat {
+  std::string name;  // its URL without the password
+  bool available = false;
+  std::uint64_t chunks_found = 0;  // when it was asked for them
+  std::uint64_t pages_read = 0;
+  std::uint64_t bytes_read = 0;
+  double read_busy_s = 0;  // with a read in flight
+  std::uint64_t pages_written = 0;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t backlog_bytes = 0;   // accepted, not written yet
+  std::uint64_t pages_skipped = 0;   // not written: it was down, or too much was waiting
+  std::uint64_t pages_promoted = 0;  // read from it and kept on the disks as well
+  std::uint64_t failures = 0;        // refused, unanswered or damaged
+};
+
 struct StoreStat {
   std::uint32_t format_version = 0;
   std::uint64_t chunks = 0;
@@ -279,6 +305,7 @@ struct StoreStat {
   std::uint64_t dram_misses = 0;
   // Pages that did not pass their check when they were read, since the store was opened.
   std::uint64_t checksum_failures = 0;
+  std::optional<RemoteStat> remote;
 };
 
 struct Damage {
@@ -312,6 +339,15 @@ struct RemoveFilter {
   std::optional<std::int64_t> unused_since_ns;  // last used before this wall-clock time
 };
 
+// A store beyond this machine that several processes share (docs/howto/remote.md).
+struct RemoteOptions {
+  std::string url;          // redis://…, rediss://…; empty: none
+  double ttl_s = 86400;     // chunks that nobody uses for so long go; 0: never
+  bool write = true;        // what is put is written there as well, in the background
+  double timeout_s = 0.25;  // for the answer whether it has a chain
+  std::uint64_t queue_bytes = 256ULL << 20;  // of pages that wait to be written there
+};
+
 struct StoreOptions {
   // One per disk; created (0700) when missing. The order does not matter after the first time; a
   // disk may be added later.
@@ -320,6 +356,7 @@ struct StoreOptions {
   std::uint64_t quota_bytes = 0;  // page blocks and catalog; 0: as much as the disks have
   std::uint64_t dram_bytes = 0;   // pages kept in host memory as well; 0: none
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of them
+  RemoteOptions remote;
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
   std::uint64_t segment_bytes = 256ULL << 20;  // size at which a new segment file is begun
@@ -361,9 +398,18 @@ class Store {
   // beyond the catalog.
   [[nodiscard]] virtual Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
                                             std::span<const std::int32_t> tokens) = 0;
+  // Asks the remote tier for what the store lacks of these tokens, so that match() offers it: its
+  // pages are read from there. Waits RemoteOptions::timeout_s at most; nothing to do without a
+  // remote tier. A tier that is down costs nothing.
+  virtual void look_up(const Fingerprint& fingerprint, const SaltId& salt,
+                       std::span<const std::int32_t> tokens) = 0;
   // One chunk by id, pinned. not_found.
   [[nodiscard]] virtual Result<ChunkRef> find(const ChunkId& id) = 0;
   [[nodiscard]] virtual Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) = 0;
+  // Where each page of the chunk (as in ChunkInfo::pages) would be read from now.
+  [[nodiscard]] virtual std::vector<PageOrigin> origins(const ChunkRef& chunk) const = 0;
+  // Of reading from the remote tier, as measured so far; before that, and without one, a guess.
+  [[nodiscard]] virtual double remote_bytes_per_s() const = 0;
   // Drops a page that failed its check, so that it is not offered again. A page that is gone
   // already is ok. failed_precondition: read_only.
   [[nodiscard]] virtual Status quarantine(const ChunkId& id, std::uint16_t layer,

@@ -1,0 +1,787 @@
+#include "redis/redis_client.h"
+
+#include <arpa/inet.h>
+#include <async.h>
+#include <fmt/format.h>
+#include <hiredis.h>
+#include <hiredis_ssl.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <deque>
+#include <list>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+#include "base/sync.h"
+
+namespace hcache::store {
+namespace {
+
+constexpr std::int64_t kMs = 1'000'000;
+constexpr std::int64_t kFirstPauseNs = 100 * kMs;  // of a node that failed
+constexpr std::int64_t kLongestPauseNs = 10'000 * kMs;
+constexpr std::int64_t kProbeNs = 1'000 * kMs;   // for an answer to a ping or for the map of slots
+constexpr std::int64_t kAgainNs = 50 * kMs;      // before a call that was refused for now
+constexpr std::int64_t kRefreshNs = 200 * kMs;   // between two fetches of the map at least
+constexpr std::int64_t kFailoverNs = 500 * kMs;  // … while a node of it is down
+constexpr std::int64_t kTickNs = 20 * kMs;       // deadlines are looked at this often
+constexpr int kMaxSilent = 2;    // calls or connections in vain that make a node count as down
+constexpr int kMaxAttempts = 8;  // of one call, redirections included
+constexpr std::size_t kBulkWindow = 8U << 20;  // bytes of writes in flight on a connection
+constexpr std::size_t kMaxNodes = 4096;
+
+using Clock = std::int64_t;  // nanoseconds, monotonic
+
+struct Connection;
+
+struct Node {
+  RedisAddress address;
+  std::array<std::unique_ptr<Connection>, 2> lanes;  // for reads, for bulk
+  bool listed = true;                                // a seed, or in the map of slots
+  // The breaker.
+  bool down = false;
+  int failures = 0;       // in a row
+  Clock probe_after = 0;  // when it is down
+  bool probing = false;
+  int silent = 0;  // calls and connections that ended without an answer since the last answer
+  Clock last_reply = 0;
+};
+
+struct Call {
+  RedisCall call;
+  bool finished = false;
+  int attempts = 0;
+  Node* redirect = nullptr;  // a node that was named in an answer
+  bool asking = false;       // … for this call alone
+  Node* sent_to = nullptr;
+  Clock sent = 0;
+  Clock not_before = 0;
+};
+using CallPtr = std::shared_ptr<Call>;
+
+// One connection. `context` is hiredis'; it ends in one of its callbacks.
+struct Connection {
+  Node* node = nullptr;
+  redisAsyncContext* context = nullptr;
+  bool want_read = false;
+  bool want_write = false;
+  bool close = false;         // by the loop, where no callback is running
+  bool lost = false;          // it ended with calls in flight
+  std::size_t in_flight = 0;  // bytes of payload
+  std::deque<CallPtr> backlog;
+};
+
+// What hiredis hands back with a reply.
+class RedisClientImpl;
+struct Sent {
+  RedisClientImpl* client = nullptr;
+  Connection* connection = nullptr;
+  CallPtr call;                                     // or
+  std::function<void(const redisReply*)> internal;  // our own; null: nobody answered
+  std::size_t bytes = 0;                            // of payload
+};
+
+std::string text_of(const redisReply* reply) {
+  return reply == nullptr || reply->str == nullptr ? std::string()
+                                                   : std::string(reply->str, reply->len);
+}
+
+struct SslContextDeleter {
+  void operator()(SSL_CTX* context) const { SSL_CTX_free(context); }
+};
+
+class RedisClientImpl : public RedisClient {
+ public:
+  RedisClientImpl(Env& env, RedisUrl url) : env_(env), url_(std::move(url)) {}
+  ~RedisClientImpl() override;
+  RedisClientImpl(const RedisClientImpl&) = delete;
+  RedisClientImpl& operator=(const RedisClientImpl&) = delete;
+
+  Status start();
+  void call(RedisCall call) override HCACHE_EXCLUDES(mutex_);
+  bool available() const override { return available_; }
+
+ private:
+  enum class Mode { kUnknown, kSingle, kCluster };
+  struct Shard {
+    Node* master = nullptr;
+    std::vector<Node*> replicas;
+  };
+
+  Clock now() { return env_.monotonic_ns(); }
+  Node* node_at(const RedisAddress& address);
+  Connection* lane_of(Node* node, bool bulk) { return node->lanes[bulk ? 1 : 0].get(); }
+
+  // ---- The thread
+  void run() HCACHE_EXCLUDES(mutex_);
+  void take_inbox() HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] int nap_ms();
+  void wait_for_events();
+  void expire();
+  void probe_nodes();
+  void close_marked();
+
+  // ---- Calls
+  void dispatch(const CallPtr& call);
+  Node* choose(const Call& call);
+  void send(Node* node, const CallPtr& call);
+  void pump(Connection* connection);
+  void later(const CallPtr& call, Clock delay);
+  void finish(Call& call, Result<const redisReply*> result);
+  void on_answer(Connection* connection, const CallPtr& call, const redisReply* reply);
+  void on_refusal(const CallPtr& call, const redisReply* reply);
+
+  // ---- Connections
+  bool connect(Connection* connection);
+  Status start_tls(redisAsyncContext* context, const Node& node);
+  void send_internal(Connection* connection, const std::vector<std::string>& args,
+                     std::function<void(const redisReply*)> done);
+  static void on_reply(redisAsyncContext* context, void* reply, void* data);
+  static void on_connect(const redisAsyncContext* context, int status);
+  static void on_disconnect(const redisAsyncContext* context, int status);
+  static void on_cleanup(void* data);
+
+  // ---- Nodes
+  void fail(Node* node, const std::string& why);
+  void revive(Node* node);
+  void note_availability();
+  void discover();
+  void on_slots(Node* node, const redisReply* reply);
+
+  Env& env_;
+  const RedisUrl url_;
+  std::unique_ptr<SSL_CTX, SslContextDeleter> tls_;
+  int wake_fd_ = -1;
+  std::atomic<bool> available_ = true;
+
+  Mutex mutex_;
+  std::vector<CallPtr> inbox_ HCACHE_GUARDED_BY(mutex_);
+  bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
+
+  // The thread's own.
+  Mode mode_ = Mode::kUnknown;
+  std::map<std::string, std::unique_ptr<Node>> nodes_;
+  std::array<Shard, kRedisSlots> slots_;
+  std::list<CallPtr> open_;       // unfinished, wherever they are
+  std::vector<CallPtr> waiting_;  // for the mode
+  std::vector<CallPtr> again_;
+  Node* asked_ = nullptr;  // for the map of slots
+  bool refresh_ = true;    // the map of slots is wanted
+  Clock next_discovery_ = 0;
+  std::size_t turn_ = 0;  // whom to ask for the map
+  bool stopping_ = false;
+
+  std::thread thread_;
+};
+
+RedisClientImpl::~RedisClientImpl() {
+  if (thread_.joinable()) {
+    {
+      MutexLock lock(mutex_);
+      stop_ = true;
+    }
+    const std::uint64_t one = 1;
+    if (write(wake_fd_, &one, sizeof one) < 0) die("an eventfd can't be written");
+    thread_.join();
+  }
+  if (wake_fd_ >= 0) ::close(wake_fd_);
+}
+
+Status RedisClientImpl::start() {
+  if (url_.tls) {
+    tls_.reset(SSL_CTX_new(TLS_client_method()));
+    if (!tls_) return internal_error("OpenSSL can't make a context");
+    SSL_CTX_set_min_proto_version(tls_.get(), TLS1_2_VERSION);
+    SSL_CTX_set_verify(tls_.get(), SSL_VERIFY_PEER, nullptr);
+    const bool loaded = url_.ca_file.empty() ? SSL_CTX_set_default_verify_paths(tls_.get()) == 1
+                                             : SSL_CTX_load_verify_locations(
+                                                   tls_.get(), url_.ca_file.c_str(), nullptr) == 1;
+    if (!loaded) {
+      ERR_clear_error();
+      return invalid_argument(
+          fmt::format("the certificates in {} can't be loaded",
+                      url_.ca_file.empty() ? "the system's place" : url_.ca_file));
+    }
+  }
+  for (const RedisAddress& seed : url_.seeds) node_at(seed);
+  wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (wake_fd_ < 0) return resource_exhausted("no more file descriptors for an eventfd");
+  thread_ = std::thread([this] { run(); });
+  return {};
+}
+
+Node* RedisClientImpl::node_at(const RedisAddress& address) {
+  std::unique_ptr<Node>& node = nodes_[address.name()];
+  if (!node) {
+    node = std::make_unique<Node>();
+    node->address = address;
+    for (auto& lane : node->lanes) {
+      lane = std::make_unique<Connection>();
+      lane->node = node.get();
+    }
+  }
+  return node.get();
+}
+
+void RedisClientImpl::call(RedisCall call) {
+  auto entry = std::make_shared<Call>();
+  entry->call = std::move(call);
+  {
+    MutexLock lock(mutex_);
+    inbox_.push_back(std::move(entry));
+    if (inbox_.size() > 1) return;  // it has been woken for the others
+  }
+  const std::uint64_t one = 1;
+  if (write(wake_fd_, &one, sizeof one) < 0 && errno != EAGAIN) die("an eventfd can't be written");
+}
+
+// ---- The thread ---------------------------------------------------------------------------------
+
+void RedisClientImpl::run() {
+  sigset_t pipe;
+  sigemptyset(&pipe);
+  sigaddset(&pipe, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
+  while (true) {
+    take_inbox();
+    if (stopping_) break;
+    std::vector<CallPtr> due;
+    const Clock time = now();
+    std::erase_if(again_, [&](const CallPtr& call) {
+      if (call->not_before > time) return false;
+      due.push_back(call);
+      return true;
+    });
+    for (const CallPtr& call : due) dispatch(call);
+    expire();
+    probe_nodes();
+    if (refresh_ && (mode_ != Mode::kSingle)) discover();
+    close_marked();
+    wait_for_events();
+  }
+  for (const CallPtr& call : open_) finish(*call, cancelled("the Redis client is gone"));
+  for (auto& [name, node] : nodes_) {
+    for (auto& lane : node->lanes) {
+      if (lane->context != nullptr) redisAsyncFree(lane->context);
+    }
+  }
+}
+
+void RedisClientImpl::take_inbox() {
+  std::vector<CallPtr> calls;
+  {
+    MutexLock lock(mutex_);
+    calls.swap(inbox_);
+    stopping_ = stop_;
+  }
+  for (const CallPtr& call : calls) {
+    open_.push_back(call);
+    if (!stopping_) dispatch(call);
+  }
+}
+
+// -1: until something happens.
+int RedisClientImpl::nap_ms() {
+  const Clock time = now();
+  const bool calm = open_.empty() && asked_ == nullptr && !(refresh_ && mode_ != Mode::kSingle) &&
+                    std::none_of(nodes_.begin(), nodes_.end(), [](const auto& entry) {
+                      return entry.second->listed && entry.second->down;
+                    });
+  if (calm) return -1;
+  Clock nap = kTickNs;
+  for (const CallPtr& call : again_) nap = std::min(nap, call->not_before - time);
+  return static_cast<int>((std::max<Clock>(nap, 0) + kMs - 1) / kMs);
+}
+
+void RedisClientImpl::wait_for_events() {
+  struct Watched {
+    Connection* connection;
+    redisAsyncContext* context;
+  };
+  std::vector<pollfd> fds = {{wake_fd_, POLLIN, 0}};
+  std::vector<Watched> watched = {{nullptr, nullptr}};
+  for (auto& [name, node] : nodes_) {
+    for (auto& lane : node->lanes) {
+      if (lane->context == nullptr) continue;
+      const int events = (lane->want_read ? POLLIN : 0) | (lane->want_write ? POLLOUT : 0);
+      if (events == 0) continue;
+      fds.push_back({lane->context->c.fd, static_cast<short>(events), 0});
+      watched.push_back({lane.get(), lane->context});
+    }
+  }
+  if (poll(fds.data(), fds.size(), nap_ms()) <= 0) return;
+  if (fds[0].revents != 0) {
+    std::uint64_t count = 0;
+    if (read(wake_fd_, &count, sizeof count) < 0 && errno != EAGAIN)
+      die("an eventfd can't be read");
+  }
+  for (std::size_t i = 1; i < fds.size(); ++i) {
+    // A callback of an earlier one may have ended this one.
+    const auto alive = [&] { return watched[i].connection->context == watched[i].context; };
+    const bool broken = (fds[i].revents & (POLLERR | POLLHUP)) != 0;
+    if (((fds[i].revents & POLLOUT) != 0 || broken) && alive()) {
+      redisAsyncHandleWrite(watched[i].context);
+    }
+    if (((fds[i].revents & POLLIN) != 0 || broken) && alive()) {
+      redisAsyncHandleRead(watched[i].context);
+    }
+  }
+}
+
+void RedisClientImpl::expire() {
+  const Clock time = now();
+  for (auto it = open_.begin(); it != open_.end();) {
+    Call& call = **it;
+    if (!call.finished && time >= call.call.deadline_ns) {
+      Node* node = call.sent_to;
+      finish(call, unavailable("no answer from Redis in time"));
+      // Slow is not dead: it counts only if the node has said nothing since.
+      if (node != nullptr && !node->down && node->last_reply < call.sent &&
+          ++node->silent >= kMaxSilent) {
+        fail(node, "it does not answer");
+      }
+    }
+    it = call.finished ? open_.erase(it) : std::next(it);
+  }
+  std::erase_if(waiting_, [](const CallPtr& call) { return call->finished; });
+}
+
+void RedisClientImpl::probe_nodes() {
+  const Clock time = now();
+  if (asked_ != nullptr && time >= next_discovery_ + kProbeNs) fail(asked_, "it does not answer");
+  for (auto& [name, entry] : nodes_) {
+    Node* node = entry.get();
+    if (!node->down || !node->listed || time < node->probe_after) continue;
+    if (node->probing) {  // for kProbeNs, by then
+      fail(node, "it does not answer");
+      continue;
+    }
+    Connection* lane = lane_of(node, false);
+    if (lane->close) continue;
+    node->probing = true;
+    node->probe_after = time + kProbeNs;
+    if (lane->context == nullptr && !connect(lane)) continue;
+    send_internal(lane, {"PING"}, [this, node](const redisReply* reply) {
+      if (reply != nullptr && reply->type != REDIS_REPLY_ERROR) {
+        revive(node);
+      } else if (node->probing) {
+        fail(node, reply == nullptr ? "it can't be reached" : text_of(reply));
+      }
+    });
+  }
+}
+
+void RedisClientImpl::close_marked() {
+  for (auto& [name, node] : nodes_) {
+    for (auto& lane : node->lanes) {
+      if (!std::exchange(lane->close, false)) continue;
+      if (lane->context != nullptr) redisAsyncFree(lane->context);
+      std::deque<CallPtr> backlog;
+      backlog.swap(lane->backlog);
+      for (const CallPtr& call : backlog) later(call, 0);
+    }
+  }
+}
+
+// ---- Calls --------------------------------------------------------------------------------------
+
+void RedisClientImpl::dispatch(const CallPtr& call) {
+  if (call->finished) return;
+  if (mode_ == Mode::kUnknown) {
+    if (!available_) return finish(*call, unavailable("no Redis node answers"));
+    waiting_.push_back(call);
+    refresh_ = true;
+    return;
+  }
+  if (++call->attempts > kMaxAttempts) {
+    return finish(*call, unavailable("Redis sent the command around too often"));
+  }
+  Node* node = choose(*call);
+  if (node == nullptr) return finish(*call, unavailable("the Redis node for this key is down"));
+  send(node, call);
+}
+
+Node* RedisClientImpl::choose(const Call& call) {
+  if (call.redirect != nullptr && !call.redirect->down) return call.redirect;
+  const Shard& shard = slots_[static_cast<std::size_t>(redis_slot(call.call.key))];
+  if (shard.master != nullptr && !shard.master->down) return shard.master;
+  if (call.call.bulk) return nullptr;
+  for (Node* replica : shard.replicas) {
+    if (!replica->down) return replica;
+  }
+  return nullptr;
+}
+
+void RedisClientImpl::send(Node* node, const CallPtr& call) {
+  Connection* lane = lane_of(node, call->call.bulk);
+  const std::size_t bytes = call->call.payload ? call->call.payload->size() : 0;
+  if (lane->close) return later(call, 0);
+  if (call->call.bulk && lane->in_flight > 0 && lane->in_flight + bytes > kBulkWindow) {
+    lane->backlog.push_back(call);
+    return;
+  }
+  if (lane->context == nullptr && !connect(lane)) return later(call, 0);
+  if (std::exchange(call->asking, false)) send_internal(lane, {"ASKING"}, nullptr);
+  call->redirect = nullptr;
+  std::vector<const char*> args;
+  std::vector<std::size_t> sizes;
+  for (const std::string& arg : call->call.args) {
+    args.push_back(arg.data());
+    sizes.push_back(arg.size());
+  }
+  if (call->call.payload) {
+    args.push_back(reinterpret_cast<const char*>(call->call.payload->data()));
+    sizes.push_back(bytes);
+  }
+  auto sent = std::make_unique<Sent>();
+  sent->client = this;
+  sent->connection = lane;
+  sent->call = call;
+  sent->bytes = bytes;
+  call->sent_to = node;
+  call->sent = now();
+  if (redisAsyncCommandArgv(lane->context, on_reply, sent.get(), static_cast<int>(args.size()),
+                            args.data(), sizes.data()) != REDIS_OK) {
+    lane->close = true;
+    return later(call, 0);
+  }
+  sent.release();  // hiredis calls back in any case
+  lane->in_flight += bytes;
+}
+
+void RedisClientImpl::pump(Connection* connection) {
+  while (!connection->backlog.empty() && connection->in_flight < kBulkWindow / 2 &&
+         connection->context != nullptr && !connection->close) {
+    const CallPtr call = std::move(connection->backlog.front());
+    connection->backlog.pop_front();
+    if (!call->finished) send(connection->node, call);
+  }
+}
+
+void RedisClientImpl::later(const CallPtr& call, Clock delay) {
+  if (call->finished) return;
+  call->sent_to = nullptr;
+  call->not_before = now() + delay;
+  again_.push_back(call);
+}
+
+void RedisClientImpl::finish(Call& call, Result<const redisReply*> result) {
+  if (std::exchange(call.finished, true)) return;
+  call.call.payload.reset();
+  const RedisCall::Done done = std::exchange(call.call.done, nullptr);
+  if (done) done(std::move(result));
+}
+
+void RedisClientImpl::on_reply(redisAsyncContext* /*context*/, void* reply, void* data) {
+  const std::unique_ptr<Sent> sent(static_cast<Sent*>(data));
+  const auto* answer = static_cast<const redisReply*>(reply);
+  RedisClientImpl& client = *sent->client;
+  Node* node = sent->connection->node;
+  if (answer != nullptr) {
+    node->silent = 0;
+    node->last_reply = client.now();
+  }
+  if (sent->call) {
+    Connection& connection = *sent->connection;
+    connection.in_flight -= std::min(connection.in_flight, sent->bytes);
+    if (answer == nullptr) connection.lost = true;
+    client.on_answer(&connection, sent->call, answer);
+  } else if (sent->internal) {
+    sent->internal(answer);
+  }
+}
+
+void RedisClientImpl::on_answer(Connection* connection, const CallPtr& call,
+                                const redisReply* reply) {
+  if (reply == nullptr) {
+    if (!stopping_) later(call, 0);
+    return;
+  }
+  if (reply->type == REDIS_REPLY_ERROR) {
+    on_refusal(call, reply);
+  } else {
+    finish(*call, reply);
+  }
+  pump(connection);
+}
+
+void RedisClientImpl::on_refusal(const CallPtr& call, const redisReply* reply) {
+  const std::string text = text_of(reply);
+  const auto is = [&](std::string_view code) { return std::string_view(text).starts_with(code); };
+  if (is("MOVED ") || is("ASK ")) {
+    const auto address = parse_redis_address(text.substr(text.rfind(' ') + 1));
+    if (!address.ok() || nodes_.size() >= kMaxNodes) {
+      return finish(*call, failed_precondition("Redis answered " + text));
+    }
+    call->redirect = node_at(*address);
+    call->asking = is("ASK ");
+    if (is("MOVED ")) refresh_ = true;
+    return later(call, 0);
+  }
+  if (is("TRYAGAIN") || is("CLUSTERDOWN") || is("LOADING") || is("MASTERDOWN") || is("READONLY")) {
+    refresh_ = true;
+    return later(call, kAgainNs);
+  }
+  if (is("OOM ")) return finish(*call, resource_exhausted("Redis has no memory left"));
+  if (is("NOAUTH") || is("NOPERM") || is("WRONGPASS")) {
+    return finish(*call, permission_denied("Redis refuses: " + text));
+  }
+  finish(*call, failed_precondition("Redis answered: " + text));
+}
+
+// ---- Connections --------------------------------------------------------------------------------
+
+bool RedisClientImpl::connect(Connection* connection) {
+  Node* node = connection->node;
+  redisAsyncContext* context = redisAsyncConnect(node->address.host.c_str(), node->address.port);
+  if (context == nullptr || context->err != 0) {
+    const std::string why = context == nullptr ? "no memory" : context->errstr;
+    if (context != nullptr) redisAsyncFree(context);
+    fail(node, why);
+    return false;
+  }
+  connection->context = context;
+  connection->want_read = connection->want_write = false;
+  connection->in_flight = 0;
+  connection->lost = false;
+  context->data = this;
+  context->ev.data = connection;
+  context->ev.addRead = [](void* c) { static_cast<Connection*>(c)->want_read = true; };
+  context->ev.delRead = [](void* c) { static_cast<Connection*>(c)->want_read = false; };
+  context->ev.addWrite = [](void* c) { static_cast<Connection*>(c)->want_write = true; };
+  context->ev.delWrite = [](void* c) { static_cast<Connection*>(c)->want_write = false; };
+  context->ev.cleanup = on_cleanup;
+  redisAsyncSetConnectCallback(context, on_connect);
+  redisAsyncSetDisconnectCallback(context, on_disconnect);
+  if (url_.tls) {
+    if (const Status status = start_tls(context, *node); !status.ok()) {
+      redisAsyncFree(context);
+      fail(node, status.message());
+      return false;
+    }
+  }
+  const auto must = [this, node](const redisReply* reply) {
+    if (reply != nullptr && reply->type == REDIS_REPLY_ERROR) fail(node, text_of(reply));
+  };
+  if (!url_.password.empty()) {
+    std::vector<std::string> auth = {"AUTH"};
+    if (!url_.user.empty()) auth.push_back(url_.user);
+    auth.push_back(url_.password);
+    send_internal(connection, auth, must);
+  }
+  if (url_.database != 0) {
+    send_internal(connection, {"SELECT", std::to_string(url_.database)}, must);
+  }
+  // A replica answers reads only to those who ask for it; a master does not mind.
+  if (mode_ == Mode::kCluster && connection == lane_of(node, false)) {
+    send_internal(connection, {"READONLY"}, nullptr);
+  }
+  return true;
+}
+
+Status RedisClientImpl::start_tls(redisAsyncContext* context, const Node& node) {
+  SSL* ssl = SSL_new(tls_.get());
+  if (ssl == nullptr) return internal_error("OpenSSL can't make a connection");
+  // The certificate must be for the name that we asked for.
+  const std::string& host = node.address.host;
+  unsigned char raw[sizeof(in6_addr)];
+  const bool is_address =
+      inet_pton(AF_INET, host.c_str(), raw) == 1 || inet_pton(AF_INET6, host.c_str(), raw) == 1;
+  bool ok = false;
+  if (is_address) {
+    ok = X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), host.c_str()) == 1;
+  } else {
+    ok = SSL_set1_host(ssl, host.c_str()) == 1 && SSL_set_tlsext_host_name(ssl, host.c_str()) == 1;
+  }
+  if (ok && redisInitiateSSL(&context->c, ssl) == REDIS_OK) return {};
+  if (!ok) SSL_free(ssl);
+  return unavailable(fmt::format("TLS can't be started: {}", context->c.errstr));
+}
+
+void RedisClientImpl::send_internal(Connection* connection, const std::vector<std::string>& args,
+                                    std::function<void(const redisReply*)> done) {
+  std::vector<const char*> data;
+  std::vector<std::size_t> sizes;
+  for (const std::string& arg : args) {
+    data.push_back(arg.data());
+    sizes.push_back(arg.size());
+  }
+  auto sent = std::make_unique<Sent>();
+  sent->client = this;
+  sent->connection = connection;
+  sent->internal = std::move(done);
+  if (redisAsyncCommandArgv(connection->context, on_reply, sent.get(),
+                            static_cast<int>(data.size()), data.data(), sizes.data()) == REDIS_OK) {
+    sent.release();
+    return;
+  }
+  connection->close = true;
+  if (sent->internal) sent->internal(nullptr);
+}
+
+void RedisClientImpl::on_connect(const redisAsyncContext* context, int status) {
+  if (status == REDIS_OK) return;
+  auto* connection = static_cast<Connection*>(context->ev.data);
+  static_cast<RedisClientImpl*>(context->data)
+      ->fail(connection->node, std::string("it can't be reached: ") + context->errstr);
+}
+
+void RedisClientImpl::on_disconnect(const redisAsyncContext* context, int status) {
+  auto* client = static_cast<RedisClientImpl*>(context->data);
+  auto* connection = static_cast<Connection*>(context->ev.data);
+  // A server may close what was idle: the next call connects again.
+  if (status == REDIS_OK || client->stopping_ || !connection->lost) return;
+  if (++connection->node->silent >= kMaxSilent) {
+    client->fail(connection->node, std::string("the connection broke: ") + context->errstr);
+  }
+}
+
+// The context ends now, whoever ended it.
+void RedisClientImpl::on_cleanup(void* data) {
+  auto* connection = static_cast<Connection*>(data);
+  connection->context = nullptr;
+  connection->want_read = connection->want_write = false;
+  connection->in_flight = 0;
+}
+
+// ---- Nodes --------------------------------------------------------------------------------------
+
+void RedisClientImpl::fail(Node* node, const std::string& why) {
+  if (stopping_) return;
+  if (!node->down) {
+    log::warn("Redis at {}: {}; going on without it", node->address.name(), why);
+  }
+  const Clock pause = std::min(kLongestPauseNs, kFirstPauseNs << std::min(node->failures, 10));
+  node->down = true;
+  node->probing = false;
+  ++node->failures;
+  node->silent = 0;
+  node->probe_after = now() + pause;
+  for (auto& lane : node->lanes) lane->close = true;
+  refresh_ = true;
+  note_availability();
+}
+
+void RedisClientImpl::revive(Node* node) {
+  if (!std::exchange(node->down, false)) return;
+  log::info("Redis at {} answers again", node->address.name());
+  node->probing = false;
+  node->failures = 0;
+  refresh_ = true;
+  next_discovery_ = 0;
+  note_availability();
+}
+
+void RedisClientImpl::note_availability() {
+  available_ = std::any_of(nodes_.begin(), nodes_.end(), [](const auto& entry) {
+    return entry.second->listed && !entry.second->down;
+  });
+  if (available_ || mode_ != Mode::kUnknown) return;
+  for (const CallPtr& call : std::exchange(waiting_, {})) {
+    finish(*call, unavailable("no Redis node answers"));
+  }
+}
+
+void RedisClientImpl::discover() {
+  if (asked_ != nullptr || now() < next_discovery_) return;
+  std::vector<Node*> up;
+  for (auto& [name, node] : nodes_) {
+    if (node->listed && !node->down) up.push_back(node.get());
+  }
+  if (up.empty()) return;
+  Node* node = up[turn_++ % up.size()];
+  Connection* lane = lane_of(node, false);
+  if (lane->close || (lane->context == nullptr && !connect(lane))) return;
+  asked_ = node;
+  refresh_ = false;
+  next_discovery_ = now() + kRefreshNs;
+  send_internal(lane, {"CLUSTER", "SLOTS"}, [this, node](const redisReply* reply) {
+    asked_ = nullptr;
+    if (reply == nullptr) {
+      refresh_ = true;
+    } else {
+      on_slots(node, reply);
+    }
+  });
+}
+
+void RedisClientImpl::on_slots(Node* node, const redisReply* reply) {
+  if (reply->type == REDIS_REPLY_ERROR) {
+    const std::string text = text_of(reply);
+    if (text.starts_with("NOAUTH") || text.starts_with("LOADING")) {
+      // The one fails with the connection, the other passes.
+      refresh_ = true;
+      if (text.starts_with("NOAUTH")) fail(node, text);
+      return;
+    }
+    if (mode_ == Mode::kUnknown) {
+      mode_ = Mode::kSingle;
+      for (Shard& shard : slots_) shard.master = node;
+    }
+  } else if (reply->type == REDIS_REPLY_ARRAY && reply->elements > 0) {
+    std::array<Shard, kRedisSlots> fresh;
+    std::vector<Node*> listed;
+    const auto parse = [&](const redisReply* entry) -> Node* {
+      if (entry->type != REDIS_REPLY_ARRAY || entry->elements < 2) return nullptr;
+      RedisAddress address{text_of(entry->element[0]),
+                           static_cast<std::uint16_t>(entry->element[1]->integer)};
+      // A node that does not know its own name means: as you have reached me.
+      if (address.host.empty() || address.host == "?") address.host = node->address.host;
+      if (address.port == 0 || nodes_.size() >= kMaxNodes) return nullptr;
+      listed.push_back(node_at(address));
+      return listed.back();
+    };
+    for (std::size_t i = 0; i < reply->elements; ++i) {
+      const redisReply* range = reply->element[i];
+      if (range->type != REDIS_REPLY_ARRAY || range->elements < 3) continue;
+      Shard shard;
+      shard.master = parse(range->element[2]);
+      for (std::size_t r = 3; r < range->elements; ++r) {
+        if (Node* replica = parse(range->element[r])) shard.replicas.push_back(replica);
+      }
+      const auto first = std::clamp<long long>(range->element[0]->integer, 0, kRedisSlots - 1);
+      const auto last = std::clamp<long long>(range->element[1]->integer, 0, kRedisSlots - 1);
+      for (auto slot = first; slot <= last; ++slot) fresh[static_cast<std::size_t>(slot)] = shard;
+    }
+    slots_ = std::move(fresh);
+    mode_ = Mode::kCluster;
+    for (auto& [name, entry] : nodes_) {
+      if (entry->listed && entry->down) {  // until somebody has taken its place
+        refresh_ = true;
+        next_discovery_ = now() + kFailoverNs;
+      }
+      entry->listed =
+          std::find(listed.begin(), listed.end(), entry.get()) != listed.end() ||
+          std::find(url_.seeds.begin(), url_.seeds.end(), entry->address) != url_.seeds.end();
+    }
+    // This connection was made before anybody knew of a cluster.
+    if (Connection* lane = lane_of(node, false); lane->context != nullptr) {
+      send_internal(lane, {"READONLY"}, nullptr);
+    }
+  } else {
+    refresh_ = true;  // a cluster without slots yet
+    return;
+  }
+  for (const CallPtr& call : std::exchange(waiting_, {})) later(call, 0);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<RedisClient>> RedisClient::open(Env& env, RedisUrl url) {
+  auto client = std::make_unique<RedisClientImpl>(env, std::move(url));
+  HCACHE_RETURN_IF_ERROR(client->start());
+  return std::unique_ptr<RedisClient>(std::move(client));
+}
+
+}  // namespace hcache::store

@@ -1,0 +1,327 @@
+#include "redis/redis_tier.h"
+
+#include <fmt/format.h>
+#include <hiredis.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/sync.h"
+#include "redis/redis_client.h"
+
+namespace hcache::store {
+namespace {
+
+constexpr std::int64_t kWriteNs = 30'000'000'000;  // for a page to be written
+constexpr const char* kRecordField = "record";
+
+// One hash for each chunk, in one slot: evicted and expired as a whole.
+std::string key_of(const ChunkId& id) { return "hcache1:{" + to_hex(id) + "}"; }
+
+// A page's field says all that is to be known before it is read.
+std::string field_of(std::uint16_t layer, Encoding encoding, std::uint32_t bytes,
+                     std::uint64_t checksum) {
+  return fmt::format("p{}.{}.{}.{:016x}", layer, static_cast<int>(encoding), bytes, checksum);
+}
+
+template <typename T>
+bool take_number(std::string_view* text, char end, int base, T* out) {
+  const auto [at, error] = std::from_chars(text->data(), text->data() + text->size(), *out, base);
+  if (error != std::errc()) return false;
+  text->remove_prefix(static_cast<std::size_t>(at - text->data()));
+  if (end == '\0') return text->empty();
+  if (text->empty() || text->front() != end) return false;
+  text->remove_prefix(1);
+  return true;
+}
+
+bool parse_field(std::string_view field, PageInfo* page, std::uint64_t* checksum) {
+  if (!field.starts_with('p')) return false;
+  field.remove_prefix(1);
+  std::uint8_t encoding = 0;
+  if (!take_number(&field, '.', 10, &page->layer) || !take_number(&field, '.', 10, &encoding) ||
+      !take_number(&field, '.', 10, &page->bytes) || !take_number(&field, '\0', 16, checksum) ||
+      !valid_encoding(encoding) || page->bytes == 0 || page->bytes > kMaxPageBytes) {
+    return false;
+  }
+  page->encoding = static_cast<Encoding>(encoding);
+  return true;
+}
+
+std::string_view text_of(const redisReply* reply) {
+  return reply->type == REDIS_REPLY_STRING ? std::string_view(reply->str, reply->len)
+                                           : std::string_view();
+}
+
+// Gives a record the pages that the names of a chunk's fields speak of.
+void add_pages(const redisReply* fields, ChunkRecord* record) {
+  std::vector<std::pair<PageInfo, std::uint64_t>> pages;
+  for (std::size_t i = 0; i < fields->elements; ++i) {
+    PageInfo page;
+    std::uint64_t checksum = 0;
+    if (parse_field(text_of(fields->element[i]), &page, &checksum) &&
+        page.bytes % record->info.tokens.size() == 0) {
+      pages.emplace_back(page, checksum);
+    }
+  }
+  const auto before = [](const auto& a, const auto& b) {
+    return std::tuple(a.first.layer, a.first.encoding, a.second) <
+           std::tuple(b.first.layer, b.first.encoding, b.second);
+  };
+  std::sort(pages.begin(), pages.end(), before);
+  for (const auto& [page, checksum] : pages) {
+    // Machines whose kernels round differently may have written the same page twice.
+    if (record->info.find_page(page.layer, page.encoding) != nullptr) continue;
+    record->info.pages.push_back(page);
+    record->places.push_back({.disk = kRemoteDisk, .checksum = checksum});
+  }
+}
+
+class RedisTier : public Tier {
+ public:
+  RedisTier(Env& env, const RemoteOptions& options, std::string name,
+            std::unique_ptr<RedisClient> client)
+      : env_(env), options_(options), name_(std::move(name)), client_(std::move(client)) {}
+  RedisTier(const RedisTier&) = delete;
+  RedisTier& operator=(const RedisTier&) = delete;
+  ~RedisTier() override { client_.reset(); }  // calls back: before the rest goes
+
+  void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) override;
+  void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
+            ReadDone done) override HCACHE_EXCLUDES(mutex_);
+  void touch(std::span<const ChunkId> ids) override;
+  bool write(TierWrite write) override HCACHE_EXCLUDES(mutex_);
+  void erase(std::span<const ChunkId> ids) override;
+  Status flush(std::int64_t deadline_ns) override HCACHE_EXCLUDES(mutex_);
+  RemoteStat stat() const override HCACHE_EXCLUDES(mutex_);
+
+ private:
+  // Everything in background goes through here; it counts against the queue.
+  void send_bulk(std::string key, std::vector<std::string> args,
+                 std::shared_ptr<const AlignedBuffer> payload) HCACHE_EXCLUDES(mutex_);
+  void end_read(std::int64_t begin_ns, std::size_t bytes) HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<std::string> expire_args(const std::string& key) const {
+    return {"EXPIRE", key, std::to_string(static_cast<long long>(options_.ttl_s))};
+  }
+
+  Env& env_;
+  const RemoteOptions options_;
+  const std::string name_;
+  mutable Mutex mutex_;
+  CondVar idle_;
+  RemoteStat stat_ HCACHE_GUARDED_BY(mutex_);
+  std::uint64_t bulk_calls_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::uint64_t reads_ HCACHE_GUARDED_BY(mutex_) = 0;  // in flight
+  std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::unique_ptr<RedisClient> client_;  // the last: its thread uses all of the above
+};
+
+void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) {
+  // On the client's thread, but for its making.
+  struct Search {
+    std::vector<std::optional<ChunkRecord>> found;
+    std::size_t left = 0;
+    Status status;
+    FindDone done;
+    void end() {
+      if (--left > 0) return;
+      if (status.ok()) {
+        done(std::move(found));
+      } else {
+        done(status);
+      }
+    }
+  };
+  auto search = std::make_shared<Search>();
+  search->found.resize(ids.size());
+  search->left = 2 * ids.size();
+  search->done = std::move(done);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::string key = key_of(ids[i]);
+    RedisCall record;
+    record.key = key;
+    record.args = {"HGET", key, kRecordField};
+    record.deadline_ns = deadline_ns;
+    record.done = [search, i, id = ids[i]](const Result<const redisReply*>& reply) {
+      if (!reply.ok()) {
+        search->status = reply.status();
+      } else if ((*reply)->type == REDIS_REPLY_STRING) {
+        auto decoded = decode_chunk(id, text_of(*reply));
+        if (decoded.ok()) {
+          decoded->info.pages.clear();
+          decoded->places.clear();
+          search->found[i] = std::move(*decoded);
+        } else {
+          log::warn("in Redis: {}", decoded.status().to_string());
+        }
+      }
+      search->end();
+    };
+    client_->call(std::move(record));
+    RedisCall fields;
+    fields.key = key;
+    fields.args = {"HKEYS", key};
+    fields.deadline_ns = deadline_ns;
+    // Its answer comes behind the record's; where it does not, the chunk counts as one without
+    // pages.
+    fields.done = [search, i](const Result<const redisReply*>& reply) {
+      if (!reply.ok()) {
+        search->status = reply.status();
+      } else if (search->found[i].has_value() && (*reply)->type == REDIS_REPLY_ARRAY) {
+        add_pages(*reply, &*search->found[i]);
+      }
+      search->end();
+    };
+    client_->call(std::move(fields));
+  }
+}
+
+void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
+                     ReadDone done) {
+  const std::int64_t begin_ns = env_.monotonic_ns();
+  {
+    MutexLock lock(mutex_);
+    if (reads_++ == 0) busy_since_ns_ = begin_ns;
+  }
+  const std::string key = key_of(page.chunk);
+  const std::string field = field_of(page.layer, page.encoding, bytes, page.checksum);
+  RedisCall call;
+  call.key = key;
+  call.args = {"HGET", key, field};
+  call.deadline_ns = deadline_ns;
+  call.done = [this, key, field, bytes, page, begin_ns,
+               done = std::move(done)](const Result<const redisReply*>& reply) {
+    if (!reply.ok()) {
+      end_read(begin_ns, 0);
+      return done(reply.status());
+    }
+    const std::string_view text = text_of(*reply);
+    end_read(begin_ns, text.size());
+    if ((*reply)->type != REDIS_REPLY_STRING) {
+      return done(not_found(fmt::format("{} has lost field {} of {}", name_, field, key)));
+    }
+    auto buffer = std::make_shared<AlignedBuffer>(text.size());
+    std::memcpy(buffer->data(), text.data(), text.size());
+    if (text.size() != bytes || checksum(buffer->span()) != page.checksum) {
+      {
+        MutexLock lock(mutex_);
+        ++stat_.failures;
+      }
+      send_bulk(key, {"HDEL", key, field}, nullptr);
+      return done(
+          data_loss(fmt::format("checksum mismatch in field {} of {} in {}", field, key, name_)));
+    }
+    done(std::shared_ptr<const AlignedBuffer>(std::move(buffer)));
+  };
+  client_->call(std::move(call));
+}
+
+void RedisTier::end_read(std::int64_t /*begin_ns*/, std::size_t bytes) {
+  MutexLock lock(mutex_);
+  stat_.pages_read += bytes > 0 ? 1 : 0;
+  stat_.bytes_read += bytes;
+  if (--reads_ > 0) return;
+  stat_.read_busy_s += static_cast<double>(env_.monotonic_ns() - busy_since_ns_) * 1e-9;
+}
+
+void RedisTier::send_bulk(std::string key, std::vector<std::string> args,
+                          std::shared_ptr<const AlignedBuffer> payload) {
+  const std::size_t bytes = payload ? payload->size() : 0;
+  {
+    MutexLock lock(mutex_);
+    ++bulk_calls_;
+    stat_.backlog_bytes += bytes;
+  }
+  RedisCall call;
+  call.key = std::move(key);
+  call.args = std::move(args);
+  call.payload = std::move(payload);
+  call.deadline_ns = env_.monotonic_ns() + kWriteNs;
+  call.bulk = true;
+  call.done = [this, bytes](const Result<const redisReply*>& reply) {
+    MutexLock lock(mutex_);
+    stat_.backlog_bytes -= bytes;
+    if (reply.ok()) {
+      stat_.pages_written += bytes > 0 ? 1 : 0;
+      stat_.bytes_written += bytes;
+    } else if (reply.code() != Code::kCancelled) {
+      ++stat_.failures;
+    }
+    if (--bulk_calls_ == 0) idle_.notify_all();
+  };
+  client_->call(std::move(call));
+}
+
+void RedisTier::touch(std::span<const ChunkId> ids) {
+  if (options_.ttl_s <= 0) return;
+  for (const ChunkId& id : ids) {
+    const std::string key = key_of(id);
+    send_bulk(key, expire_args(key), nullptr);
+  }
+}
+
+bool RedisTier::write(TierWrite write) {
+  std::uint64_t bytes = 0;
+  for (const TierPage& page : write.pages) bytes += page.bytes->size();
+  {
+    MutexLock lock(mutex_);
+    if (!client_->available() || stat_.backlog_bytes + bytes > options_.queue_bytes) {
+      stat_.pages_skipped += write.pages.size();
+      return false;
+    }
+  }
+  const std::string key = key_of(write.info.id);
+  for (TierPage& page : write.pages) {
+    const std::string field =
+        field_of(page.info.layer, page.info.encoding, page.info.bytes, page.checksum);
+    send_bulk(key, {"HSET", key, field}, std::move(page.bytes));
+  }
+  ChunkRecord record;
+  record.info = std::move(write.info);
+  record.info.pages.clear();
+  send_bulk(key, {"HSET", key, kRecordField, encode_chunk(record)}, nullptr);
+  if (options_.ttl_s > 0) send_bulk(key, expire_args(key), nullptr);
+  return true;
+}
+
+void RedisTier::erase(std::span<const ChunkId> ids) {
+  for (const ChunkId& id : ids) {
+    const std::string key = key_of(id);
+    send_bulk(key, {"UNLINK", key}, nullptr);
+  }
+}
+
+Status RedisTier::flush(std::int64_t deadline_ns) {
+  MutexLock lock(mutex_);
+  while (bulk_calls_ > 0) {
+    const std::int64_t left = deadline_ns - env_.monotonic_ns();
+    if (left <= 0) {
+      return unavailable(fmt::format("{} bytes are not yet in {}", stat_.backlog_bytes, name_));
+    }
+    idle_.wait_for_ns(mutex_, left);
+  }
+  return {};
+}
+
+RemoteStat RedisTier::stat() const {
+  MutexLock lock(mutex_);
+  RemoteStat stat = stat_;
+  stat.name = name_;
+  stat.available = client_->available();
+  return stat;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Tier>> open_redis_tier(Env& env, const RemoteOptions& options) {
+  HCACHE_ASSIGN_OR_RETURN(RedisUrl url, parse_redis_url(options.url));
+  const std::string name = url.display();
+  HCACHE_ASSIGN_OR_RETURN(auto client, RedisClient::open(env, std::move(url)));
+  return std::unique_ptr<Tier>(std::make_unique<RedisTier>(env, options, name, std::move(client)));
+}
+
+}  // namespace hcache::store

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Two `hcache serve` on one Redis cluster: conversations move between them, a master dies.
+
+    remote_test.py HCACHE [-v] [name]
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+
+import serving
+from serving import Conversation, Server, wait_until
+
+PROGRAM = sys.argv.pop(1)
+MODEL = serving.default_model()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Redis:
+    """One redis-server, all in memory."""
+
+    def __init__(self, *options: str):
+        self.port = free_port()
+        self.folder = tempfile.TemporaryDirectory()
+        self.process = subprocess.Popen(
+            ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "",
+             "--appendonly", "no", "--dir", self.folder.name, *options],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: self.ask("PING") == "PONG", "redis-server")
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(["redis-cli", "-p", str(self.port), *command],
+                              capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.folder.cleanup()
+
+
+class Cluster:
+    """Three masters with a replica each."""
+
+    def __init__(self):
+        self.nodes = [Redis("--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
+                            "--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
+                      for _ in range(6)]
+        subprocess.run(
+            ["redis-cli", "--cluster", "create", *(f"127.0.0.1:{n.port}" for n in self.nodes),
+             "--cluster-replicas", "1", "--cluster-yes"],
+            check=True, stdout=subprocess.DEVNULL)
+        for node in self.nodes:
+            wait_until(lambda: "cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster")
+        self.url = f"redis://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
+
+    def wait_for_replicas(self) -> None:
+        for node in self.nodes:
+            if "role:master" in node.ask("INFO", "replication"):
+                node.ask("WAIT", "1", "60000")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for node in self.nodes:
+            node.close()
+
+
+_measured = tempfile.TemporaryDirectory()  # a state folder with this machine's cost profile
+
+
+def state_folder() -> tempfile.TemporaryDirectory:
+    """A fresh one, with the profile: measuring takes longer than the rest of a start."""
+    if not os.listdir(_measured.name):
+        subprocess.run([PROGRAM, "profile", "-m", MODEL, "-t", "1", "--state-dir", _measured.name],
+                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tempfile.TemporaryDirectory()
+    shutil.copytree(os.path.join(_measured.name, "profiles"),
+                    os.path.join(folder.name, "profiles"))
+    return folder
+
+
+def start(folder: str, url: str, *options: str, timeout: str = "60s") -> Server:
+    # Nobody here races with the machine: what is there is to be found.
+    return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1", "--remote", url,
+                  "--remote-timeout", timeout, *options)
+
+
+def remote_of(server: Server) -> dict:
+    return server.call("GET", "/v1/store")[1]["tiers"]["remote"]
+
+
+def settle(server: Server) -> None:
+    """Waits until all that is finished is where others see it."""
+    seen = []
+
+    def quiet() -> bool:
+        seen.append(remote_of(server))
+        return (len(seen) > 3 and seen[-1] == seen[-4] and seen[-1]["written_bytes"] > 0 and
+                seen[-1]["backlog_bytes"] == 0)
+    wait_until(quiet, "the remote store")
+
+
+class Shared(unittest.TestCase):
+    def test_a_conversation_goes_on_at_another_server(self):
+        alone = Conversation(1)
+        with state_folder() as folder, \
+                Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1") as server:
+            while not alone.done():
+                alone.step(server)
+        moved = Conversation(1)
+        with Cluster() as cluster, state_folder() as a, \
+                state_folder() as b, \
+                start(a, cluster.url, "--flush-interval", "100ms") as first, \
+                start(b, cluster.url, "--flush-interval", "100ms") as second:
+            moved.step(first)
+            settle(first)
+            moved.step(second)
+            settle(second)
+            moved.step(first)
+            self.assertEqual(moved.answers, alone.answers)
+            self.assertGreaterEqual(moved.cached / moved.returned, 0.95)
+            self.assertGreater(remote_of(second)["read_bytes"], 0)
+            self.assertGreater(remote_of(first)["read_bytes"], 0)
+            answer = second.chat(moved.messages + [{"role": "user", "content": "Go on."}],
+                                 max_tokens=2)
+            self.assertGreater(answer["hcache"]["bytes"]["remote"] +
+                               answer["hcache"]["tokens"]["resident"], 0)
+            metrics = second.call("GET", "/metrics")[1]
+            self.assertIn('hcache_remote_up 1', metrics)
+            self.assertIn('tier="remote"', metrics)
+            # Deleted here, it is nowhere.
+            keys = sum(int(node.ask("DBSIZE")) for node in cluster.nodes)
+            self.assertGreater(keys, 0)
+            for server in (first, second):
+                for session in server.call("GET", "/v1/sessions")[1]["data"]:
+                    self.assertEqual(server.call("DELETE", f"/v1/sessions/{session['id']}")[0], 200)
+            wait_until(lambda: sum(int(n.ask("DBSIZE")) for n in cluster.nodes) == 0,
+                       "an empty cluster")
+            self.assertEqual(first.stop(), 0, first.errors())
+            self.assertEqual(second.stop(), 0, second.errors())
+
+    def test_a_master_dies_under_load_and_no_request_fails(self):
+        undisturbed = [Conversation(n, rounds=4) for n in range(3)]
+        with state_folder() as folder, \
+                Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1") as server:
+            for conversation in undisturbed:
+                while not conversation.done():
+                    conversation.step(server)
+        talks = [Conversation(n, rounds=4) for n in range(3)]
+        errors = []
+        with Cluster() as cluster, state_folder() as a, \
+                state_folder() as b, \
+                start(a, cluster.url, "--flush-interval", "100ms") as first, \
+                start(b, cluster.url, "--flush-interval", "100ms") as second:
+            killed = threading.Event()
+
+            def talk(number: int) -> None:
+                try:
+                    for turn in range(4):
+                        if turn == 2:
+                            killed.wait(120)
+                        talks[number].step((first, second)[(number + turn) % 2])
+                except Exception as error:  # pylint: disable=broad-except
+                    errors.append(error)
+
+            threads = [threading.Thread(target=talk, args=(n,)) for n in range(3)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: errors or remote_of(first)["written_bytes"] > 0, "something saved")
+            cluster.nodes[0].kill()
+            killed.set()
+            for thread in threads:
+                thread.join()
+            self.assertEqual(errors, [])
+            for mine, theirs in zip(talks, undisturbed):
+                self.assertEqual(mine.answers, theirs.answers)
+            self.assertEqual(first.stop(), 0, first.errors())
+            self.assertEqual(second.stop(), 0, second.errors())
+
+    def test_without_the_remote_store_it_serves_on(self):
+        redis = Redis()
+        with state_folder() as folder, \
+                start(folder, f"redis://127.0.0.1:{redis.port}", timeout="1s") as server:
+            talk = Conversation(2)
+            talk.step(server)
+            redis.process.send_signal(signal.SIGSTOP)
+            talk.step(server)
+            redis.kill()
+            talk.step(server)
+            self.assertGreaterEqual(talk.cached / talk.returned, 0.95)
+            self.assertEqual(server.stop(), 0, server.errors())
+        redis.close()
+        bad = subprocess.run([PROGRAM, "serve", "-m", MODEL, "--remote", "ftp://x"],
+                             capture_output=True, text=True, check=False)
+        self.assertEqual(bad.returncode, 2)
+        self.assertIn("redis://", bad.stderr)
+
+
+if __name__ == "__main__":
+    if not shutil.which("redis-server"):
+        print("redis-server is missing: run make deps", file=sys.stderr)
+        sys.exit(1)
+    os.environ.pop("HCACHE_REMOTE", None)
+    unittest.main()
