@@ -39,9 +39,12 @@ test: deps  ## Build everything and run all tests, the format and the layering c
 	@$(MAKE) check-format check-layering
 
 .PHONY: test-clients
-test-clients: release build/clients/ready  ## Run official clients and made-up requests against the server
+test-clients: release build/clients/ready  ## Run official clients, made-up requests and an S3 server against it
 	@build/clients/bin/python tests/e2e/clients_test.py build/release/bin/hcache
 	@build/clients/bin/python tests/e2e/openapi_test.py build/release/bin/hcache
+	@HCACHE_TEST_MOTO=build/clients/bin/moto_server build/release/tests/store_s3_test --gtest_brief=1
+	@HCACHE_TEST_MOTO=build/clients/bin/moto_server $(PYTHON) tests/e2e/remote_test.py \
+	  build/release/bin/hcache ObjectStore
 
 .PHONY: test-page
 test-page: release build/clients/ready  ## Run the page in a browser (installs Debian's chromium)

@@ -12,7 +12,7 @@ packages=(
   # libraries
   libsqlite3-dev liburing-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev
-  libbenchmark-dev libssl-dev
+  libbenchmark-dev libssl-dev libcurl4-openssl-dev
   # a server for the tests of the remote tier
   redis-server openssl
 )

@@ -283,7 +283,8 @@ constexpr OptionRow kTable[] = {
      "nothing"},
     {"remote", "--remote", Kind::kText, "URL", "", 0, 0, "",
      "a store that several processes share: redis://[[user]:password@]host[:port][,host…][/number], "
-     "a server or a cluster; rediss:// with TLS"},
+     "a server or a cluster; rediss:// with TLS; or s3://bucket[/prefix][?endpoint=URL&region=NAME] with "
+     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"},
     {"remote-ttl", "--remote-ttl", Kind::kDuration, "TIME", "24h", 0, 0, "",
      "state in --remote that nobody uses for so long goes; 0: never"},
     {"remote-write", "--remote-write", Kind::kText, "on|off", "on", 0, 0, "on|off",

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstdlib>
+
 #include "base/env.h"
 #include "base/log.h"
 #include "base/units.h"
@@ -74,6 +76,13 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.store_dirs = args.state.stores;
   o.store_quota_bytes = args.state.quota_bytes;
   o.remote.url = args.remote;
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  o.remote.access_key = variable("AWS_ACCESS_KEY_ID");
+  o.remote.secret_key = variable("AWS_SECRET_ACCESS_KEY");
+  o.remote.session_token = variable("AWS_SESSION_TOKEN");
   o.remote.ttl_s = static_cast<double>(args.remote_ttl_ns) / kNsPerSecond;
   o.remote.write = args.remote_write != "off";
   if (args.remote_timeout_ns > 0) {

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "redis/redis_tier.h"
+#include "s3/s3_tier.h"
 #include "tier.h"
 
 namespace hcache::store {
@@ -16,7 +17,9 @@ struct TierKind {
 };
 
 constexpr TierKind kTiers[] = {
-    {"redis", open_redis_tier}, {"rediss", open_redis_tier},  // with TLS
+    {"redis", open_redis_tier},
+    {"rediss", open_redis_tier},  // with TLS
+    {"s3", open_s3_tier},
 };
 
 }  // namespace

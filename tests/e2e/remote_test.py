@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Two `hcache serve` on one Redis cluster: conversations move between them, a master dies.
+"""Two `hcache serve` on one Redis cluster: conversations move between them, a master dies; and on one
+S3 store, where HCACHE_TEST_MOTO names moto's server.
 
     remote_test.py HCACHE [-v] [name]
 """
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import urllib.request
 
 import serving
 from serving import Conversation, Server, wait_until
@@ -112,7 +114,7 @@ def settle(server: Server) -> None:
     def quiet() -> bool:
         seen.append(remote_of(server))
         return (len(seen) > 3 and seen[-1] == seen[-4] and seen[-1]["written_bytes"] > 0 and
-                seen[-1]["backlog_bytes"] == 0)
+                seen[-1]["backlog_requests"] == 0)
     wait_until(quiet, "the remote store")
 
 
@@ -210,6 +212,47 @@ class Shared(unittest.TestCase):
                              capture_output=True, text=True, check=False)
         self.assertEqual(bad.returncode, 2)
         self.assertIn("redis://", bad.stderr)
+
+
+@unittest.skipUnless(os.environ.get("HCACHE_TEST_MOTO"), "HCACHE_TEST_MOTO names no S3 server")
+class ObjectStore(unittest.TestCase):
+    def test_a_conversation_goes_on_at_another_server(self):
+        port = free_port()
+        moto = subprocess.Popen([os.environ["HCACHE_TEST_MOTO"], "-H", "127.0.0.1", "-p", str(port)],
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.environ.update(AWS_ACCESS_KEY_ID="AKIDEXAMPLE", AWS_SECRET_ACCESS_KEY="not a secret")
+        try:
+            bucket = f"http://127.0.0.1:{port}/state"
+
+            def made() -> bool:
+                try:
+                    with urllib.request.urlopen(urllib.request.Request(bucket, method="PUT")):
+                        return True
+                except OSError:
+                    return False
+            wait_until(made, "the S3 server")
+            url = f"s3://state/hcache?endpoint=http://127.0.0.1:{port}"
+            with state_folder() as folder, \
+                    Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1") as server:
+                alone = Conversation(3)
+                while not alone.done():
+                    alone.step(server)
+            with state_folder() as a, state_folder() as b, \
+                    start(a, url, "--flush-interval", "100ms") as first, \
+                    start(b, url, "--flush-interval", "100ms") as second:
+                moved = Conversation(3)
+                for server in (first, second, first):
+                    moved.step(server)
+                    settle(server)
+                self.assertEqual(moved.answers, alone.answers)
+                self.assertGreaterEqual(moved.cached / moved.returned, 0.95)
+                self.assertGreater(remote_of(second)["read_bytes"], 0)
+                self.assertGreater(remote_of(first)["read_bytes"], 0)
+                self.assertEqual(first.stop(), 0, first.errors())
+                self.assertEqual(second.stop(), 0, second.errors())
+        finally:
+            moto.kill()
+            moto.wait()
 
 
 if __name__ == "__main__":

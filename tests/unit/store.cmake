@@ -5,3 +5,5 @@ hcache_test(store_page_cache_test unit/store_page_cache_test.cc LIBS hcache_stor
 target_include_directories(store_page_cache_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
 hcache_test(store_redis_test unit/store_redis_test.cc LIBS hcache_store hcache::hiredis)
 target_include_directories(store_redis_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
+hcache_test(store_s3_test unit/store_s3_test.cc LIBS hcache_store)
+target_include_directories(store_s3_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)

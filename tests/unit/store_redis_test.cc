@@ -13,7 +13,7 @@
 #include "redis/redis_client.h"
 #include "redis/redis_url.h"
 #include "redis_testing.h"
-#include "store_testing.h"
+#include "remote_testing.h"
 
 namespace hcache::store {
 namespace {
@@ -23,74 +23,16 @@ using hcache::testing::RedisCluster;
 using hcache::testing::RedisServer;
 using hcache::testing::TempDir;
 using testing::Chain;
+using testing::chain;
 using testing::fingerprint_of;
-using testing::open_store;
+using testing::kModel;
+using testing::kPatienceS;
+using testing::kSalt;
+using testing::Machine;
 using testing::read_back;
+using testing::soon;
 using testing::tokens_of;
-
-constexpr double kPatienceS = 60;
-const Fingerprint kModel = fingerprint_of("model");
-const SaltId kSalt = salt_id("");
-
-// Waits for what happens in the background.
-bool soon(const std::function<bool()>& condition) {
-  const std::int64_t end = Env::real().monotonic_ns() + static_cast<std::int64_t>(kPatienceS * 1e9);
-  while (!condition()) {
-    if (Env::real().monotonic_ns() > end) return false;
-    Env::real().sleep_ns(20'000'000);
-  }
-  return true;
-}
-
-// A store of its own with the remote tier at `url`.
-class Machine {
- public:
-  explicit Machine(const std::string& url, const RemoteOptions& remote = {}) {
-    options_.dirs = {folder_.path()};
-    options_.remote = remote;
-    options_.remote.url = url;
-    options_.remote.timeout_s = kPatienceS;  // tests don't race with the machine
-    if (remote.timeout_s != RemoteOptions().timeout_s) options_.remote.timeout_s = remote.timeout_s;
-    open();
-  }
-  void open() { store_ = open_store(Env::real(), options_); }
-  // Closes it and opens it without a remote tier.
-  void cut_off() {
-    EXPECT_OK(store_->close());
-    store_.reset();
-    options_.remote.url.clear();
-    open();
-  }
-  Store& store() { return *store_; }
-  RemoteStat stat() { return store_->stat()->remote.value(); }
-  // Everything accepted has been written or has failed.
-  bool settled() {
-    return soon([this] { return stat().backlog_bytes == 0; });
-  }
-  Match look_up(std::span<const std::int32_t> tokens, const SaltId& salt = kSalt) {
-    store_->look_up(kModel, salt, tokens);
-    auto match = store_->match(kModel, salt, tokens);
-    EXPECT_OK(match);
-    return std::move(*match);
-  }
-
- private:
-  TempDir folder_;
-  StoreOptions options_;
-  std::unique_ptr<Store> store_;
-};
-
-// The defaults but for one field.
-template <typename T, typename Value>
-RemoteOptions with(T RemoteOptions::*field, Value value) {
-  RemoteOptions options;
-  options.*field = static_cast<T>(value);
-  return options;
-}
-
-Chain chain(std::size_t tokens, std::uint32_t seed = 0) {
-  return {kModel, kSalt, tokens_of(tokens, seed), {}};
-}
+using testing::with;
 
 TEST(RedisUrl, SaysWhereAndAsWhom) {
   const auto plain = parse_redis_url("redis://cache");

@@ -182,6 +182,7 @@ Result<Json> EndpointTable::store_stat() const {
               {"read_bytes_per_s",
                r.read_busy_s > 0 ? static_cast<double>(r.bytes_read) / r.read_busy_s : 0.0},
               {"written_bytes", r.bytes_written},
+              {"backlog_requests", r.backlog_requests},
               {"backlog_bytes", r.backlog_bytes},
               {"skipped_pages", r.pages_skipped},
               {"promoted_pages", r.pages_promoted},

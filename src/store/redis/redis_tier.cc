@@ -85,11 +85,13 @@ class RedisTier : public Tier {
  public:
   RedisTier(Env& env, const RemoteOptions& options, std::string name,
             std::unique_ptr<RedisClient> client)
-      : env_(env), options_(options), name_(std::move(name)), client_(std::move(client)) {}
+      : env_(env),
+        options_(options),
+        name_(std::move(name)),
+        api_(*client),
+        client_(std::move(client)) {}
   RedisTier(const RedisTier&) = delete;
   RedisTier& operator=(const RedisTier&) = delete;
-  ~RedisTier() override { client_.reset(); }  // calls back: before the rest goes
-
   void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) override;
   void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
             ReadDone done) override HCACHE_EXCLUDES(mutex_);
@@ -117,7 +119,8 @@ class RedisTier : public Tier {
   std::uint64_t bulk_calls_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::uint64_t reads_ HCACHE_GUARDED_BY(mutex_) = 0;  // in flight
   std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
-  std::unique_ptr<RedisClient> client_;  // the last: its thread uses all of the above
+  RedisClient& api_;
+  const std::unique_ptr<RedisClient> client_;  // the last: its thread uses all of the above
 };
 
 void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) {
@@ -161,7 +164,7 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
       }
       search->end();
     };
-    client_->call(std::move(record));
+    api_.call(std::move(record));
     RedisCall fields;
     fields.key = key;
     fields.args = {"HKEYS", key};
@@ -176,7 +179,7 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
       }
       search->end();
     };
-    client_->call(std::move(fields));
+    api_.call(std::move(fields));
   }
 }
 
@@ -217,7 +220,7 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
     }
     done(std::shared_ptr<const AlignedBuffer>(std::move(buffer)));
   };
-  client_->call(std::move(call));
+  api_.call(std::move(call));
 }
 
 void RedisTier::end_read(std::int64_t /*begin_ns*/, std::size_t bytes) {
@@ -253,7 +256,7 @@ void RedisTier::send_bulk(std::string key, std::vector<std::string> args,
     }
     if (--bulk_calls_ == 0) idle_.notify_all();
   };
-  client_->call(std::move(call));
+  api_.call(std::move(call));
 }
 
 void RedisTier::touch(std::span<const ChunkId> ids) {
@@ -269,7 +272,7 @@ bool RedisTier::write(TierWrite write) {
   for (const TierPage& page : write.pages) bytes += page.bytes->size();
   {
     MutexLock lock(mutex_);
-    if (!client_->available() || stat_.backlog_bytes + bytes > options_.queue_bytes) {
+    if (!api_.available() || stat_.backlog_bytes + bytes > options_.queue_bytes) {
       stat_.pages_skipped += write.pages.size();
       return false;
     }
@@ -311,7 +314,8 @@ RemoteStat RedisTier::stat() const {
   MutexLock lock(mutex_);
   RemoteStat stat = stat_;
   stat.name = name_;
-  stat.available = client_->available();
+  stat.backlog_requests = bulk_calls_;
+  stat.available = api_.available();
   return stat;
 }
 

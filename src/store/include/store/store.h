@@ -281,10 +281,11 @@ struct RemoteStat {
   double read_busy_s = 0;  // with a read in flight
   std::uint64_t pages_written = 0;
   std::uint64_t bytes_written = 0;
-  std::uint64_t backlog_bytes = 0;   // accepted, not written yet
-  std::uint64_t pages_skipped = 0;   // not written: it was down, or too much was waiting
-  std::uint64_t pages_promoted = 0;  // read from it and kept on the disks as well
-  std::uint64_t failures = 0;        // refused, unanswered or damaged
+  std::uint64_t backlog_requests = 0;  // of writing and erasing, under way or waiting
+  std::uint64_t backlog_bytes = 0;     // accepted, not written yet
+  std::uint64_t pages_skipped = 0;     // not written: it was down, or too much was waiting
+  std::uint64_t pages_promoted = 0;    // read from it and kept on the disks as well
+  std::uint64_t failures = 0;          // refused, unanswered or damaged
 };
 
 struct StoreStat {
@@ -341,7 +342,11 @@ struct RemoveFilter {
 
 // A store beyond this machine that several processes share (docs/howto/remote.md).
 struct RemoteOptions {
-  std::string url;          // redis://…, rediss://…; empty: none
+  std::string url;  // redis://…, rediss://…, s3://…; empty: none
+  // Of S3; no access key: requests are not signed.
+  std::string access_key;
+  std::string secret_key;
+  std::string session_token;
   double ttl_s = 86400;     // chunks that nobody uses for so long go; 0: never
   bool write = true;        // what is put is written there as well, in the background
   double timeout_s = 0.25;  // for the answer whether it has a chain
