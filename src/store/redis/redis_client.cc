@@ -605,7 +605,7 @@ Status RedisClientImpl::start_tls(redisAsyncContext* context, const Node& node) 
     ok = SSL_set1_host(ssl, host.c_str()) == 1 && SSL_set_tlsext_host_name(ssl, host.c_str()) == 1;
   }
   if (ok && redisInitiateSSL(&context->c, ssl) == REDIS_OK) return {};
-  if (!ok) SSL_free(ssl);
+  SSL_free(ssl);  // hiredis takes it only when it says so
   return unavailable(fmt::format("TLS can't be started: {}", context->c.errstr));
 }
 
