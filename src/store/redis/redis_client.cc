@@ -456,7 +456,7 @@ void RedisClientImpl::send(Node* node, const CallPtr& call) {
     lane->close = true;
     return later(call, 0);
   }
-  sent.release();  // hiredis calls back in any case
+  (void)sent.release();  // hiredis calls back in any case
   lane->in_flight += bytes;
 }
 
@@ -623,7 +623,7 @@ void RedisClientImpl::send_internal(Connection* connection, const std::vector<st
   sent->internal = std::move(done);
   if (redisAsyncCommandArgv(connection->context, on_reply, sent.get(),
                             static_cast<int>(data.size()), data.data(), sizes.data()) == REDIS_OK) {
-    sent.release();
+    (void)sent.release();
     return;
   }
   connection->close = true;
