@@ -17,7 +17,7 @@ import unittest
 import urllib.request
 
 import serving
-from serving import Conversation, Server, wait_until
+from serving import STATE_COMES_BACK, Conversation, Server, wait_until
 
 PROGRAM = sys.argv.pop(1)
 MODEL = serving.default_model()
@@ -100,7 +100,7 @@ def state_folder() -> tempfile.TemporaryDirectory:
 def start(folder: str, url: str, *options: str, timeout: str = "60s") -> Server:
     # Nobody here races with the machine: what is there is to be found.
     return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1", "--remote", url,
-                  "--remote-timeout", timeout, *options)
+                  "--remote-timeout", timeout, *STATE_COMES_BACK, *options)
 
 
 def remote_of(server: Server) -> dict:

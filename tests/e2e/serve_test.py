@@ -16,7 +16,7 @@ import time
 import unittest
 
 import serving
-from serving import LOST, Conversation, Server, wait_until
+from serving import LOST, STATE_COMES_BACK, Conversation, Server, wait_until
 
 PROGRAM = sys.argv.pop(1)
 MODEL = serving.default_model()
@@ -218,7 +218,8 @@ class Returning(unittest.TestCase):
                     conversation.step(server)
         with tempfile.TemporaryDirectory() as folder:
             # Three of them fit: each ends with about 430 tokens.
-            options = ["--ctx", "1408", "--parallel", "4", "--flush-interval", "100ms"]
+            options = ["--ctx", "1408", "--parallel", "4", "--flush-interval", "100ms",
+                       *STATE_COMES_BACK]
             servers = [start(folder, *options)]
             conversations = [Conversation(i) for i in range(12)]
             answered = threading.Semaphore(0)
@@ -263,13 +264,13 @@ class Returning(unittest.TestCase):
 
     def test_host_memory_comes_before_the_disk(self):
         with tempfile.TemporaryDirectory() as folder, \
-                start(folder, "--ctx", "512", "--dram", "256MiB") as server:
+                start(folder, "--ctx", "512", "--dram", "256MiB", *STATE_COMES_BACK) as server:
             conversations = [Conversation(i, rounds=2) for i in range(3)]
             for _ in range(2):
                 for conversation in conversations:
                     conversation.step(server)
             tiers = server.call("GET", "/v1/store")[1]["tiers"]
-            self.assertGreater(tiers["dram"]["hits"], 0)
+            self.assertGreater(tiers["dram"]["hits"], 0, server.errors())
             self.assertGreater(tiers["dram"]["used_bytes"], 0)
 
 
