@@ -931,10 +931,7 @@ void Engine::Impl::keep_unknown_tokens(Step::Impl& step) {
   for (const int32_t token : step.tokens) {
     if (!table.contains(token)) fresh.try_emplace(token, 0);
   }
-  if (static_cast<int64_t>(table.size() + fresh.size()) > table_k->ne[1]) {
-    table.clear();
-    fresh.clear();
-  }
+  if (static_cast<int64_t>(table.size() + fresh.size()) > table_k->ne[1]) table.clear();
   auto next = static_cast<int64_t>(table.size());
   fresh.clear();
   for (size_t row = 0; row < step.tokens.size(); ++row) {

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cstring>
 
 #include "base/xxh3.h"
+#include "bytes.h"
 
 namespace hcache::store {
 namespace {
@@ -17,61 +17,6 @@ constexpr std::size_t kCheckBytes = 8;
 constexpr std::size_t kChunkFixedBytes = 16 * 3 + 8 + 1 + 1 + 2 + 4;
 constexpr std::size_t kPageEntryBytes = 24;
 constexpr std::size_t kSessionFixedBytes = 16 * 2 + 8 * 4;
-
-class Writer {
- public:
-  template <typename T>
-  Writer& number(T value) {
-    for (std::size_t i = 0; i < sizeof(T); ++i) {
-      out_.push_back(static_cast<char>((static_cast<std::uint64_t>(value) >> (8 * i)) & 0xff));
-    }
-    return *this;
-  }
-  template <typename Tag>
-  Writer& id(const Id128<Tag>& id) {
-    out_.append(reinterpret_cast<const char*>(id.bytes.data()), id.bytes.size());
-    return *this;
-  }
-  Writer& text(std::string_view text) {
-    out_.append(text);
-    return *this;
-  }
-  std::string& out() { return out_; }
-
- private:
-  std::string out_;
-};
-
-// Reads what Writer wrote. The caller checks lengths first.
-class Parser {
- public:
-  explicit Parser(std::string_view in) : in_(in) {}
-  template <typename T>
-  T number() {
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < sizeof(T); ++i) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(in_[at_ + i])) << (8 * i);
-    }
-    at_ += sizeof(T);
-    return static_cast<T>(value);
-  }
-  template <typename Id>
-  Id id() {
-    Id id;
-    std::memcpy(id.bytes.data(), in_.data() + at_, id.bytes.size());
-    at_ += id.bytes.size();
-    return id;
-  }
-  std::string_view text(std::size_t n) {
-    const std::string_view out = in_.substr(at_, n);
-    at_ += n;
-    return out;
-  }
-
- private:
-  std::string_view in_;
-  std::size_t at_ = 0;
-};
 
 std::uint64_t checksum_of_two(std::string_view first, std::string_view second) {
   XXH3_state_t state;
@@ -96,12 +41,6 @@ bool take_check(std::string_view key, std::string_view* body) {
   Parser tail(body->substr(body->size() - kCheckBytes));
   body->remove_suffix(kCheckBytes);
   return tail.number<std::uint64_t>() == checksum_of_two(key, *body);
-}
-
-template <typename T>
-bool parse_number(std::string_view text, int base, T* out) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out, base);
-  return error == std::errc() && end == text.data() + text.size() && !text.empty();
 }
 
 // Takes "<name> <value>\n" off the front; false when it is not there.

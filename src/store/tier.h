@@ -36,7 +36,7 @@ struct TierPage {
 
 // Pages of one chunk. The chunk's other pages, where the tier has some, stay.
 struct TierWrite {
-  ChunkInfo info;  // its pages don't matter
+  ChunkInfo info;  // its pages are all that this store has of the chunk
   std::vector<TierPage> pages;
 };
 

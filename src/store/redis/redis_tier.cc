@@ -105,7 +105,7 @@ class RedisTier : public Tier {
   // Everything in background goes through here; it counts against the queue.
   void send_bulk(std::string key, std::vector<std::string> args,
                  std::shared_ptr<const AlignedBuffer> payload) HCACHE_EXCLUDES(mutex_);
-  void end_read(std::int64_t begin_ns, std::size_t bytes) HCACHE_EXCLUDES(mutex_);
+  void end_read(std::size_t bytes) HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] std::vector<std::string> expire_args(const std::string& key) const {
     return {"EXPIRE", key, std::to_string(static_cast<long long>(options_.ttl_s))};
   }
@@ -185,10 +185,9 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
 
 void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
                      ReadDone done) {
-  const std::int64_t begin_ns = env_.monotonic_ns();
   {
     MutexLock lock(mutex_);
-    if (reads_++ == 0) busy_since_ns_ = begin_ns;
+    if (reads_++ == 0) busy_since_ns_ = env_.monotonic_ns();
   }
   const std::string key = key_of(page.chunk);
   const std::string field = field_of(page.layer, page.encoding, bytes, page.checksum);
@@ -196,14 +195,14 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
   call.key = key;
   call.args = {"HGET", key, field};
   call.deadline_ns = deadline_ns;
-  call.done = [this, key, field, bytes, page, begin_ns,
+  call.done = [this, key, field, bytes, page,
                done = std::move(done)](const Result<const redisReply*>& reply) {
     if (!reply.ok()) {
-      end_read(begin_ns, 0);
+      end_read(0);
       return done(reply.status());
     }
     const std::string_view text = text_of(*reply);
-    end_read(begin_ns, text.size());
+    end_read(text.size());
     if ((*reply)->type != REDIS_REPLY_STRING) {
       return done(not_found(fmt::format("{} has lost field {} of {}", name_, field, key)));
     }
@@ -223,7 +222,7 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
   api_.call(std::move(call));
 }
 
-void RedisTier::end_read(std::int64_t /*begin_ns*/, std::size_t bytes) {
+void RedisTier::end_read(std::size_t bytes) {
   MutexLock lock(mutex_);
   stat_.pages_read += bytes > 0 ? 1 : 0;
   stat_.bytes_read += bytes;

@@ -2,16 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
+#include "bytes.h"
 
 namespace hcache::store {
 namespace {
-
-template <typename T>
-bool parse_number(std::string_view text, int base, T* out) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out, base);
-  return error == std::errc() && end == text.data() + text.size() && !text.empty();
-}
 
 Status bad(const std::string& why) {
   return invalid_argument("the URL of a Redis server: " + why +

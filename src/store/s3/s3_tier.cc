@@ -15,6 +15,7 @@
 
 #include "base/log.h"
 #include "base/sync.h"
+#include "bytes.h"
 #include "s3/s3_client.h"
 
 namespace hcache::store {
@@ -48,6 +49,10 @@ struct Index {
   std::vector<Entry> entries;
 };
 
+bool page_before(const Entry& a, const Entry& b) {
+  return std::pair(a.page.layer, a.page.encoding) < std::pair(b.page.layer, b.page.encoding);
+}
+
 std::string index_key(const ChunkId& id) { return "c/" + to_hex(id); }
 std::string data_key(const ObjectName& name) { return "d/" + to_hex(name); }
 
@@ -55,70 +60,50 @@ std::span<const std::byte> bytes_of(std::string_view text) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
 
-void put_number(std::string* out, std::uint64_t value, int bytes) {
-  for (int i = 0; i < bytes; ++i) out->push_back(static_cast<char>((value >> (8 * i)) & 0xff));
-}
-
-std::uint64_t take_number(std::string_view* in, int bytes) {
-  std::uint64_t value = 0;
-  for (int i = 0; i < bytes; ++i) {
-    value |=
-        static_cast<std::uint64_t>(static_cast<unsigned char>((*in)[static_cast<std::size_t>(i)]))
-        << (8 * i);
-  }
-  in->remove_prefix(static_cast<std::size_t>(bytes));
-  return value;
-}
-
 std::string encode_index(const Index& index) {
-  std::string out(kIndexMagic);
   const std::string record = encode_chunk(index.record);
-  put_number(&out, record.size(), 4);
-  out += record;
-  put_number(&out, index.entries.size(), 4);
+  Writer w;
+  w.text(kIndexMagic).number(static_cast<std::uint32_t>(record.size())).text(record);
+  w.number(static_cast<std::uint32_t>(index.entries.size()));
   for (const Entry& entry : index.entries) {
-    put_number(&out, entry.page.layer, 2);
-    put_number(&out, static_cast<std::uint8_t>(entry.page.encoding), 1);
-    put_number(&out, 0, 1);
-    put_number(&out, entry.page.bytes, 4);
-    put_number(&out, entry.checksum, 8);
-    put_number(&out, entry.offset, 8);
-    out.append(reinterpret_cast<const char*>(entry.object.bytes.data()), 16);
+    w.number(entry.page.layer).number(static_cast<std::uint8_t>(entry.page.encoding));
+    w.number(std::uint8_t{0}).number(entry.page.bytes).number(entry.checksum);
+    w.number(entry.offset).id(entry.object);
   }
-  put_number(&out, checksum(bytes_of(out)), kCheckBytes);
-  return out;
+  const std::uint64_t check = checksum(bytes_of(w.out()));
+  w.number(check);
+  return std::move(w.out());
 }
 
-Result<Index> decode_index(const ChunkId& id, std::string_view in) {
+Result<Index> decode_index(const ChunkId& id, std::string_view body) {
   const auto bad = [&](const char* why) {
     return data_loss(fmt::format("index of chunk {}: {}", to_hex(id), why));
   };
-  if (in.size() < kIndexMagic.size() + 8 + kCheckBytes || !in.starts_with(kIndexMagic)) {
+  if (body.size() < kIndexMagic.size() + 8 + kCheckBytes || !body.starts_with(kIndexMagic)) {
     return bad("it is none");
   }
-  std::string_view check = in.substr(in.size() - kCheckBytes);
-  in.remove_suffix(kCheckBytes);
-  if (take_number(&check, kCheckBytes) != checksum(bytes_of(in))) return bad("checksum mismatch");
-  in.remove_prefix(kIndexMagic.size());
-  const std::uint64_t n_record = take_number(&in, 4);
-  if (n_record > in.size() - 4) return bad("inconsistent sizes");
+  Parser check(body.substr(body.size() - kCheckBytes));
+  body.remove_suffix(kCheckBytes);
+  if (check.number<std::uint64_t>() != checksum(bytes_of(body))) return bad("checksum mismatch");
+  body.remove_prefix(kIndexMagic.size());
+  Parser in(body);
+  const auto n_record = in.number<std::uint32_t>();
+  if (n_record > body.size() - 8) return bad("inconsistent sizes");
   Index index;
-  HCACHE_ASSIGN_OR_RETURN(index.record, decode_chunk(id, in.substr(0, n_record)));
+  HCACHE_ASSIGN_OR_RETURN(index.record, decode_chunk(id, in.text(n_record)));
   index.record.info.pages.clear();
   index.record.places.clear();
-  in.remove_prefix(n_record);
-  const std::uint64_t n = take_number(&in, 4);
-  if (in.size() != n * kEntryBytes) return bad("inconsistent sizes");
-  for (std::uint64_t i = 0; i < n; ++i) {
+  const auto n = in.number<std::uint32_t>();
+  if (body.size() != 8 + n_record + n * kEntryBytes) return bad("inconsistent sizes");
+  for (std::uint32_t i = 0; i < n; ++i) {
     Entry entry;
-    entry.page.layer = static_cast<std::uint16_t>(take_number(&in, 2));
-    const auto encoding = static_cast<std::uint8_t>(take_number(&in, 1));
-    take_number(&in, 1);
-    entry.page.bytes = static_cast<std::uint32_t>(take_number(&in, 4));
-    entry.checksum = take_number(&in, 8);
-    entry.offset = take_number(&in, 8);
-    std::memcpy(entry.object.bytes.data(), in.data(), 16);
-    in.remove_prefix(16);
+    entry.page.layer = in.number<std::uint16_t>();
+    const auto encoding = in.number<std::uint8_t>();
+    in.number<std::uint8_t>();
+    entry.page.bytes = in.number<std::uint32_t>();
+    entry.checksum = in.number<std::uint64_t>();
+    entry.offset = in.number<std::uint64_t>();
+    entry.object = in.id<ObjectName>();
     if (!valid_encoding(encoding) || entry.page.bytes == 0 || entry.page.bytes > kMaxPageBytes ||
         entry.page.bytes % index.record.info.tokens.size() != 0 ||
         entry.offset > kObjectBytes + kMaxPageBytes) {
@@ -127,10 +112,7 @@ Result<Index> decode_index(const ChunkId& id, std::string_view in) {
     entry.page.encoding = static_cast<Encoding>(encoding);
     index.entries.push_back(entry);
   }
-  const auto before = [](const Entry& a, const Entry& b) {
-    return std::pair(a.page.layer, a.page.encoding) < std::pair(b.page.layer, b.page.encoding);
-  };
-  if (!std::is_sorted(index.entries.begin(), index.entries.end(), before)) {
+  if (!std::is_sorted(index.entries.begin(), index.entries.end(), page_before)) {
     return bad("pages out of order");
   }
   return index;
@@ -514,10 +496,7 @@ void S3Tier::upload(Group group) {
 }
 
 void S3Tier::write_index(Index index, bool has_more) {
-  const auto before = [](const Entry& a, const Entry& b) {
-    return std::pair(a.page.layer, a.page.encoding) < std::pair(b.page.layer, b.page.encoding);
-  };
-  std::sort(index.entries.begin(), index.entries.end(), before);
+  std::sort(index.entries.begin(), index.entries.end(), page_before);
   if (!has_more) return put_index(index);
   // Its other pages may be there already.
   begin_step();
@@ -525,7 +504,7 @@ void S3Tier::write_index(Index index, bool has_more) {
   call.key = index_key(index.record.info.id);
   call.deadline_ns = env_.monotonic_ns() + kWriteNs;
   call.bulk = true;
-  call.done = [this, before, index = std::move(index)](const Result<std::string>& body) {
+  call.done = [this, index = std::move(index)](const Result<std::string>& body) {
     Index merged = index;
     if (body.ok()) {
       const auto there = decode_index(index.record.info.id, *body);
@@ -538,7 +517,7 @@ void S3Tier::write_index(Index index, bool has_more) {
             });
         if (!known) merged.entries.push_back(entry);
       }
-      std::sort(merged.entries.begin(), merged.entries.end(), before);
+      std::sort(merged.entries.begin(), merged.entries.end(), page_before);
     }
     const bool ok = body.ok() || body.code() == Code::kNotFound;
     if (ok) put_index(merged);

@@ -340,7 +340,7 @@ struct RemoveFilter {
   std::optional<std::int64_t> unused_since_ns;  // last used before this wall-clock time
 };
 
-// A store beyond this machine that several processes share (docs/howto/remote.md).
+// A store beyond this machine that several processes share (docs/operations.md).
 struct RemoteOptions {
   std::string url;  // redis://…, rediss://…, s3://…; empty: none
   // Of S3; no access key: requests are not signed.
