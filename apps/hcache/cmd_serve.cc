@@ -63,6 +63,7 @@ struct ServeArgs {
   int parallel = 0;
   int64_t step_tokens = 0;
   double restore_share = 0;
+  double offload_above = 0;
   bool restore_exclusive = false;
   std::string queue_policy;
   int64_t max_queued = 0;
@@ -124,7 +125,9 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   } else if (args.runtime.link != "none") {
     HCACHE_ASSIGN_OR_RETURN(o.link_bytes_per_s, parse_rate(args.runtime.link));
   }
-  o.scheduler.look_ahead = policy::looks_ahead(o.runtime.dram_evict);
+  o.scheduler.evict = o.runtime.dram_evict;
+  o.scheduler.offload_above = args.offload_above;
+  o.scheduler.fetch = o.fetch;
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
   o.scheduler.restore.share = args.restore_share;
@@ -189,6 +192,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
   add_option(*sub, "evict-policy", &args->evict_policy);
+  add_option(*sub, "offload-above", &args->offload_above);
   add_option(*sub, "fetch-policy", &args->fetch_policy);
   add_option(*sub, "link", &args->runtime.link);
   add_option(*sub, "flush-interval", &args->flush_interval_ns);

@@ -274,13 +274,18 @@ constexpr OptionRow kTable[] = {
     {"dram", "--dram", Kind::kBytes, "BYTES", "0", 0, 0, "",
      "host memory for saved state, in front of the disks"},
     {"evict-policy", "--evict-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
-     "lru|fifo|lfu|scheduler-aware|cost-aware",
-     "what stays in --dram: what was used, stored or used often last; what requests in the queue "
-     "want, then what was used last; the same, then what is most likely to return"},
+     "lru|fifo|lfu|scheduler-aware|car-score|cost-aware",
+     "what stays in --dram and of idle sequences in the arena: what was used, stored or used often "
+     "last; what requests in the queue want, then what was used last; what most of the first 16 in "
+     "the queue and of those that run want; as scheduler-aware, then what is most likely to "
+     "return"},
+    {"offload-above", "--offload-above", Kind::kNumber, "SHARE", "1", 0, 1, "",
+     "of the arena: fuller than this, idle sequences that are saved leave at once, and not only "
+     "when room is wanted"},
     {"fetch-policy", "--fetch-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
-     "scheduler-aware|on-demand",
-     "what is read into --dram for requests that wait: their state, in the order of the queue; or "
-     "nothing"},
+     "scheduler-aware|car-timer|on-demand",
+     "what is read for requests that wait: into --dram the state of all, in the order of the "
+     "queue; into the arena that of the next, in time for the end of a running one; or nothing"},
     {"remote", "--remote", Kind::kText, "URL", "", 0, 0, "",
      "a store that several processes share: redis://[[user]:password@]host[:port][,host…][/number], "
      "a server or a cluster; rediss:// with TLS; or s3://bucket[/prefix][?endpoint=URL&region=NAME] with "

@@ -103,6 +103,9 @@ void read_scheduler(Settings s, scheduler::SchedulerOptions* options) {
       static_cast<int32_t>(s.integer("restores", options->max_restores, 1, 1024));
   options->restore.share = s.number("restore_share", options->restore.share, 1e-6, kMany);
   options->restore.exclusive = s.get("restore_exclusive", false);
+  options->evict =
+      s.parsed("evict", s.get<std::string>("evict", "scheduler-aware"), policy::parse_evict_policy);
+  options->offload_above = s.number("offload_above", options->offload_above, 0, 1);
   options->queue.policy = s.parsed("queue_policy", s.get<std::string>("queue_policy", "fcfs"),
                                    policy::parse_queue_policy);
   options->queue.window =
@@ -114,6 +117,7 @@ void read_state(Settings s, sim::ServingSetup* setup) {
   setup->keep_resident = s.get("keep_resident", true);
   setup->fetch =
       s.parsed("fetch", s.get<std::string>("fetch", "on-demand"), policy::parse_fetch_policy);
+  setup->scheduler.fetch = setup->fetch;
   setup->hardware.history = s.integer("planned_history", setup->hardware.history, 1, 1 << 30);
   const Json tiers = s.get<Json>("tiers", Json::array());
   if (!tiers.is_array()) s.fail("'tiers' must be an array");

@@ -135,19 +135,4 @@ int32_t choose_victim(std::span<const ActiveRequest> active) {
   return victim;
 }
 
-int32_t choose_eviction(std::span<const IdleSequence> idle) {
-  // Smallest first.
-  const auto key = [&](size_t i) {
-    const IdleSequence& sequence = idle[i];
-    return std::tuple(sequence.wanted.has_value(), ~sequence.wanted.value_or(0),
-                      sequence.last_used);
-  };
-  int32_t victim = -1;
-  for (size_t i = 0; i < idle.size(); ++i) {
-    if (!idle[i].durable || idle[i].pinned) continue;
-    if (victim < 0 || key(i) < key(static_cast<size_t>(victim))) victim = static_cast<int32_t>(i);
-  }
-  return victim;
-}
-
 }  // namespace hcache::policy

@@ -20,9 +20,9 @@ constexpr double kMemoryS = 3600;
 
 Key queue_key(const Object& o) {
   Key key{.first = o.last_use_s};
-  if (o.wanted) {
+  if (o.wish.first) {
     key.wanted = true;
-    key.urgency = std::numeric_limits<uint64_t>::max() - *o.wanted;
+    key.urgency = std::numeric_limits<uint64_t>::max() - *o.wish.first;
   }
   return key;
 }
@@ -31,6 +31,7 @@ struct PolicyRow {
   EvictPolicy policy;
   std::string_view name;
   Key (*key)(const Object&);
+  bool looks_ahead = false;
 };
 
 constexpr std::array kPolicies = {
@@ -40,12 +41,13 @@ constexpr std::array kPolicies = {
               [](const Object& o) {
                 return Key{.first = static_cast<double>(o.uses), .second = o.last_use_s};
               }},
-    PolicyRow{EvictPolicy::kSchedulerAware, "scheduler-aware", queue_key},
+    PolicyRow{EvictPolicy::kSchedulerAware, "scheduler-aware", queue_key, true},
     PolicyRow{EvictPolicy::kCarScore, "car-score",
               [](const Object& o) {
-                return Key{.first = static_cast<double>(o.score), .second = o.last_use_s};
-              }},
-    PolicyRow{EvictPolicy::kCostAware, "cost-aware", queue_key},
+                return Key{.first = static_cast<double>(o.wish.score), .second = o.last_use_s};
+              },
+              true},
+    PolicyRow{EvictPolicy::kCostAware, "cost-aware", queue_key, true},
 };
 
 const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_t>(policy)]; }
@@ -54,7 +56,7 @@ const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_
 
 std::string_view evict_policy_name(EvictPolicy policy) { return row_of(policy).name; }
 
-bool looks_ahead(EvictPolicy policy) { return row_of(policy).key == &queue_key; }
+bool looks_ahead(EvictPolicy policy) { return row_of(policy).looks_ahead; }
 
 Result<EvictPolicy> parse_evict_policy(std::string_view name) {
   std::string names;
@@ -67,7 +69,7 @@ Result<EvictPolicy> parse_evict_policy(std::string_view name) {
 
 void EvictionOrder::list(Id id, const Object& object) {
   if (object.held > 0) return;
-  if (learns() && !object.wanted) {
+  if (learns() && !object.wish.first) {
     const Group group = {.object_class = ReturnModel::class_of(object.uses),
                          .worth = std::ilogb(object.worth_per_use)};
     groups_[group].emplace(object.last_use_s, id);
@@ -78,7 +80,7 @@ void EvictionOrder::list(Id id, const Object& object) {
 
 void EvictionOrder::unlist(Id id, const Object& object) {
   if (object.held > 0) return;
-  if (learns() && !object.wanted) {
+  if (learns() && !object.wish.first) {
     const auto group = groups_.find({.object_class = ReturnModel::class_of(object.uses),
                                      .worth = std::ilogb(object.worth_per_use)});
     group->second.erase({object.last_use_s, id});
@@ -148,19 +150,11 @@ void EvictionOrder::let_go(Id id) {
   list(id, found->second);
 }
 
-void EvictionOrder::set_wanted(Id id, std::optional<uint64_t> place) {
+void EvictionOrder::set_wish(Id id, const Wish& wish) {
   const auto found = objects_.find(id);
-  if (found == objects_.end()) return;
+  if (found == objects_.end() || found->second.wish == wish) return;
   unlist(id, found->second);
-  found->second.wanted = place;
-  list(id, found->second);
-}
-
-void EvictionOrder::add_score(Id id, int delta) {
-  const auto found = objects_.find(id);
-  if (found == objects_.end()) return;
-  unlist(id, found->second);
-  found->second.score += delta;
+  found->second.wish = wish;
   list(id, found->second);
 }
 
@@ -219,6 +213,25 @@ std::optional<EvictionOrder::Id> EvictionOrder::least_worth(double now_s) {
     }
   }
   return found;
+}
+
+int32_t choose_eviction(std::span<const IdleSequence> idle, EvictPolicy policy) {
+  const auto key = [&](const IdleSequence& sequence) {
+    Object object;
+    object.stored_s = object.last_use_s = static_cast<double>(sequence.last_used);
+    object.wish = sequence.wish;
+    return row_of(policy).key(object);
+  };
+  int32_t victim = -1;
+  Key least;
+  for (size_t i = 0; i < idle.size(); ++i) {
+    if (!idle[i].durable || idle[i].pinned) continue;
+    const Key own = key(idle[i]);
+    if (victim >= 0 && !(own < least)) continue;
+    victim = static_cast<int32_t>(i);
+    least = own;
+  }
+  return victim;
 }
 
 }  // namespace hcache::policy

@@ -17,7 +17,7 @@ namespace {
 constexpr double kLookupAgeS = 1;
 // Requests at the front of the queue that an eviction from the arena looks at.
 constexpr size_t kLookAhead = 64;
-// So is the order of a queue that nobody has joined.
+// So is the order of the queue.
 constexpr double kSortAgeS = 0.5;
 
 }  // namespace
@@ -29,10 +29,10 @@ bool Core::before(const Task& a, const Task& b, int64_t now_ns) const {
   return policy::admitted_before(key(a), key(b));
 }
 
-// Whoever leaves the queue leaves it in order; only newcomers and time, which raises levels, don't.
+// Everyone is put in at its place and leaves the others in order; only time, which raises levels,
+// brings them out of it.
 void Core::sort_queue(int64_t now_ns) {
-  if (!queue_grew_ && seconds_between(queue_sorted_ns_, now_ns) < kSortAgeS) return;
-  queue_grew_ = false;
+  if (seconds_between(queue_sorted_ns_, now_ns) < kSortAgeS) return;
   queue_sorted_ns_ = now_ns;
   const auto less = [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); };
   if (!std::is_sorted(queue_.begin(), queue_.end(), less)) {
@@ -72,10 +72,9 @@ void Core::admit() {
   const int64_t now_ns = executor_.now_ns();  // one time for all, or the order is none
   sort_queue(now_ns);
   order_window(now_ns);
-  const auto max_active = static_cast<size_t>(options_.batch.max_sequences);
   size_t at = 0;
-  while (at < queue_.size() && active_.size() < max_active) {
-    const Admission admission = try_admit(*queue_[at]);
+  for (bool loads_only = false; at < queue_.size() && may_join(&loads_only);) {
+    const Admission admission = try_admit(*queue_[at], loads_only);
     if (admission == Admission::kBlocked) break;
     if (admission != Admission::kAdmitted) {
       ++at;
@@ -95,17 +94,18 @@ policy::ReuseChoice Core::choose_for_queue(Task& task) {
   return choose(task, executor_.limits().arena_cells);
 }
 
-std::optional<uint64_t> Core::first_that_wants(const Resident& resident) const {
+policy::Wish Core::wish_of(const Resident& resident) const {
   const auto rows = static_cast<int64_t>(resident.tokens.size());
   const auto enough = std::max(options_.reuse.min_fork_tokens, rows / 2);
-  std::optional<uint64_t> first;
+  policy::Wish wish;
   for (size_t i = 0; i < std::min(queue_.size(), kLookAhead); ++i) {
     const Task& task = *queue_[i];
-    if (first && task.place > *first) continue;
     if (task.request.salt != resident.salt || task.request.save != resident.save) continue;
-    if (common_prefix(task.chain, resident.tokens) >= enough) first = task.place;
+    if (common_prefix(task.chain, resident.tokens) < enough) continue;
+    wish.first = std::min(wish.first.value_or(task.place), task.place);
+    if (i < policy::Wanted::kWindow) ++wish.score;
   }
-  return first;
+  return wish;
 }
 
 void Core::note_group(Task& task, const policy::ReuseChoice& choice) const {
@@ -121,8 +121,11 @@ void Core::note_group(Task& task, const policy::ReuseChoice& choice) const {
 
 void Core::enqueue(std::unique_ptr<Task> task) {
   Task& t = *task;
-  queue_.push_back(std::move(task));
-  queue_grew_ = true;
+  const int64_t now_ns = executor_.now_ns();
+  const auto behind =
+      std::upper_bound(queue_.begin(), queue_.end(), task,
+                       [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); });
+  queue_.insert(behind, std::move(task));
   t.place = policy::queue_place({t.preempted, t.request.priority, t.id});
   const policy::ReuseChoice choice = choose_for_queue(t);
   note_group(t, choice);
@@ -133,11 +136,34 @@ void Core::enqueue(std::unique_ptr<Task> task) {
                       .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0});
 }
 
-void Core::leave_queue(Task& task) {
-  if (task.place != 0) executor_.dequeued(std::exchange(task.place, 0));
+void Core::leave_queue(Task& task, bool admitted) {
+  if (task.place == 0) return;
+  executor_.dequeued(task.place, admitted);
+  if (admitted) task.came_from = task.place;
+  task.place = 0;
 }
 
-Core::Admission Core::try_admit(Task& task) {
+void Core::complete(Task& task) {
+  if (task.came_from != 0) executor_.completed(std::exchange(task.came_from, 0));
+}
+
+bool Core::may_join(bool* loads_only) const {
+  const auto most = static_cast<size_t>(options_.batch.max_sequences);
+  *loads_only = active_.size() >= most;
+  return active_.size() <= most &&
+         (!*loads_only || options_.fetch == policy::FetchPolicy::kCarTimer);
+}
+
+bool Core::loads_ahead(int64_t rows) const {
+  const double load_s = load_timer_.load_s(rows);
+  return std::any_of(active_.begin(), active_.end(), [&](const auto& task) {
+    return task->phase == Phase::kDecoding &&
+           load_timer_.remaining_s(task->request.key, task->outcome.generated_tokens,
+                                   task->max_new) <= load_s;
+  });
+}
+
+Core::Admission Core::try_admit(Task& task, bool loads_only) {
   if (!inbox_.may_run(task.request.key)) return Admission::kLater;
   const int64_t spare = room() - headroom(task);
   if (spare < task.length()) {
@@ -148,13 +174,17 @@ Core::Admission Core::try_admit(Task& task) {
         "");
     return Admission::kEnded;
   }
-  const Admission admission = apply(task, choose(task, spare));
+  const policy::ReuseChoice choice = choose(task, spare);
+  if (loads_only && (choice.action != policy::Reuse::kRestore || !loads_ahead(choice.rows))) {
+    return Admission::kBlocked;
+  }
+  const Admission admission = apply(task, choice);
   if (admission == Admission::kAdmitted) admitted(task);
   return admission;
 }
 
 void Core::admitted(Task& task) {
-  leave_queue(task);
+  leave_queue(task, /*admitted=*/true);
   task.preempted = false;
   Outcome& outcome = task.outcome;
   if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);
@@ -307,7 +337,9 @@ Core::Admission Core::no_sequence(Task& task, const Status& status) {
 }
 
 void Core::begin_restore(Task& task, int64_t rows) {
-  leave_queue(task);  // first: what is being read ahead for it makes way for its own reads
+  leave_queue(
+      task,
+      /*admitted=*/true);  // first: what is being read ahead for it makes way for its own reads
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
   task.restore_alone = true;

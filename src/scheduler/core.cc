@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace hcache::scheduler {
@@ -11,10 +12,8 @@ Core::Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox)
     : executor_(executor),
       options_(options),
       inbox_(inbox),
-      residents_(executor, options.flush_wait_s,
-                 options.look_ahead
-                     ? [this](const Resident& resident) { return first_that_wants(resident); }
-                     : Residents::Wanted()) {}
+      residents_(executor, options.flush_wait_s, options.evict,
+                 [this](const Resident& resident) { return wish_of(resident); }) {}
 
 Core::~Core() {
   take_inbox();
@@ -28,6 +27,7 @@ Activity Core::run_once() {
   admit();
   step();
   restore();
+  offload();
   sweep();
   publish();
   if (progressed_) return Activity::kWorked;
@@ -90,7 +90,9 @@ void Core::end_all(const Status& reason) {
 
 void Core::end(Task& task, const Status& status, std::string finish_reason, bool keep_state) {
   const bool was_running = task.phase != Phase::kQueued;
-  leave_queue(task);
+  unswept_ = true;
+  leave_queue(task, /*admitted=*/false);
+  complete(task);
   leave_sequence(task, keep_state);
   Outcome& outcome = task.outcome;
   outcome.status = status;
@@ -130,7 +132,14 @@ void Core::leave_sequence(Task& task, bool keep_state) {
   task.reserved = 0;
 }
 
+void Core::offload() {
+  if (options_.offload_above >= 1) return;
+  const auto arena = static_cast<double>(executor_.limits().arena_cells);
+  residents_.offload(std::llround((1 - options_.offload_above) * arena));
+}
+
 void Core::sweep() {
+  if (!std::exchange(unswept_, false)) return;
   for (TaskList* list : {&queue_, &active_}) {
     std::erase_if(*list, [](const auto& task) { return task->ended(); });
   }

@@ -43,6 +43,8 @@ class Core {
   // suspect). The task stays in its list until sweep().
   void end(Task& task, const Status& status, std::string finish_reason, bool keep_state = true);
   void leave_sequence(Task& task, bool keep_state);
+  // CaR's asynchronous offload: room before somebody asks for it.
+  void offload();
   void sweep();
   void enter(Task& task, Phase phase, double fraction = 0);
   void publish();
@@ -62,20 +64,25 @@ class Core {
   // A request was admitted: those before it in the queue's order have been overtaken.
   void note_overtaken(const Task& by, int64_t now_ns);
   [[nodiscard]] policy::ReuseChoice choose_for_queue(Task& task);
-  [[nodiscard]] std::optional<uint64_t> first_that_wants(const Resident& resident) const;
+  [[nodiscard]] policy::Wish wish_of(const Resident& resident) const;
   void note_group(Task& task, const policy::ReuseChoice& choice) const;
   void enqueue(std::unique_ptr<Task> task);
-  // Tells the Executor, once.
-  void leave_queue(Task& task);
+  // Each tells the Executor, once.
+  void leave_queue(Task& task, bool admitted);
+  void complete(Task& task);
   void admit();
+  // Whether one more may run; or load, which is all that it may do if it `loads_only`.
+  [[nodiscard]] bool may_join(bool* loads_only) const;
   void admitted(Task& task);
-  [[nodiscard]] Admission try_admit(Task& task);
+  [[nodiscard]] Admission try_admit(Task& task, bool loads_only);
   [[nodiscard]] Admission apply(Task& task, const policy::ReuseChoice& choice);
   [[nodiscard]] Admission take_over(Task& task, size_t index, int64_t rows);
   [[nodiscard]] Admission fork(Task& task, SeqId source, int64_t rows);
   [[nodiscard]] Admission start_new(Task& task, int64_t restore_rows);
   [[nodiscard]] Admission no_sequence(Task& task, const Status& status);
   void begin_restore(Task& task, int64_t rows);
+  // Whether the timer says that a request with so many rows to load may come beside a full batch.
+  [[nodiscard]] bool loads_ahead(int64_t rows) const;
   [[nodiscard]] bool make_slot(SeqId pinned = kNoSeq);
   [[nodiscard]] policy::ReuseChoice choose(Task& task, int64_t room);
   [[nodiscard]] int64_t saved_prefix(Task& task);
@@ -107,12 +114,13 @@ class Core {
   const SchedulerOptions options_;
   Inbox& inbox_;
   Residents residents_;
+  policy::LoadTimer load_timer_;
   TaskList queue_;
-  bool queue_grew_ = false;  // since it was sorted
   int64_t queue_sorted_ns_ = 0;
   TaskList active_;           // in order of arrival
   std::vector<Task*> ready_;  // of the step being planned
   bool progressed_ = false;   // something changed in this iteration
+  bool unswept_ = false;      // tasks have ended since sweep()
 
   // The current iteration's step.
   bool stepped_ = false;

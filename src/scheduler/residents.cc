@@ -31,22 +31,25 @@ int64_t Residents::cells() const {
   return cells;
 }
 
-bool Residents::may_go(const Resident& resident) {
+bool Residents::is_durable(const Resident& resident) {
   const int64_t durable = executor_.durable_tokens(resident.seq);
-  if (durable == kNotSaving || durable >= rows(resident)) return true;
+  return durable == kNotSaving || durable >= rows(resident);
+}
+
+bool Residents::waited_enough(const Resident& resident) const {
   return resident.flush_begin_ns >= 0 &&
          seconds_between(resident.flush_begin_ns, executor_.now_ns()) > flush_wait_s_;
 }
 
-int32_t Residents::victim(SeqId pinned) {
+int32_t Residents::victim(SeqId pinned, bool patient) {
   std::vector<policy::IdleSequence> idle;
   for (const Resident& resident : residents_) {
     idle.push_back({.last_used = resident.last_used,
-                    .durable = may_go(resident),
+                    .durable = is_durable(resident) || (!patient && waited_enough(resident)),
                     .pinned = resident.seq == pinned,
-                    .wanted = wanted_ ? wanted_(resident) : std::nullopt});
+                    .wish = policy::looks_ahead(policy_) ? wish_of_(resident) : policy::Wish()});
   }
-  return policy::choose_eviction(idle);
+  return policy::choose_eviction(idle, policy_);
 }
 
 void Residents::evict(size_t index, EvictionReason reason) {
@@ -79,6 +82,14 @@ bool Residents::free_up(int64_t cells, EvictionReason reason, SeqId pinned) {
     evicted = true;
   }
   return evicted;
+}
+
+void Residents::offload(int64_t cells) {
+  while (executor_.free_cells() < cells) {
+    const int32_t index = victim(kNoSeq, /*patient=*/true);
+    if (index < 0) return;
+    evict(static_cast<size_t>(index), EvictionReason::kOffload);
+  }
 }
 
 bool Residents::free_slot(SeqId pinned) {

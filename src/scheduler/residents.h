@@ -9,12 +9,12 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "policy/eviction.h"
 #include "scheduler/executor.h"
 #include "scheduler/scheduler.h"
 
@@ -31,12 +31,15 @@ struct Resident {
 
 class Residents {
  public:
-  // The place in the queue of the first request that would go on from a sequence, if any.
-  using Wanted = std::function<std::optional<uint64_t>(const Resident&)>;
+  // What requests want that would go on from a sequence.
+  using WishOf = std::function<policy::Wish(const Resident&)>;
 
-  // Without `wanted` nobody looks ahead.
-  Residents(Executor& executor, double flush_wait_s, Wanted wanted)
-      : executor_(executor), flush_wait_s_(flush_wait_s), wanted_(std::move(wanted)) {}
+  // `wish_of` is asked where the policy looks ahead.
+  Residents(Executor& executor, double flush_wait_s, policy::EvictPolicy policy, WishOf wish_of)
+      : executor_(executor),
+        flush_wait_s_(flush_wait_s),
+        policy_(policy),
+        wish_of_(std::move(wish_of)) {}
 
   // Takes a sequence in as the most recently used one, and asks for it to be flushed, so that
   // evicting it later is free.
@@ -48,6 +51,8 @@ class Residents {
   // the order of eviction and no more than is needed. True if anything was evicted; the caller
   // looks at free_cells() for the rest. `pinned` stays.
   bool free_up(int64_t cells, EvictionReason reason, SeqId pinned = kNoSeq);
+  // Evicts what is durable already, as long as fewer cells are free.
+  void offload(int64_t cells);
   // Evicts one, to make room for another sequence. False: none could go yet.
   bool free_slot(SeqId pinned = kNoSeq);
   // Of every sequence with this salt: drops the rows in common with `tokens` from the keep-th on,
@@ -65,15 +70,17 @@ class Residents {
   [[nodiscard]] uint64_t evicted_unsaved() const { return evicted_unsaved_; }
 
  private:
-  [[nodiscard]] bool may_go(const Resident& resident);
-  // The one to evict now, or -1.
-  [[nodiscard]] int32_t victim(SeqId pinned);
+  [[nodiscard]] bool is_durable(const Resident& resident);
+  [[nodiscard]] bool waited_enough(const Resident& resident) const;
+  // The one to evict now, or -1. A patient one waits for as long as a flush takes.
+  [[nodiscard]] int32_t victim(SeqId pinned, bool patient = false);
   void evict(size_t index, EvictionReason reason);
   void ask_for_flushes(int64_t cells, SeqId pinned);
 
   Executor& executor_;
   const double flush_wait_s_;
-  const Wanted wanted_;
+  const policy::EvictPolicy policy_;
+  const WishOf wish_of_;
   std::vector<Resident> residents_;  // least recently used first
   uint64_t uses_ = 0;
   std::array<uint64_t, kEvictionReasons> evictions_{};

@@ -16,7 +16,7 @@ namespace {
 constexpr std::array<std::string_view, 8> kPhaseNames = {
     "queued", "fetching", "restoring", "prefill", "decoding", "done", "cancelled", "failed"};
 constexpr std::array<std::string_view, kEvictionReasons> kReasonNames = {"admission", "growth",
-                                                                         "slots"};
+                                                                         "slots", "offload"};
 
 Status at_least(std::string_view name, int64_t value, int64_t least) {
   if (value >= least) return {};
@@ -43,6 +43,10 @@ Status check(const SchedulerOptions& options, const ExecutorLimits& limits) {
   HCACHE_RETURN_IF_ERROR(at_least("cheap_tokens", options.reuse.cheap_tokens, 0));
   HCACHE_RETURN_IF_ERROR(above_zero("restore.share", options.restore.share));
   HCACHE_RETURN_IF_ERROR(above_zero("restore.idle_slice_s", options.restore.idle_slice_s));
+  if (!(options.offload_above >= 0 && options.offload_above <= 1)) {
+    return invalid_argument(
+        fmt::format("offload_above is {}; it takes a share from 0 to 1", options.offload_above));
+  }
   HCACHE_RETURN_IF_ERROR(at_least("the arena's cells", limits.arena_cells, 1));
   HCACHE_RETURN_IF_ERROR(at_least("the context", limits.context, 1));
   HCACHE_RETURN_IF_ERROR(at_least("the executor's rows", limits.max_step_rows, 1));

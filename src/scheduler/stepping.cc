@@ -87,6 +87,7 @@ void Core::run(std::span<const policy::StepPiece> pieces) {
     return;
   }
   step_s_ += output->seconds;
+  if (decoding_) load_timer_.stepped(output->seconds);
   size_t next_logits = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
     std::span<const float> logits;
@@ -150,6 +151,7 @@ void Core::sample(Task& task, std::span<const float> logits) {
   Outcome& outcome = task.outcome;
   if (++outcome.generated_tokens == 1) outcome.ttft_s = since_submit_s(task);
   if (next->stop || task.remaining_new() == 0) {
+    load_timer_.replied(task.request.key, outcome.generated_tokens);
     end(task, {}, next->stop ? std::move(next->finish_reason) : "length");
     return;
   }
@@ -171,6 +173,7 @@ bool Core::preempt_one() {
 // Its sequence becomes an idle one like any other: it is evicted once its state is durable, or the
 // request goes on from it if room comes sooner.
 void Core::preempt(Task& task) {
+  complete(task);
   leave_sequence(task, /*keep_state=*/true);
   task.preempted = true;
   task.compute_only = false;
@@ -242,6 +245,7 @@ void Core::restored(Task& task, const RestoreStatus& status) {
   Outcome& outcome = task.outcome;
   const double seconds = seconds_between(task.restore_begin_ns, executor_.now_ns());
   outcome.restore_s += seconds;
+  load_timer_.loaded(status.tokens, seconds);
   outcome.restores.push_back({.seconds = seconds,
                               .predicted_s = report.predicted_s,
                               .alone = task.restore_alone,

@@ -29,7 +29,8 @@ struct Task {
 
   int64_t saved = -1;  // saved prefix as last looked up; -1: not yet
   int64_t saved_ns = 0;
-  uint64_t place = 0;  // in the queue, as the Executor was told; 0: it was not, or no longer
+  uint64_t place = 0;      // in the queue, as the Executor was told; 0: it was not, or no longer
+  uint64_t came_from = 0;  // of one that was admitted: its place before
   policy::QueueGroup group = policy::QueueGroup::kNoHistory;
   int64_t group_ns = 0;   // when it was found out
   int32_t overtaken = 0;  // by later ones, since it was queued

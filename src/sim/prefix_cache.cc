@@ -1,7 +1,6 @@
 #include "sim/prefix_cache.h"
 
 #include <algorithm>
-#include <deque>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -29,21 +28,16 @@ class PrefixCache {
   }
 
  private:
-  struct Block {
-    std::deque<size_t> wanted_by;  // requests in sight, in order
-    std::optional<uint64_t> parent;
-  };
-
   void see_arrivals(size_t current, double now_s) {
     while (seen_ < trace_.size() &&
            (options_.optimal || seen_ <= current || trace_[seen_].arrival_s <= now_s)) {
-      for (const uint64_t id : trace_[seen_].blocks) {
-        Block& block = blocks_[id];
-        block.wanted_by.push_back(seen_);
-        if (block.wanted_by.size() == 1) order_.set_wanted(id, seen_);
-      }
+      mark(wanted_.add(seen_, trace_[seen_].blocks));
       ++seen_;
     }
+  }
+
+  void mark(std::span<const uint64_t> changed) {
+    for (const uint64_t id : changed) order_.set_wish(id, wanted_.wish(id));
   }
 
   void serve(size_t i, double now_s) {
@@ -52,11 +46,7 @@ class PrefixCache {
     size_t resident = 0;
     while (resident < chain.size() && order_.contains(chain[resident])) ++resident;
     report_.hits += resident;
-    for (const uint64_t id : chain) {
-      Block& block = blocks_[id];
-      if (!block.wanted_by.empty() && block.wanted_by.front() == i) block.wanted_by.pop_front();
-      order_.set_wanted(id, next_wish(block));
-    }
+    mark(wanted_.remove(i));
     for (size_t b = 0; b < resident; ++b) order_.use(chain[b], now_s);
     for (size_t b = resident; b < chain.size(); ++b) {
       const std::optional<uint64_t> parent =
@@ -67,23 +57,17 @@ class PrefixCache {
     }
   }
 
-  static std::optional<uint64_t> next_wish(const Block& block) {
-    if (block.wanted_by.empty()) return std::nullopt;
-    return block.wanted_by.front();
-  }
-
   // False when the block did not stay.
   bool put(uint64_t id, std::optional<uint64_t> parent, double now_s) {
     if (parent) order_.hold(*parent);
-    Block& block = blocks_[id];
-    block.parent = parent;
+    parents_[id] = parent;
     order_.insert(id, now_s, 1, 1);
-    order_.set_wanted(id, next_wish(block));
+    order_.set_wish(id, wanted_.wish(id));
     while (order_.size() > options_.capacity_blocks) {
       const auto victim = order_.victim(now_s);
       if (!victim) return true;  // all of it is one chain; its end goes with the next request
       order_.erase(*victim, now_s);
-      if (const auto above = blocks_[*victim].parent) order_.let_go(*above);
+      if (const auto above = parents_[*victim]) order_.let_go(*above);
       if (*victim == id) return false;
     }
     return true;
@@ -92,7 +76,8 @@ class PrefixCache {
   const std::span<const TraceRequest> trace_;
   const PrefixCacheOptions& options_;
   policy::EvictionOrder order_;
-  std::unordered_map<uint64_t, Block> blocks_;
+  policy::Wanted wanted_;
+  std::unordered_map<uint64_t, std::optional<uint64_t>> parents_;
   size_t seen_ = 0;  // requests in sight so far
   PrefixCacheReport report_;
 };

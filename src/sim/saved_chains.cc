@@ -1,6 +1,7 @@
 #include "saved_chains.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <utility>
 
@@ -14,6 +15,15 @@ constexpr uint64_t kSeed = kSplitMixStep;
 // Of a chain, token by token.
 uint64_t extended(uint64_t hash, int32_t token) {
   return mixed(hash + kSplitMixStep + static_cast<uint32_t>(token));
+}
+
+// Of every piece of a chunk that begins where the chain before it ends.
+using Ends = std::array<uint64_t, kChunk>;
+
+// The last of them.
+uint64_t ends_of(uint64_t hash, std::span<const int32_t> chunk, Ends* ends) {
+  for (size_t i = 0; i < chunk.size(); ++i) (*ends)[i] = hash = extended(hash, chunk[i]);
+  return hash;
 }
 
 bool in(uint8_t tiers, size_t tier) { return (tiers >> tier & 1U) != 0; }
@@ -30,23 +40,16 @@ SavedChains::SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, d
 
 std::vector<SavedChains::Link> SavedChains::walk(std::span<const int32_t> tokens) const {
   std::vector<Link> links;
-  uint64_t hash = kSeed;
-  uint64_t end = 0;  // of the longest saved piece of the chunk under way
-  int32_t end_tokens = 0;
-  int32_t in_chunk = 0;
-  for (const int32_t token : tokens) {
-    hash = extended(hash, token);
-    ++in_chunk;
-    if (objects_.contains(hash)) {
-      end = hash;
-      end_tokens = in_chunk;
-    }
-    if (in_chunk < kChunk) continue;
-    if (end_tokens < in_chunk) break;  // this chunk is not there as a whole
-    links.push_back({end, end_tokens});
-    in_chunk = end_tokens = 0;
+  Ends ends;
+  Id hash = kSeed;
+  for (size_t begin = 0; begin < tokens.size(); begin += kChunk) {
+    const auto chunk = tokens.subspan(begin, std::min<size_t>(kChunk, tokens.size() - begin));
+    hash = ends_of(hash, chunk, &ends);
+    size_t n = chunk.size();
+    while (n > 0 && !objects_.contains(ends[n - 1])) --n;
+    if (n > 0) links.push_back({ends[n - 1], static_cast<int32_t>(n)});
+    if (n < kChunk) break;  // this chunk is not there as a whole
   }
-  if (end_tokens > 0) links.push_back({end, end_tokens});
   return links;
 }
 
@@ -92,27 +95,24 @@ SavedChains::Found SavedChains::use(std::span<const int32_t> tokens, double now_
 
 void SavedChains::put(std::span<const int32_t> tokens, double now_s) {
   if (tiers_.empty()) return;
-  uint64_t hash = kSeed;
+  Ends ends;
+  Id hash = kSeed;
   Id parent = 0;
   bool room = true;  // where there was none for a chunk there is none for what follows
   for (size_t begin = 0; begin < tokens.size(); begin += kChunk) {
     const size_t n = std::min<size_t>(kChunk, tokens.size() - begin);
-    std::vector<Id> shorter;
-    for (const int32_t token : tokens.subspan(begin, n)) {
-      hash = extended(hash, token);
-      if (objects_.contains(hash)) shorter.push_back(hash);
-    }
-    const bool known = !shorter.empty() && shorter.back() == hash;
+    hash = ends_of(hash, tokens.subspan(begin, n), &ends);
+    const bool known = objects_.contains(hash);
     if (!room && !known) {
       for (Tier& tier : tiers_) tier.order.miss(hash, now_s);
       continue;
     }
-    if (known) {
-      shorter.pop_back();
-    } else {
+    if (!known) {
       create(hash, parent, static_cast<int32_t>(n));
+      for (const Id id : std::span(ends).first(n - 1)) {  // it takes the place of shorter ones
+        if (objects_.contains(id)) leave_all(id, now_s);
+      }
     }
-    for (const Id id : shorter) leave_all(id, now_s);
     for (size_t t = tiers_.size(); t-- > 0;) {
       const auto found = objects_.find(hash);
       if (found != objects_.end() && !in(found->second.tiers, t)) enter(t, hash, now_s);
@@ -170,16 +170,18 @@ void SavedChains::want(uint64_t place, std::span<const int32_t> tokens) {
   if (std::none_of(tiers_.begin(), tiers_.end(), [&](const Tier& t) { return limited(t); })) return;
   std::vector<Id> ids;
   for (const Link& link : walk(tokens)) ids.push_back(link.id);
-  wanted_.add(place, ids);
-  for (const Id id : ids) mark(id);
+  mark(wanted_.add(place, std::move(ids)));
 }
 
-void SavedChains::unwant(uint64_t place) {
-  for (const Id id : wanted_.remove(place)) mark(id);
-}
+void SavedChains::dispatch(uint64_t place) { mark(wanted_.dispatch(place)); }
 
-void SavedChains::mark(Id id) {
-  for (Tier& tier : tiers_) tier.order.set_wanted(id, wanted_.first(id));
+void SavedChains::unwant(uint64_t place) { mark(wanted_.remove(place)); }
+
+void SavedChains::mark(std::span<const Id> changed) {
+  for (const Id id : changed) {
+    const policy::Wish wish = wanted_.wish(id);
+    for (Tier& tier : tiers_) tier.order.set_wish(id, wish);
+  }
 }
 
 void SavedChains::create(Id id, Id parent, int32_t tokens) {
@@ -199,7 +201,7 @@ void SavedChains::enter(size_t tier, Id id, double now_s) {
     object.holds |= bit(tier);
   }
   t.order.insert(id, now_s, bytes, rebuild_s_ * object.tokens);
-  if (const auto place = wanted_.first(id)) t.order.set_wanted(id, place);
+  t.order.set_wish(id, wanted_.wish(id));
   while (t.used > t.setup.capacity_bytes) {
     const auto victim = t.order.victim(now_s);
     if (!victim) return;  // one chain fills the tier

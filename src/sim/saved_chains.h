@@ -62,6 +62,7 @@ class SavedChains {
   // A request in the queue wants a chain: what is saved of it, until it is unwanted. Policies that
   // look ahead keep it. Nobody else is at the same place.
   void want(uint64_t place, std::span<const int32_t> tokens);
+  void dispatch(uint64_t place);  // it waits no longer and runs
   void unwant(uint64_t place);
 
   [[nodiscard]] double bytes(size_t tier) const { return tiers_[tier].used; }
@@ -93,7 +94,7 @@ class SavedChains {
   [[nodiscard]] Found describe(const std::vector<Link>& links) const;
   [[nodiscard]] bool limited(const Tier& tier) const { return tier.setup.capacity_bytes > 0; }
   // Tells the policies of the tiers that hold it which request wants it first.
-  void mark(Id id);
+  void mark(std::span<const Id> changed);
   // In no tier yet.
   void create(Id id, Id parent, int32_t tokens);
   // Others may have to leave, or it itself: then it may be gone altogether.

@@ -201,7 +201,6 @@ class Serving {
     served.restored_tokens = outcome.hidden_tokens + outcome.kv_tokens + outcome.recomputed_tokens;
     served.output_tokens = outcome.generated_tokens;
     report.requests.push_back(served);
-    if (!setup_.keep_resident) scheduler_.forget("", history);
     if (event.round + 1 < session.rounds.size()) {
       events_.push({executor_.now_s() + session.rounds[event.round + 1].think_s, event.session,
                     event.round + 1});
@@ -239,6 +238,7 @@ Result<ServingReport> simulate_serving(const ServingSetup& given, const Schedule
   HCACHE_RETURN_IF_ERROR(check(given));
   ServingSetup setup = given;
   // Clients wait; the queue has no end.
+  if (!setup.keep_resident) setup.scheduler.offload_above = 0;
   setup.scheduler.max_queued = std::numeric_limits<int64_t>::max();
   if (setup.tiers.empty()) {
     HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, serving_costs(setup));

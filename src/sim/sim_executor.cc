@@ -185,12 +185,14 @@ void SimExecutor::enqueued(const scheduler::Waiting& request) {
   fetch();
 }
 
-void SimExecutor::dequeued(uint64_t place) {
-  chains_.unwant(place);
+void SimExecutor::dequeued(uint64_t place, bool admitted) {
+  admitted ? chains_.dispatch(place) : chains_.unwant(place);
   ahead_.erase(place);
   window_.remove(place);
   if (fetch_ && fetch_->place == place) end_fetch();
 }
+
+void SimExecutor::completed(uint64_t place) { chains_.unwant(place); }
 
 void SimExecutor::fetch() {
   if (fetch_) {

@@ -64,7 +64,8 @@ class SimExecutor final : public scheduler::Executor {
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
   void enqueued(const scheduler::Waiting& request) override;
-  void dequeued(uint64_t place) override;
+  void dequeued(uint64_t place, bool admitted) override;
+  void completed(uint64_t place) override;
   void request_flush(SeqId seq) override;
   [[nodiscard]] int64_t durable_tokens(SeqId seq) override;
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;

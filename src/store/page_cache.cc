@@ -84,7 +84,7 @@ void PageCache::insert(const PageKey& key, const ChunkId& parent,
       chunk.holds_parent = true;
       order_.hold(chunk.parent);
     }
-    if (const auto wanted = wanted_.first(id)) order_.set_wanted(id, wanted);
+    order_.set_wish(id, wanted_.wish(id));
   } else if (chunk.id != key.chunk) {
     return;  // of two that can't be told apart the second stays out
   }
@@ -126,13 +126,21 @@ void PageCache::want(std::uint64_t place, std::span<const ChunkId> chunks) {
   MutexLock lock(mutex_);
   std::vector<Id> ids;
   for (const ChunkId& chunk : chunks) ids.push_back(short_id(chunk));
-  wanted_.add(place, ids);
-  for (const Id id : ids) order_.set_wanted(id, wanted_.first(id));
+  mark_wishes(wanted_.add(place, std::move(ids)));
+}
+
+void PageCache::dispatch(std::uint64_t place) {
+  MutexLock lock(mutex_);
+  mark_wishes(wanted_.dispatch(place));
 }
 
 void PageCache::unwant(std::uint64_t place) {
   MutexLock lock(mutex_);
-  for (const Id id : wanted_.remove(place)) order_.set_wanted(id, wanted_.first(id));
+  mark_wishes(wanted_.remove(place));
+}
+
+void PageCache::mark_wishes(std::span<const Id> changed) {
+  for (const Id id : changed) order_.set_wish(id, wanted_.wish(id));
 }
 
 void PageCache::describe(StoreStat* stat) const {

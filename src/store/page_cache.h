@@ -55,6 +55,7 @@ class PageCache {
   void clear() HCACHE_EXCLUDES(mutex_);
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
   void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
+  void dispatch(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
   void unwant(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
   // Fills the fields of StoreStat that are the cache's.
   void describe(StoreStat* stat) const HCACHE_EXCLUDES(mutex_);
@@ -79,6 +80,7 @@ class PageCache {
   // Null: it is not here.
   [[nodiscard]] Chunk* chunk_of(const ChunkId& id) HCACHE_REQUIRES(mutex_);
   [[nodiscard]] const Chunk* chunk_of(const ChunkId& id) const HCACHE_REQUIRES(mutex_);
+  void mark_wishes(std::span<const Id> changed) HCACHE_REQUIRES(mutex_);
   void drop(Id id) HCACHE_REQUIRES(mutex_);
   void clear_all() HCACHE_REQUIRES(mutex_);
 

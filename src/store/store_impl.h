@@ -45,6 +45,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Status quarantine(const ChunkId& id, std::uint16_t layer,
                                   Encoding encoding) override;
   void want(std::uint64_t place, const Match& match) override;
+  void dispatch(std::uint64_t place) override { cache_.dispatch(place); }
   void unwant(std::uint64_t place) override { cache_.unwant(place); }
   [[nodiscard]] Status put_session(const Session& session) override;
   [[nodiscard]] Result<Session> get_session(std::string_view name) override;

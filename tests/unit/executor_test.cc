@@ -372,13 +372,13 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     EXPECT_EQ(p->bytes_read_ahead() > 0, ahead);
     const SeqId seq = p.create();
     const RestoreStatus done = p.restore(seq, first, 300);
-    p->dequeued(5);
+    p->dequeued(5, true);
     EXPECT_EQ(done.tokens, 300);
     // On demand only the tail may be in memory: the saver reads it, too, to go on from it.
     const scheduler::TierBytes& pages = done.report.kv_pages;
     EXPECT_EQ(pages.disk == 0, ahead);
     EXPECT_EQ(pages.dram > pages.disk, ahead);
-    p->dequeued(9);  // before all of it was read, maybe
+    p->dequeued(9, false);  // before all of it was read, maybe
     const RestoreStatus later = p.restore(p.create(), second, 300);
     EXPECT_EQ(later.tokens, 300);
   }

@@ -297,19 +297,5 @@ TEST(Victims, TheLowestLevelAndThereTheYoungest) {
   EXPECT_EQ(choose_victim(active), 2);
 }
 
-TEST(Victims, TheLeastRecentlyUsedThatMayGo) {
-  EXPECT_EQ(choose_eviction({}), -1);
-  const std::vector<IdleSequence> idle = {
-      {5, true, false}, {1, false, false}, {2, true, true}, {3, true, false}};
-  EXPECT_EQ(choose_eviction(idle), 3);
-  const std::vector<IdleSequence> none = {{1, false, false}, {2, true, true}};
-  EXPECT_EQ(choose_eviction(none), -1);
-  std::vector<IdleSequence> wanted = {
-      {1, true, false, 20}, {2, true, false, 30}, {4, true, false}, {3, true, false}};
-  EXPECT_EQ(choose_eviction(wanted), 3);
-  wanted.resize(2);
-  EXPECT_EQ(choose_eviction(wanted), 1);  // its turn comes last
-}
-
 }  // namespace
 }  // namespace hcache::policy

@@ -46,9 +46,9 @@ TEST(EvictionOrder, FollowsItsPolicy) {
   EvictionOrder lfu = filled(EvictPolicy::kLfu);
   EXPECT_EQ(drain(lfu, 10), (std::vector<uint64_t>{3, 1, 2}));
   EvictionOrder car = filled(EvictPolicy::kCarScore);
-  car.add_score(3, 2);
-  car.add_score(1, 1);
-  car.add_score(3, -2);
+  car.set_wish(3, {.first = {}, .score = 2});
+  car.set_wish(1, {.first = 4, .score = 1});
+  car.set_wish(3, {});
   EXPECT_EQ(drain(car, 10), (std::vector<uint64_t>{3, 2, 1}));
 }
 
@@ -56,13 +56,37 @@ TEST(EvictionOrder, KeepsWhatTheQueueWants) {
   for (const EvictPolicy policy : {EvictPolicy::kSchedulerAware, EvictPolicy::kCostAware}) {
     EvictionOrder order(policy);
     for (const uint64_t id : {1, 2, 3, 4}) order.insert(id, static_cast<double>(id), 1, 1);
-    order.set_wanted(1, 7);
-    order.set_wanted(2, 9);
-    order.set_wanted(3, 8);
-    order.set_wanted(3, std::nullopt);
+    order.set_wish(1, {.first = 7});
+    order.set_wish(2, {.first = 9});
+    order.set_wish(3, {.first = 8});
+    order.set_wish(3, {});
     // What nobody wants in the order of use, then the last in the queue.
     EXPECT_EQ(drain(order, 10), (std::vector<uint64_t>{3, 4, 2, 1})) << evict_policy_name(policy);
   }
+}
+
+TEST(IdleSequences, ThePolicysFirstThatMayGo) {
+  const auto lru = EvictPolicy::kLru;
+  const auto ahead = EvictPolicy::kSchedulerAware;
+  EXPECT_EQ(choose_eviction({}, lru), -1);
+  const std::vector<IdleSequence> idle = {
+      {5, true, false}, {1, false, false}, {2, true, true}, {3, true, false}};
+  for (const EvictPolicy policy : {lru, EvictPolicy::kFifo, EvictPolicy::kLfu, ahead}) {
+    EXPECT_EQ(choose_eviction(idle, policy), 3);
+  }
+  const std::vector<IdleSequence> none = {{1, false, false}, {2, true, true}};
+  EXPECT_EQ(choose_eviction(none, lru), -1);
+  std::vector<IdleSequence> wanted = {{1, true, false, {.first = 20, .score = 1}},
+                                      {2, true, false, {.first = 30, .score = 2}},
+                                      {4, true, false},
+                                      {3, true, false}};
+  EXPECT_EQ(choose_eviction(wanted, ahead), 3);
+  EXPECT_EQ(choose_eviction(wanted, EvictPolicy::kCostAware), 3);
+  EXPECT_EQ(choose_eviction(wanted, EvictPolicy::kCarScore), 3);
+  EXPECT_EQ(choose_eviction(wanted, lru), 0);
+  wanted.resize(2);
+  EXPECT_EQ(choose_eviction(wanted, ahead), 1);                   // its turn comes last
+  EXPECT_EQ(choose_eviction(wanted, EvictPolicy::kCarScore), 0);  // fewer want it
 }
 
 TEST(EvictionOrder, HoldsNest) {

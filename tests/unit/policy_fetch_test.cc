@@ -41,12 +41,36 @@ TEST(FetchWindows, NameRequestsOnceInTheirOrderAsFarAsTheTierHoldsThem) {
 TEST(FetchWindows, WithoutALimitNameEveryoneAndOnDemandNobody) {
   FetchWindow all(FetchPolicy::kSchedulerAware, 0);
   FetchWindow none(FetchPolicy::kOnDemand, 0);
+  FetchWindow timed(FetchPolicy::kCarTimer, 0);  // not its way
   for (uint64_t place = 1; place <= 3; ++place) {
     all.add(place, 1e12);
     none.add(place, 1);
+    timed.add(place, 1);
     EXPECT_THAT(all.next(), Optional(place));
     EXPECT_EQ(none.next(), std::nullopt);
+    EXPECT_EQ(timed.next(), std::nullopt);
   }
+}
+
+TEST(LoadTimers, LearnHowLongRepliesTokensAndLoadsTake) {
+  LoadTimer timer;
+  EXPECT_EQ(timer.load_s(100), 0);
+  timer.stepped(0.1);
+  EXPECT_DOUBLE_EQ(timer.remaining_s("a", 10, 60), 5);  // nothing known: to the end
+  timer.replied("a", 20);
+  EXPECT_DOUBLE_EQ(timer.remaining_s("a", 10, 60), 1);
+  EXPECT_DOUBLE_EQ(timer.remaining_s("b", 10, 60), 1);  // everybody's
+  EXPECT_DOUBLE_EQ(timer.remaining_s("a", 10, 12), 0.2);
+  EXPECT_DOUBLE_EQ(timer.remaining_s("a", 30, 60), 0);  // longer already
+  timer.replied("b", 40);
+  EXPECT_DOUBLE_EQ(timer.remaining_s("b", 10, 60), 3);
+  timer.replied("a", 30);
+  EXPECT_NEAR(timer.remaining_s("a", 0, 60), 2.1, 1e-9);
+  timer.loaded(0, 5);  // nothing was
+  timer.loaded(50, 1);
+  EXPECT_DOUBLE_EQ(timer.load_s(100), 2);
+  timer.loaded(50, 2);
+  EXPECT_NEAR(timer.load_s(100), 2.2, 1e-9);
 }
 
 }  // namespace

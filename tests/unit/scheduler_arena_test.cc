@@ -182,8 +182,11 @@ TEST(SchedulerEviction, TheLeastRecentlyUsedGoesFirst) {
 }
 
 TEST(SchedulerEviction, WhatTheQueueWantsGoesLast) {
-  for (const bool look_ahead : {true, false}) {
-    Bench bench(small_arena(330), {.batch = {.max_sequences = 1}, .look_ahead = look_ahead});
+  using policy::EvictPolicy;
+  for (const EvictPolicy evict :
+       {EvictPolicy::kSchedulerAware, EvictPolicy::kCarScore, EvictPolicy::kLru}) {
+    const bool look_ahead = evict != EvictPolicy::kLru;
+    Bench bench(small_arena(330), {.batch = {.max_sequences = 1}, .evict = evict});
     for (int i = 1; i <= 3; ++i) {
       bench.submit(tokens(100, i), 1);
       ASSERT_TRUE(bench.run_all());
@@ -195,6 +198,27 @@ TEST(SchedulerEviction, WhatTheQueueWantsGoesLast) {
     EXPECT_EQ(back.outcome.resident_tokens == 100, look_ahead);
     EXPECT_EQ(back.answer, bench.expected(back));
   }
+}
+
+TEST(SchedulerEviction, OffloadsWhatIsDurableBeforeRoomIsWanted) {
+  FakeOptions fake = small_arena(330);
+  fake.flush_s = 5;
+  Bench bench(fake, {.batch = {.max_sequences = 1}, .offload_above = 0.5});
+  bench.submit(tokens(100, 1), 1);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(bench.executor.free_cells(), 230);
+  bench.submit(tokens(100, 2), 1);
+  ASSERT_TRUE(bench.run_all());
+  bench.scheduler->run_once();
+  EXPECT_EQ(evictions(bench, EvictionReason::kOffload), 0U);  // neither is durable yet
+  bench.executor.pass(10);
+  bench.scheduler->run_once();
+  EXPECT_EQ(evictions(bench, EvictionReason::kOffload), 1U);
+  EXPECT_EQ(bench.executor.free_cells(), 230);  // one is enough
+  const Record& back = bench.submit(tokens(100, 2) + tokens(3, 9), 1);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(back.outcome.resident_tokens, 100);
+  EXPECT_EQ(bench.scheduler->stats().evicted_unsaved, 0U);
 }
 
 TEST(SchedulerEviction, FlushesWhatIsNotDurableAndGoesOnMeanwhile) {

@@ -61,7 +61,11 @@ SchedulerOptions random_options(Random& random) {
   options.decode_headroom = random.integer(0, 12);
   options.max_running_per_key = random.coin(0.3) ? 2 : 0;
   options.aging_s = random.coin() ? 0.05 : 30;
-  options.look_ahead = random.coin(0.7);
+  options.evict = random.coin(0.5)   ? policy::EvictPolicy::kSchedulerAware
+                  : random.coin(0.5) ? policy::EvictPolicy::kCarScore
+                                     : policy::EvictPolicy::kLru;
+  if (random.coin(0.3)) options.offload_above = 0.8;
+  if (random.coin(0.5)) options.fetch = policy::FetchPolicy::kCarTimer;
   if (random.coin(0.3)) {
     options.queue = {.policy = policy::QueuePolicy::kCar,
                      .window = static_cast<int32_t>(random.integer(1, 8))};

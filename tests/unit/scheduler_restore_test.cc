@@ -66,6 +66,44 @@ TEST(SchedulerRestore, KnowsWhichRestoresHadTheEngineToThemselves) {
   }
 }
 
+// The next request is loaded while a full batch decodes, in time for the end of the first, and no
+// earlier; nothing but loading is done ahead of its turn.
+TEST(SchedulerRestore, TheTimerLoadsTheNextInTimeForAnEnd) {
+  for (const bool timed : {true, false}) {
+    FakeOptions fake;
+    fake.restore_row_s = 1e-5;
+    fake.io_row_s = 1e-4;  // 300 rows: 30 ms, as long as about 27 steps
+    SchedulerOptions options;
+    options.batch.max_sequences = 1;
+    if (timed) options.fetch = policy::FetchPolicy::kCarTimer;
+    Bench bench(fake, options);
+    bench.executor.save("", tokens(300, 1));
+    bench.executor.save("", tokens(300, 2));
+    bench.submit(tokens(300, 1) + tokens(5, 5), 100);  // it learns how long loading takes
+    ASSERT_TRUE(bench.run_all());
+    const Record& running = bench.submit(tokens(10, 3), 200);
+    bench.run_once();
+    const Record& next = bench.submit(tokens(300, 2) + tokens(5, 5), 5);
+    const Record& last = bench.submit(tokens(20, 6), 5);
+    while (next.phases.empty() || next.phases.back() == Phase::kQueued) bench.run_once();
+    EXPECT_EQ(running.ended == 0, timed);
+    if (timed) {
+      EXPECT_GT(running.answer.size(), 50U);  // replies were 100 long so far
+    }
+    while (running.ended == 0) {
+      bench.run_once();
+      EXPECT_TRUE(last.phases.empty() || last.phases.back() == Phase::kQueued);
+      EXPECT_TRUE(next.answer.empty());
+    }
+    EXPECT_EQ(next.phases.back() == Phase::kPrefill, timed);
+    ASSERT_TRUE(bench.run_all());
+    for (const Record* record : {&running, &next, &last}) {
+      EXPECT_EQ(record->answer, bench.expected(*record));
+    }
+    EXPECT_EQ(bench.scheduler->stats().preemptions, 0U);
+  }
+}
+
 TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
   FakeOptions fake;
   fake.restore_row_s = 1e-3;

@@ -140,6 +140,7 @@ class FakeExecutor final : public Executor {
   std::optional<Status> next_step_status;  // of the next step() alone
   uint64_t injected_step_failures = 0;
   std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by place
+  std::set<uint64_t> admitted_from;                      // places of those that run
 
   // ---- Executor
 
@@ -197,7 +198,14 @@ class FakeExecutor final : public Executor {
     if (request.restore > 0) calls.push_back("will restore " + std::to_string(request.restore));
   }
 
-  void dequeued(uint64_t place) override { EXPECT_EQ(waiting.erase(place), 1U); }
+  void dequeued(uint64_t place, bool admitted) override {
+    EXPECT_EQ(waiting.erase(place), 1U);
+    if (admitted) {
+      EXPECT_TRUE(admitted_from.insert(place).second);
+    }
+  }
+
+  void completed(uint64_t place) override { EXPECT_EQ(admitted_from.erase(place), 1U); }
 
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override {
     calls.push_back("restore " + std::to_string(upto));
@@ -402,6 +410,7 @@ class Bench {
     scheduler.reset();
     EXPECT_TRUE(executor.sequences().empty()) << "sequences are left over";
     EXPECT_TRUE(executor.waiting.empty()) << "the executor believes that somebody waits";
+    EXPECT_TRUE(executor.admitted_from.empty()) << "the executor believes that somebody runs";
     for (const Record& record : records_) EXPECT_EQ(record.ended, 1) << "request " << record.id;
   }
   Bench(const Bench&) = delete;

@@ -154,11 +154,17 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   fetch();
 }
 
-void EngineExecutor::dequeued(uint64_t place) {
-  if (runtime_.store() != nullptr) runtime_.store()->unwant(place);
+void EngineExecutor::dequeued(uint64_t place, bool admitted) {
+  if (store::Store* store = runtime_.store(); store != nullptr) {
+    admitted ? store->dispatch(place) : store->unwant(place);
+  }
   ahead_.erase(place);
   window_.remove(place);
   if (fetch_ && fetch_place_ == place) end_fetch();
+}
+
+void EngineExecutor::completed(uint64_t place) {
+  if (runtime_.store() != nullptr) runtime_.store()->unwant(place);
 }
 
 void EngineExecutor::fetch() {

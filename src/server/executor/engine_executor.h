@@ -50,7 +50,8 @@ class EngineExecutor : public scheduler::Executor {
                        int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq, double budget_s) override;
   void enqueued(const scheduler::Waiting& request) override;
-  void dequeued(uint64_t place) override;
+  void dequeued(uint64_t place, bool admitted) override;
+  void completed(uint64_t place) override;
   void request_flush(scheduler::SeqId seq) override;
   int64_t durable_tokens(scheduler::SeqId seq) override;
 

@@ -152,16 +152,4 @@ struct ActiveRequest {
 // Whom to preempt: the lowest level, and there the latest arrival. -1: nobody (empty).
 [[nodiscard]] int32_t choose_victim(std::span<const ActiveRequest> active);
 
-struct IdleSequence {
-  uint64_t last_used = 0;  // a running number
-  bool durable = false;    // its state is saved, or never will be: it may go at once
-  bool pinned = false;
-  // Of the first request in the queue that would go on from it (queue_place()); none: nobody, or
-  // nobody looks.
-  std::optional<uint64_t> wanted = {};
-};
-// Which idle sequence to evict, of those that are durable: what nobody wants, the least recently
-// used first; then what the last of the queue wants. -1: none.
-[[nodiscard]] int32_t choose_eviction(std::span<const IdleSequence> idle);
-
 }  // namespace hcache::policy

@@ -1,7 +1,7 @@
 // Which object of a full cache gives way: the policies of --evict-policy, and the index that finds
 // their victim without looking at every object.
 //
-// A cache (the device arena, host memory, the disks, the simulator's tiers) tells an EvictionOrder
+// A cache (host memory, the simulator's tiers) tells an EvictionOrder
 // what enters, is used and leaves, and asks it for a victim. The order knows nothing of what an
 // object is. A policy is one row of a table in eviction.cc; what it may look at is in Object.
 //
@@ -16,6 +16,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
@@ -24,6 +25,7 @@
 
 #include "base/status.h"
 #include "policy/return_model.h"
+#include "policy/wanted.h"
 
 namespace hcache::policy {
 
@@ -38,7 +40,7 @@ enum class EvictPolicy : uint8_t {
   kCostAware,       // smallest worth: chance to return soon times what rebuilding costs, per byte
 };
 [[nodiscard]] std::string_view evict_policy_name(EvictPolicy policy);  // "lru", "cost-aware", ...
-// Whether it minds what the queue wants.
+// Whether it minds what requests in sight want.
 [[nodiscard]] bool looks_ahead(EvictPolicy policy);
 // kInvalidArgument names the policies there are.
 [[nodiscard]] Result<EvictPolicy> parse_evict_policy(std::string_view name);
@@ -62,10 +64,8 @@ class EvictionOrder {
   // Holds nest.
   void hold(Id id);
   void let_go(Id id);
-  // The place in the queue of the first request that wants it; none: nobody in sight does.
-  void set_wanted(Id id, std::optional<uint64_t> place);
-  // Adds to the score (kCarScore alone looks at it).
-  void add_score(Id id, int delta);
+  // Who in sight wants it.
+  void set_wish(Id id, const Wish& wish);
 
   // Who gives way next, if anybody may. The object stays until it is erased.
   [[nodiscard]] std::optional<Id> victim(double now_s);
@@ -79,8 +79,7 @@ class EvictionOrder {
     double last_use_s = 0;
     double watched_until_s = 0;  // what the return model was told of
     uint32_t uses = 1;
-    int64_t score = 0;
-    std::optional<uint64_t> wanted;
+    Wish wish;
     double worth_per_use = 0;  // seconds of rebuilding per byte
     int held = 0;
   };
@@ -127,5 +126,16 @@ class EvictionOrder {
   ReturnModel model_;
   double next_sweep_s_ = 0;
 };
+
+// A sequence of the device's arena that nobody runs on.
+struct IdleSequence {
+  uint64_t last_used = 0;  // a running number
+  bool durable = false;    // its state is saved, or never will be: it may go at once
+  bool pinned = false;
+  Wish wish = {};  // of requests that would go on from it
+};
+// Which of them gives way: of those that may go the policy's first. They are few, and leave
+// whenever somebody goes on from them, so policies that count uses see one of each. -1: none.
+[[nodiscard]] int32_t choose_eviction(std::span<const IdleSequence> idle, EvictPolicy policy);
 
 }  // namespace hcache::policy

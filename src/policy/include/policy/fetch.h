@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <unordered_map>
 
 #include "base/status.h"
 
@@ -16,6 +18,8 @@ enum class FetchPolicy : uint8_t {
   kOnDemand,        // nothing: a restore reads where its state lies
   kSchedulerAware,  // into the first tier, in the order of the queue, for as many requests as it
                     // holds (attentionstore.txt §3.3.1)
+  kCarTimer,        // into the arena, of the request that is next, just in time for the end of a
+                    // running one (car.txt §III-B.2)
 };
 [[nodiscard]] std::string_view fetch_policy_name(FetchPolicy policy);  // "on-demand", ...
 // kInvalidArgument names the policies there are.
@@ -45,6 +49,39 @@ class FetchWindow {
   FetchPolicy policy_;
   double capacity_bytes_;
   std::map<uint64_t, Entry> entries_;  // by place
+};
+
+// When to load for the request that is next although no place among the running is free: as soon
+// as one of them is expected to end within the time that loading takes (car.txt §III-B.2). What it
+// expects, it learns: how long replies are for whom, how long a token takes, how fast loading is.
+class LoadTimer {
+ public:
+  // A reply for this key ended on its own after so many tokens.
+  void replied(const std::string& key, int64_t tokens);
+  // A step took so long in which replies grew by a token each.
+  void stepped(double seconds);
+  // Loading so many tokens took so long.
+  void loaded(int64_t tokens, double seconds);
+
+  // How long a reply goes on that has `generated` tokens of at most `most`: as long as the key's
+  // replies are on average, everybody's where the key has none; with nothing known until `most`.
+  // A reply that is longer already may end with any token.
+  [[nodiscard]] double remaining_s(const std::string& key, int64_t generated, int64_t most) const;
+  // How long loading so many tokens takes; 0 while nothing was loaded.
+  [[nodiscard]] double load_s(int64_t tokens) const;
+
+ private:
+  // A mean in which what came last counts most.
+  struct Mean {
+    double value = 0;
+    bool known = false;
+    void add(double sample);
+  };
+
+  std::unordered_map<std::string, Mean> reply_tokens_;  // by key
+  Mean everybodys_reply_tokens_;
+  Mean token_s_;
+  Mean load_token_s_;
 };
 
 }  // namespace hcache::policy

@@ -1,49 +1,65 @@
-// Which objects the requests in the queue want, and who of them first: what policies that look
-// ahead are told (EvictionOrder::set_wanted).
+// What the requests in sight want of a cache, for the policies that look ahead.
+//
+// A request wants its objects from the time it joins the queue until it is done. Each object's Wish
+// sums up those who want it; an EvictionOrder is told of it (set_wish) whenever it changes.
 //
 // Threading: plain values; the caller locks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace hcache::policy {
+
+struct Wish {
+  // The place in the queue of the first that wants it; none: nobody who waits.
+  std::optional<uint64_t> first;
+  // CaR's (car.txt §III-B.3): one for each who has entered the window, the first of the queue, and
+  // another when it is dispatched; both are taken back when it is done.
+  int64_t score = 0;
+
+  friend bool operator==(const Wish&, const Wish&) = default;
+};
 
 class Wanted {
  public:
   using Id = uint64_t;
 
+  static constexpr size_t kWindow = 16;  // requests
+
   // The request at this place in the queue (smaller: earlier; nobody else's) wants the objects.
-  void add(uint64_t place, std::vector<Id> ids) {
-    for (const Id id : ids) places_[id].insert(place);
-    ids_[place] = std::move(ids);
-  }
-  // It waits no longer. Returns what it wanted.
-  std::vector<Id> remove(uint64_t place) {
-    auto wanted = ids_.extract(place);
-    if (wanted.empty()) return {};
-    for (const Id id : wanted.mapped()) {
-      const auto places = places_.find(id);
-      if (places == places_.end()) continue;  // named twice
-      places->second.erase(place);
-      if (places->second.empty()) places_.erase(places);
-    }
-    return std::move(wanted.mapped());
-  }
-  // The place of the first that wants it.
-  [[nodiscard]] std::optional<uint64_t> first(Id id) const {
-    const auto places = places_.find(id);
-    if (places == places_.end()) return std::nullopt;
-    return *places->second.begin();
-  }
+  // Like those below, returns objects whose wish may have changed.
+  std::vector<Id> add(uint64_t place, std::vector<Id> ids);
+  // It has left the queue and runs.
+  std::vector<Id> dispatch(uint64_t place);
+  // It wants nothing any more: it is done, or has left the queue otherwise.
+  std::vector<Id> remove(uint64_t place);
+
+  [[nodiscard]] Wish wish(Id id) const;
 
  private:
-  std::unordered_map<uint64_t, std::vector<Id>> ids_;  // by place
-  std::unordered_map<Id, std::set<uint64_t>> places_;
+  struct Request {
+    std::vector<Id> ids;
+    int64_t score = 0;  // that it gives each
+  };
+  struct Object {
+    std::set<uint64_t> places;
+    int64_t score = 0;
+    size_t requests = 0;
+  };
+
+  void rate(Request& request, int64_t score, std::vector<Id>* changed);
+  void move_window(std::vector<Id>* changed);
+  void leave_queue(uint64_t place, const Request& request);
+
+  std::map<uint64_t, Request> waiting_;  // by place
+  std::unordered_map<uint64_t, Request> running_;
+  std::unordered_map<Id, Object> objects_;
 };
 
 }  // namespace hcache::policy

@@ -148,8 +148,10 @@ class Executor {
   // ---- The queue, for whoever looks ahead: what waits should be kept, and may be read ahead
 
   virtual void enqueued(const Waiting& /*request*/) {}
-  // The request at this place is admitted (its restore begins next) or has ended.
-  virtual void dequeued(uint64_t /*place*/) {}
+  // The request at this place is admitted (its restore begins next), or has ended.
+  virtual void dequeued(uint64_t /*place*/, bool /*admitted*/) {}
+  // It was admitted and has ended, or waits again (at another place).
+  virtual void completed(uint64_t /*place*/) {}
 
   // ---- Steps
 

@@ -19,8 +19,8 @@
 //    order in which they began; those behind the first read ahead meanwhile. With
 //    restore.exclusive nothing else is computed meanwhile.
 //  - A sequence stays in the arena when its request ends, and a later request with the same salt
-//    goes on from it. Idle sequences go, least recently used first, when room is wanted; what is
-//    not durable yet is flushed first, while other work goes on.
+//    goes on from it. Idle sequences go, by the eviction policy, when room is wanted; what is not
+//    durable yet is flushed first, while other work goes on.
 //  - When decoding finds no room even so, the youngest request is preempted: it goes to the front
 //    of the queue and is resumed later. A request is admitted only if the arena can hold its chain
 //    beside those of the others, so this is rare.
@@ -42,6 +42,8 @@
 
 #include "base/status.h"
 #include "policy/batching.h"
+#include "policy/eviction.h"
+#include "policy/fetch.h"
 #include "policy/queue.h"
 #include "scheduler/executor.h"
 #include "scheduler/request.h"
@@ -54,8 +56,14 @@ struct SchedulerOptions {
   policy::RestoreLimits restore = {};
   policy::ReuseLimits reuse = {};
   policy::QueueLimits queue = {};
-  // Idle sequences that a request in the queue would go on from are evicted last.
-  bool look_ahead = true;
+  // Which idle sequence leaves the arena.
+  policy::EvictPolicy evict = policy::EvictPolicy::kSchedulerAware;
+  // Of the arena: above it idle sequences leave whose state is durable (car.txt §III-C.2 has 0.9).
+  // Nothing has to be copied then, so keeping them until room is wanted (1) costs nothing either.
+  // 0: none stays.
+  double offload_above = 1;
+  // What is read before its turn comes. The scheduler does kCarTimer's part, Executors the others'.
+  policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
   int32_t max_restores = 4;  // in flight; each holds buffers of the Executor
   // Cells kept for every running request to decode into: the next one is admitted, and prefill goes
   // on, only beside them.
@@ -73,8 +81,8 @@ enum class Activity : uint8_t {
   kIdle,     // nothing to do until something is submitted
 };
 
-enum class EvictionReason : uint8_t { kAdmission, kGrowth, kSlots };
-inline constexpr size_t kEvictionReasons = 3;
+enum class EvictionReason : uint8_t { kAdmission, kGrowth, kSlots, kOffload };
+inline constexpr size_t kEvictionReasons = 4;
 [[nodiscard]] std::string_view eviction_reason_name(EvictionReason reason);  // "admission", …
 
 struct ResidentSequence {

@@ -423,6 +423,7 @@ class Store {
   // A request in the queue wants a match's chunks, until it is unwanted: policies that look ahead
   // keep them in host memory, for the smallest place first. Nobody else is at that place.
   virtual void want(std::uint64_t place, const Match& match) = 0;
+  virtual void dispatch(std::uint64_t place) = 0;  // it waits no longer and runs
   virtual void unwant(std::uint64_t place) = 0;
 
   // ---- Sessions ----------------------------------------------------------------------------
