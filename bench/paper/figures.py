@@ -43,6 +43,11 @@ HITS = {
 # speed up.
 SPEEDUPS = {"LLaMA-13B": (0.85, 6.8, 4.0), "LLaMA-65B": (0.61, 2.6, 1.9),
             "LLaMA-70B": (0.87, 7.8, 3.3), "Falcon-40B": (0.86, 7.2, 3.4)}
+# §4.2 and Fig. 17: dollars per hour of an A100, of a GB of memory and of a GB of disk; by how much
+# AS costs less, and the storage's share of what it costs.
+GPU_PRICE, DRAM_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082
+COSTS = {"LLaMA-13B": (0.70, 0.164), "LLaMA-65B": (0.43, 0.09),
+         "LLaMA-70B": (0.66, 0.09), "Falcon-40B": (0.68, 0.09)}
 
 
 def simulate(args: argparse.Namespace, name: str) -> list[dict]:
@@ -110,6 +115,22 @@ def report_speedups(rows: list[dict]) -> None:
               f"{computed['device_s'] / saved['device_s']:>9.2f} ({gpu})")
 
 
+def report_costs(rows: list[dict]) -> None:
+    scenario = json.loads((HERE / "attentionstore-fig13.json").read_text())
+    gpus = {case["name"]: case["hardware"]["gpus"] for case in scenario["cases"]}
+    by_case = {row["case"]: row for row in rows}
+    storage = 128 * DRAM_PRICE + 10_000 * DISK_PRICE
+    print("\nattentionstore-fig17: what the workload costs, the paper's in brackets")
+    print(f"{'model':>12} {'RE, $':>8} {'AS, $':>8} {'less by':>14} {'storage of AS':>18}")
+    for model, (less, share) in COSTS.items():
+        hours = {way: by_case[f"{model} {way}"]["device_s"] / 3600 for way in ("AS", "RE")}
+        device = gpus[f"{model} AS"] * GPU_PRICE
+        saved, computed = (device + storage) * hours["AS"], device * hours["RE"]
+        print(f"{model:>12} {computed:>8.0f} {saved:>8.0f} "
+              f"{100 * (1 - saved / computed):>6.0f} % ({100 * less:.0f}) "
+              f"{100 * storage / (device + storage):>9.1f} % ({100 * share:.1f})")
+
+
 def report_reload(rows: list[dict]) -> None:
     print("\ncar-fig5: time to first token with a loaded history, less than by computing it again by")
     for (case, _), methods in by_point(rows).items():
@@ -174,6 +195,7 @@ def main() -> None:
         report_hits(name, rows)
         if name == "attentionstore-fig13":
             report_speedups(rows)
+            report_costs(rows)
 
 
 if __name__ == "__main__":

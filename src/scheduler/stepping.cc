@@ -234,7 +234,10 @@ double Core::advance(Task& task, double budget_s) {
   task.outcome.restore_busy_s += status->seconds;
   if (status->phase == RestoreStatus::Phase::kDone) {
     restored(task, *status);
-  } else if (status->phase == RestoreStatus::Phase::kWorking || status->seconds > 0) {
+    return status->seconds;
+  }
+  task.reserved = status->reserved;
+  if (status->phase == RestoreStatus::Phase::kWorking || status->seconds > 0) {
     enter(task, Phase::kRestoring, status->fraction);
   }
   return status->seconds;
@@ -265,7 +268,7 @@ void Core::restored(Task& task, const RestoreStatus& status) {
     outcome.kv_tokens = report.kv_tokens;
     outcome.recomputed_tokens = report.recomputed_tokens;
   }
-  task.computed = std::min(status.tokens, task.reserved);
+  task.computed = std::min(status.tokens, task.length() - 1);
   task.reserved = 0;
   progressed_ = true;
   enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));

@@ -338,6 +338,7 @@ Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
     status.seconds += slice_s;
   }
   if (restore.next < restore.slices.size()) {
+    status.reserved = restore.reserved;
     status.fraction =
         static_cast<double>(restore.next) / static_cast<double>(restore.slices.size());
     return status;

@@ -215,6 +215,10 @@ class RestorationImpl : public Restoration {
     ggml_type type = GGML_TYPE_COUNT;
   };
 
+  // Runs new tokens through the next layer if it is restored. False: nothing could be done.
+  Result<bool> follow(int64_t most_rows);
+  Result<bool> begin_to_follow(int64_t most_rows);
+  Status end_follow();
   Status recompute_rows(int64_t n);
   [[nodiscard]] int64_t recompute_slice(const Slice& slice, double left_s) const;
   // One page, or the part of it that fills a slice. False: the page has not been read yet.
@@ -244,6 +248,8 @@ class RestorationImpl : public Restoration {
   std::vector<std::vector<Segment>> layers_;  // per layer
   Cursor cursor_;
   Staged staged_;
+  std::optional<Step> following_;  // new tokens on their way through the layers
+  int followed_layers_ = 0;
   std::unique_ptr<store::PageReader> reader_;
   std::optional<store::PageView> view_;  // of the cursor's page
   struct Held {
@@ -490,12 +496,50 @@ Status RestorationImpl::finish() {
 
 void RestorationImpl::abandon() {
   phase_ = Phase::kFailed;
+  following_.reset();
   if (reader_) reader_->cancel();
   if (!reserved_) return;
   reserved_ = false;
   // Nothing may still be reading the ring.
   engine_.synchronize().ignore("the first error is the one to report");
   engine_.trim_sequence(run_.seq, 0).ignore("the first error is the one to report");
+}
+
+Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
+  const int64_t first = plan_.restored_tokens;
+  // The last token is the caller's: it wants the logits.
+  const auto fresh = static_cast<int64_t>(run_.tokens.size()) - first - 1;
+  const int64_t n = std::min<int64_t>({fresh, most_rows, engine_.options().max_batch_rows});
+  if (n < kFewRows || cursor_.layer == 0) return false;
+  const auto tokens = run_.tokens.subspan(first, n);
+  const BatchItem item{
+      .seq = run_.seq, .tokens = tokens, .first_pos = -1, .output = BatchItem::Output::kNone};
+  Result<Step> step = engine_.prepare({&item, 1});
+  // Without room the caller finds some when they are due.
+  if (step.status().code() == Code::kResourceExhausted) return false;
+  HCACHE_RETURN_IF_ERROR(step.status());
+  if (run_.before_step) run_.before_step(first, tokens);
+  following_.emplace(std::move(*step));
+  report_.prefilled_tokens = n;
+  return true;
+}
+
+Result<bool> RestorationImpl::follow(int64_t most_rows) {
+  if (!following_) {
+    HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(most_rows));
+    if (!begun) return false;
+  }
+  if (followed_layers_ == cursor_.layer) return false;
+  HCACHE_RETURN_IF_ERROR(timed(
+      [&] { return engine_.run_layers(*following_, followed_layers_, followed_layers_ + 1); }));
+  ++followed_layers_;
+  return true;
+}
+
+Status RestorationImpl::end_follow() {
+  const Status status = timed([&] { return engine_.finish(*following_).status(); });
+  following_.reset();
+  return status;
 }
 
 Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
@@ -509,14 +553,19 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
       if (plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens) {
         HCACHE_RETURN_IF_ERROR(recompute_rows(recompute_slice(slice, slice.budget_s - used_s)));
       } else if (cursor_.layer < engine_.n_layer()) {
-        HCACHE_ASSIGN_OR_RETURN(const bool ready, restore_some(slice));
-        if (!ready) {
+        HCACHE_ASSIGN_OR_RETURN(bool went_on, restore_some(slice));
+        if (!went_on) {
+          HCACHE_ASSIGN_OR_RETURN(went_on, follow(slice.follow_rows));
+        }
+        if (!went_on) {
           phase_ = Phase::kWaitingForIo;
           return {};
         }
       } else {
-        report_.restore_s = elapsed(start_ns_);
-        return finish();
+        if (report_.restore_s == 0) report_.restore_s = elapsed(start_ns_);
+        if (!following_) return finish();
+        HCACHE_ASSIGN_OR_RETURN(const bool went_on, follow(0));
+        if (!went_on) HCACHE_RETURN_IF_ERROR(end_follow());
       }
       const double unit_s = elapsed(begin) - used_s;
       used_s += unit_s;

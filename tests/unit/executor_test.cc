@@ -384,6 +384,70 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
   }
 }
 
+// While the link is slow, new tokens run through the layers that are there, and what they compute
+// is saved: nothing differs from computing them afterwards.
+TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
+  const Tokens history = random_tokens(300, 1);
+  const Tokens question = random_tokens(120, 2);
+  const Tokens chain = history + question;
+  std::vector<std::byte> state;
+  Tokens answer;
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, history);
+    p->wait_until_durable(seq, 300);
+    answer = p->decode(seq, p->append(seq, question), 6);
+    state = p->state(seq, 420);
+    (*p)->release(seq);
+  }
+  for (const policy::Mode mode : {policy::Mode::kKv, policy::Mode::kHidden}) {
+    // Its pages take about half a second; a layer of the new tokens some milliseconds.
+    auto slow = std::make_unique<Process>(model_, dir_.file("state"), mode,
+                                          EngineExecutorOptions{.link_bytes_per_s = 1e6});
+    Process& p = *slow;
+    const int64_t free_cells = p->free_cells();
+    const SeqId other = p.create("", false);
+    Tokens others = {7};
+    std::vector<float> logits = p.append(other, others);
+    const SeqId cancelled = p.create();
+    ASSERT_TRUE(p->begin_restore(cancelled, chain, 300).ok());
+    for (int i = 0; i < 200; ++i) ASSERT_TRUE(p->advance_restore(cancelled, 1).ok());
+    p->release(cancelled);
+    const SeqId back = p.create();
+    const Status begun = p->begin_restore(back, chain, 300);
+    ASSERT_TRUE(begun.ok()) << begun.to_string();
+    RestoreStatus done;
+    while (done.phase != RestoreStatus::Phase::kDone) {
+      auto status = p->advance_restore(back, 1);
+      ASSERT_TRUE(status.ok()) << status.status().to_string();
+      done = *status;
+      if (others.size() > 20) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
+      others.push_back(model::argmax(logits));
+      logits = p.append(other, {others.back()});  // steps of others come between
+    }
+    EXPECT_EQ(done.tokens, 300 + 96);  // as many as a step may have
+    EXPECT_EQ(done.report.kv_tokens + done.report.hidden_tokens, 300);
+    p.wait_until_durable(back, 396);
+    const Tokens rest(chain.begin() + 396, chain.end());
+    EXPECT_EQ(p.decode(back, p.append(back, rest), 6), answer);
+    EXPECT_EQ(p.state(back, 420), state);
+    p.wait_until_durable(back, 420);
+    p->release(back);
+    p->release(other);
+    EXPECT_EQ(p->free_cells(), free_cells);
+    slow.reset();
+    // What was saved behind the restore is what a plain prefill saves.
+    Process later(model_, dir_.file("state"), mode);
+    const SeqId again = later.create();
+    EXPECT_EQ(later.restore(again, chain + Tokens{1}, 420).tokens, 420);
+    EXPECT_EQ(later.state(again, 420), state);
+  }
+}
+
 TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
   const Tokens history = random_tokens(300, 1);
   {

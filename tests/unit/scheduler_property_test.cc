@@ -41,6 +41,7 @@ FakeOptions random_fake(Random& random, uint32_t seed) {
   fake.slice_rows = random.integer(4, 40);
   fake.restore_row_s = random.coin() ? 2e-5 : 3e-4;
   fake.io_start_s = random.coin() ? 0 : 2e-2;
+  if (random.coin()) fake.follow_rows = random.integer(1, 60);
   fake.flush_s = random.coin() ? 1e-3 : 3e-2;
   fake.saving = random.coin(0.9);
   fake.flush_hangs = random.coin(0.05);

@@ -47,6 +47,23 @@ TEST(SchedulerRestore, FetchesRestoresPrefillsDecodes) {
   EXPECT_EQ(restore.kv_pages.disk, 9U);
 }
 
+TEST(SchedulerRestore, ThePrefillGoesOnBehindWhatWasComputedMeanwhile) {
+  FakeOptions fake;
+  fake.follow_rows = 64;
+  Bench bench(fake);
+  bench.executor.save("", tokens(300));
+  const Record& record = bench.submit(tokens(300) + tokens(100, 2), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(record.answer, bench.expected(record));
+  EXPECT_EQ(record.outcome.hidden_tokens + record.outcome.kv_tokens, 300);
+  EXPECT_EQ(record.outcome.new_tokens, 100);
+  EXPECT_EQ(bench.scheduler->stats().prefill_rows, 100U - 64U);
+  // All of the new tokens but the last can be there.
+  const Record& shorter = bench.submit(tokens(300) + tokens(40, 3), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(shorter.answer, bench.expected(shorter));
+}
+
 TEST(SchedulerRestore, KnowsWhichRestoresHadTheEngineToThemselves) {
   Bench bench;
   for (int i = 1; i <= 3; ++i) bench.executor.save("", tokens(200, i));

@@ -78,6 +78,7 @@ struct FakeOptions {
   double restore_row_s = 2e-5;
   double io_start_s = 2e-3;
   double io_row_s = 1e-5;
+  int64_t follow_rows = 0;  // of the new tokens, that are computed while a restore waits
   double flush_s = 1e-3;
   bool saving = true;
   bool flush_hangs = false;
@@ -112,6 +113,8 @@ class FakeExecutor final : public Executor {
     double io_start_s = 0;
     bool advanced = false;
     int64_t restore_end = 0;  // rows that it will find usable
+    int64_t wanted = 0;       // rows that are restored; what is behind them is computed
+    Tokens ahead = {};        // what could follow
   };
 
   explicit FakeExecutor(const FakeOptions& options) : options_(options), random_(options.seed) {}
@@ -221,6 +224,8 @@ class FakeExecutor final : public Executor {
     sequence.restore_begin_ns = now_ns_;
     sequence.io_start_s = options_.io_start_s;
     sequence.restore_end = happens(options_.short_restore) ? upto / 2 : upto;
+    sequence.wanted = upto;
+    sequence.ahead.assign(tokens.begin() + upto, tokens.end() - 1);
     return {};
   }
 
@@ -228,6 +233,7 @@ class FakeExecutor final : public Executor {
     Sequence& sequence = at(seq);
     EXPECT_FALSE(sequence.restore.empty());
     EXPECT_GT(budget_s, 0);
+    if (!sequence.advanced && sequence.restore_end == sequence.wanted) follow(sequence);
     sequence.advanced = true;
     EXPECT_EQ(
         std::count_if(sequences_.begin(), sequences_.end(),
@@ -253,6 +259,7 @@ class FakeExecutor final : public Executor {
       sequence.restored += rows;
     }
     trace.slices_s += status.seconds;
+    status.reserved = static_cast<int64_t>(sequence.restore.size());
     status.fraction =
         static_cast<double>(sequence.restored) / static_cast<double>(sequence.restore.size());
     if (sequence.restored == sequence.restore_end) finish_restore(sequence, status);
@@ -331,19 +338,28 @@ class FakeExecutor final : public Executor {
     return static_cast<int64_t>(reading_s / options_.io_row_s);
   }
 
+  void follow(Sequence& sequence) {
+    const int64_t rows =
+        std::min({options_.follow_rows, free_cells(), static_cast<int64_t>(sequence.ahead.size())});
+    sequence.restore.insert(sequence.restore.end(), sequence.ahead.begin(),
+                            sequence.ahead.begin() + rows);
+    sequence.restore_end += rows;
+  }
+
   static void finish_restore(Sequence& sequence, RestoreStatus& status) {
     status.phase = RestoreStatus::Phase::kDone;
     status.tokens = sequence.restore_end;
-    status.report.hidden_tokens = status.tokens / 2;
-    status.report.kv_tokens = status.tokens - status.tokens / 2;
-    status.report.bytes_disk = static_cast<uint64_t>(status.tokens) * 100;
+    const int64_t restored = std::min(status.tokens, sequence.wanted);
+    status.report.hidden_tokens = restored / 2;
+    status.report.kv_tokens = restored - restored / 2;
+    status.report.bytes_disk = static_cast<uint64_t>(restored) * 100;
     status.report.hidden_pages = {.dram = 7, .disk = 8};
     status.report.kv_pages = {.dram = 0, .disk = 9};
     status.report.predicted_s = 0.25;
     status.report.overlap = 0.5;
     status.report.schedule = "H:1 KV:1";
     sequence.tokens.assign(sequence.restore.begin(), sequence.restore.begin() + status.tokens);
-    sequence.durable = status.tokens;
+    sequence.durable = restored;
     sequence.restore.clear();
   }
 

@@ -55,7 +55,8 @@ std::vector<scheduler::RestoreSpan> timeline(const std::vector<state::LayerTimes
 
 // A restore in flight. Its tokens and plan stay where they are: the restoration points to them.
 struct EngineExecutor::Restore {
-  std::vector<int32_t> tokens;  // one more than is restored at most
+  std::vector<int32_t> tokens;  // of the whole request
+  int64_t n_upto = 0;           // of them: how many are restored at most
   state::PlannedRestore planned;
   std::unique_ptr<Restoration> work;  // null: there is nothing to restore
   int attempts = 0;
@@ -209,10 +210,9 @@ Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens,
   if (upto < 1 || upto > n_tokens) {
     return out_of_range(fmt::format("can't restore {} tokens of {}", upto, n_tokens));
   }
-  // The planner leaves the last token to be computed.
-  const auto wanted = tokens.first(std::min(upto + 1, n_tokens));
   sequence->restore = std::make_unique<Restore>();
-  sequence->restore->tokens.assign(wanted.begin(), wanted.end());
+  sequence->restore->tokens.assign(tokens.begin(), tokens.end());
+  sequence->restore->n_upto = upto;
   const Status status = open_restore(seq, *sequence);
   if (!status.ok()) sequence->restore.reset();
   return status;
@@ -224,26 +224,34 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   options.mode = restore.attempts < kMaxAttempts ? options_.restore_mode : policy::Mode::kRecompute;
   options.link_bytes_per_s = options_.link_bytes_per_s;
   options.save = sequence.save;
-  HCACHE_ASSIGN_OR_RETURN(restore.planned, runtime_.plan(restore.tokens, sequence.salt, options));
+  const std::span<const int32_t> tokens = restore.tokens;
+  // The planner leaves the last token to be computed.
+  const size_t n_planned = std::min(static_cast<size_t>(restore.n_upto) + 1, tokens.size());
+  HCACHE_ASSIGN_OR_RETURN(restore.planned,
+                          runtime_.plan(tokens.first(n_planned), sequence.salt, options));
   const int64_t n_tokens = restore.planned.plan.restored_tokens;
   if (n_tokens == 0) return {};
   HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_tokens));
   state::RestoreRun run;
   run.seq = seq;
-  run.tokens = restore.tokens;
+  run.tokens = tokens;
   run.match = &restore.planned.match;
   run.plan = &restore.planned.plan;
   run.link_bytes_per_s = options_.link_bytes_per_s;
   run.remote_timeout_s = restore.planned.remote_timeout_s;
   run.ring_bytes = options_.restore_ring_bytes;
+  if (sequence.save) {
+    run.before_step = [this, seq](int64_t first_pos, std::span<const int32_t> fresh) {
+      runtime_.saver()->set_tokens(seq, first_pos, fresh);
+    };
+  }
   auto work = Restoration::begin(env_, runtime_.engine(), runtime_.store(), run);
   if (!work.ok()) {
     runtime_.engine().trim_sequence(seq, 0).ignore("the first error is the one to report");
     return work.status();
   }
   restore.work = std::move(*work);
-  begin_saving(seq, sequence, std::span<const int32_t>(restore.tokens).first(n_tokens),
-               restore.planned.tail);
+  begin_saving(seq, sequence, tokens.first(static_cast<size_t>(n_tokens)), restore.planned.tail);
   return {};
 }
 
@@ -256,6 +264,14 @@ int64_t EngineExecutor::slice_rows(double budget_s) const {
   return std::clamp(rows, std::min(kMinSliceRows, most), most);
 }
 
+// New tokens that run through a layer within the budget, without what they see of the history.
+int64_t EngineExecutor::follow_rows(double budget_s) const {
+  const policy::CostCurve& dense = runtime_.profile().layer.dense;
+  int64_t rows = limits_.max_step_rows;
+  while (rows > 1 && dense.at(rows) > budget_s) rows /= 2;
+  return rows;
+}
+
 Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
   if (!sequence->restore) {
@@ -265,10 +281,13 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
   Restore& restore = *sequence->restore;
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t start_ns = env_.monotonic_ns();
-  Result<Restoration::Phase> phase =
-      restore.work->advance({.rows = slice_rows(budget_s), .budget_s = budget_s, .wait = false});
+  Result<Restoration::Phase> phase = restore.work->advance({.rows = slice_rows(budget_s),
+                                                            .budget_s = budget_s,
+                                                            .wait = false,
+                                                            .follow_rows = follow_rows(budget_s)});
   RestoreStatus status;
   status.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
+  status.reserved = restore.n_upto + restore.work->report().prefilled_tokens;
   restore.busy_s += status.seconds;
   if (phase.ok() && *phase == Restoration::Phase::kFailed) {
     // The page is dropped, and what is left planned anew.
@@ -277,6 +296,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
     restore.attempts = runtime_.discard(failure) ? restore.attempts + 1 : kMaxAttempts;
     const Status reopened = open_restore(seq, *sequence);
     if (reopened.ok()) {
+      status.reserved = restore.n_upto;
       status.phase = RestoreStatus::Phase::kWorking;
       return status;
     }

@@ -81,6 +81,7 @@ class EngineExecutor : public scheduler::Executor {
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);
   [[nodiscard]] int64_t slice_rows(double budget_s) const;
+  [[nodiscard]] int64_t follow_rows(double budget_s) const;
   // Takes note of what was read ahead by now, and begins to read what comes next.
   void fetch();
   [[nodiscard]] Status begin_fetch(const Ahead& ahead);

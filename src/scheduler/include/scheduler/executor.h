@@ -87,8 +87,11 @@ struct RestoreStatus {
   Phase phase = Phase::kWaitingForIo;
   double seconds = 0;   // of compute that this call took from running requests
   double fraction = 0;  // of the restore that is done, 0 … 1
+  // Until it is done: cells that it has taken. Those asked for, and those of tokens behind them
+  // whose prefill began while reads were waited for.
+  int64_t reserved = 0;
   // When done: rows that the sequence now holds. Fewer than asked for where state was missing or
-  // damaged; the rest is prefilled.
+  // damaged, the rest is prefilled; more where the prefill began while reads were waited for.
   int64_t tokens = 0;
   RestoreReport report;  // when done
 };
@@ -131,7 +134,8 @@ class Executor {
   virtual Result<int64_t> saved_prefix(const std::string& salt,
                                        std::span<const int32_t> tokens) = 0;
   // Starts to restore the first `upto` tokens into an empty sequence: reading begins, and
-  // free_cells() has `upto` cells fewer from now on. The tokens are copied. After an error the
+  // free_cells() has `upto` cells fewer from now on, or some more: the prefill of what is behind
+  // them may begin as well. The tokens are copied. After an error the
   // sequence is empty and usable.
   virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) = 0;
   // Works on a restore for about budget_s seconds: whole slices whose bytes are there, the first in

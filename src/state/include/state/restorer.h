@@ -105,8 +105,11 @@ policy::Availability availability(engine::Engine& engine, const store::Match& ma
                                   int64_t max_rows, const TierSlowness& slowness);
 
 // A restore in slices, so that other sequences' steps can run between them ("a phase of the
-// request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's.
-// Reads run ahead in the background from begin() on, as far as the ring has room.
+// request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's,
+// but for what is done of it while pages are waited for: then some of the new tokens run through
+// the layers that are there already (layer-wise pre-loading, attentionstore.txt section 3.2.1).
+// Reads run ahead in the background from begin() on, as far as the ring has room, which is the read
+// buffer of that section.
 //
 // Of the restorations of one engine only one may be between begin's first advance() and its end
 // with hidden rows to project: they share the engine's staging slice.
@@ -125,6 +128,9 @@ class Restoration {
     // fit if they took as long as those before them.
     double budget_s = std::numeric_limits<double>::infinity();
     bool wait = true;  // false: kWaitingForIo instead of waiting for a page
+    // How many of the new tokens may run through a layer at once; what counts is what stands here
+    // when the first of them do. 0: none. Not with `wait`.
+    int64_t follow_rows = 0;
   };
 
   // Opens the reader; no row of the arena is taken before the first advance().
@@ -136,7 +142,7 @@ class Restoration {
   virtual Result<Phase> advance(const Slice& slice) = 0;
   // Of its layers, how many are done.
   [[nodiscard]] virtual double fraction() const = 0;
-  // Complete when done; ttft_s and prefilled_tokens are the caller's.
+  // Complete when done; ttft_s is the caller's.
   [[nodiscard]] virtual const RestoreReport& report() const = 0;
   [[nodiscard]] virtual const std::optional<PageFailure>& failure() const = 0;
 };
