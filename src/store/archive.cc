@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/xxh3.h"
+#include "bytes.h"
 #include "format.h"
 
 namespace hcache::store {
@@ -36,19 +37,19 @@ std::uint64_t file_bytes(const ArchiveHead& head, std::span<const MatchedChunk> 
 }
 
 // Gathers pieces for the sink and hashes what goes through.
-class Writer {
+class ArchiveWriter {
  public:
-  explicit Writer(const ArchiveSink& sink) : sink_(sink) { XXH3_64bits_reset(&hash_); }
+  explicit ArchiveWriter(const ArchiveSink& sink) : sink_(sink) { XXH3_64bits_reset(&hash_); }
 
   template <typename T>
-  Writer& number(T value) {
+  ArchiveWriter& number(T value) {
     char bytes[sizeof(T)];
     for (std::size_t i = 0; i < sizeof(T); ++i) {
       bytes[i] = static_cast<char>((static_cast<std::uint64_t>(value) >> (8 * i)) & 0xff);
     }
     return text({bytes, sizeof(T)});
   }
-  Writer& text(std::string_view text) {
+  ArchiveWriter& text(std::string_view text) {
     while (!text.empty() && status_.ok()) {
       const std::string_view piece = text.substr(0, kPieceBytes - out_.size());
       XXH3_64bits_update(&hash_, piece.data(), piece.size());
@@ -58,7 +59,7 @@ class Writer {
     }
     return *this;
   }
-  Writer& check() { return number(std::uint64_t{XXH3_64bits_digest(&hash_)}); }
+  ArchiveWriter& check() { return number(std::uint64_t{XXH3_64bits_digest(&hash_)}); }
   // What was not given out yet.
   [[nodiscard]] Status flush() {
     const Status status = status_.ok() && !out_.empty() ? sink_(out_) : status_;
@@ -74,7 +75,7 @@ class Writer {
   Status status_;
 };
 
-void write_head(const ArchiveHead& head, std::span<const MatchedChunk> chunks, Writer* w) {
+void write_head(const ArchiveHead& head, std::span<const MatchedChunk> chunks, ArchiveWriter* w) {
   w->text(kMagic).number(kArchiveVersion).number(static_cast<std::uint32_t>(chunks.size()));
   w->number(file_bytes(head, chunks));
   w->text({reinterpret_cast<const char*>(head.fingerprint.bytes.data()),
@@ -87,7 +88,7 @@ void write_head(const ArchiveHead& head, std::span<const MatchedChunk> chunks, W
   w->text(head.model).text(head.name).text(head.metadata_json).check();
 }
 
-Status write_chunk(const ChunkInfo& info, PageReader* reader, Writer* w,
+Status write_chunk(const ChunkInfo& info, PageReader* reader, ArchiveWriter* w,
                    std::optional<PageInfo>* failed) {
   w->number(static_cast<std::uint16_t>(info.tokens.size()));
   w->number(static_cast<std::uint8_t>(info.k_type)).number(static_cast<std::uint8_t>(info.v_type));
@@ -129,12 +130,8 @@ class Reader {
   // The caller has made sure that it is there.
   template <typename T>
   T number() {
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < sizeof(T); ++i) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(file_[at_ + i])) << (8 * i);
-    }
     at_ += sizeof(T);
-    return static_cast<T>(value);
+    return number_at<T>(file_, at_ - sizeof(T));
   }
   // Compares the check that stands here with what was read so far.
   Status check() {
@@ -271,7 +268,7 @@ Status write_archive(Store& store, const ArchiveHead& head, const Match& match,
       std::max<std::uint64_t>(8U << 20, 4 * (round_up(largest, kBlock) + 2 * kBlock));
   HCACHE_ASSIGN_OR_RETURN(const std::unique_ptr<PageReader> reader, store.new_reader(options));
   HCACHE_RETURN_IF_ERROR(reader->submit(requests));
-  Writer out(sink);
+  ArchiveWriter out(sink);
   write_head(head, chunks, &out);
   for (const MatchedChunk& chunk : chunks) {
     const ChunkInfo& info = chunk.chunk.info();

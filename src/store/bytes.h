@@ -15,6 +15,16 @@
 
 namespace hcache::store {
 
+// Little-endian, sizeof(T) bytes. The caller has made sure that they are there.
+template <typename T>
+[[nodiscard]] T number_at(std::string_view in, std::size_t at) {
+  std::uint64_t value = 0;
+  for (std::size_t i = 0; i < sizeof(T); ++i) {
+    value |= static_cast<std::uint64_t>(static_cast<unsigned char>(in[at + i])) << (8 * i);
+  }
+  return static_cast<T>(value);
+}
+
 // Builds bytes: little-endian numbers, ids and text, one behind the other.
 class Writer {
  public:
@@ -46,12 +56,8 @@ class Parser {
   explicit Parser(std::string_view in) : in_(in) {}
   template <typename T>
   T number() {
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < sizeof(T); ++i) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(in_[at_ + i])) << (8 * i);
-    }
     at_ += sizeof(T);
-    return static_cast<T>(value);
+    return number_at<T>(in_, at_ - sizeof(T));
   }
   template <typename Id>
   Id id() {
