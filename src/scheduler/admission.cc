@@ -337,9 +337,8 @@ Core::Admission Core::no_sequence(Task& task, const Status& status) {
 }
 
 void Core::begin_restore(Task& task, int64_t rows) {
-  leave_queue(
-      task,
-      /*admitted=*/true);  // first: what is being read ahead for it makes way for its own reads
+  // First: what is being read ahead for it makes way for its own reads.
+  leave_queue(task, /*admitted=*/true);
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
   task.restore_alone = true;
