@@ -268,8 +268,8 @@ int64_t EngineExecutor::slice_rows(double budget_s) const {
 int64_t EngineExecutor::follow_rows(double budget_s) const {
   const policy::CostCurve& dense = runtime_.profile().layer.dense;
   int64_t rows = limits_.max_step_rows;
-  while (rows > 1 && dense.at(rows) > budget_s) rows /= 2;
-  return rows;
+  while (rows >= kMinSliceRows && dense.at(rows) > budget_s) rows -= kMinSliceRows;
+  return std::max<int64_t>(rows, 0);
 }
 
 Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s) {
