@@ -158,6 +158,10 @@ void EvictionOrder::set_wish(Id id, const Wish& wish) {
   list(id, found->second);
 }
 
+void EvictionOrder::set_wishes(std::span<const Id> changed, const Wanted& wanted) {
+  for (const Id id : changed) set_wish(id, wanted.wish(id));
+}
+
 void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint32_t uses,
                                 double now_s) {
   if (!learns()) return;

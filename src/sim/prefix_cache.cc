@@ -31,13 +31,9 @@ class PrefixCache {
   void see_arrivals(size_t current, double now_s) {
     while (seen_ < trace_.size() &&
            (options_.optimal || seen_ <= current || trace_[seen_].arrival_s <= now_s)) {
-      mark(wanted_.add(seen_, trace_[seen_].blocks));
+      order_.set_wishes(wanted_.add(seen_, trace_[seen_].blocks), wanted_);
       ++seen_;
     }
-  }
-
-  void mark(std::span<const uint64_t> changed) {
-    for (const uint64_t id : changed) order_.set_wish(id, wanted_.wish(id));
   }
 
   void serve(size_t i, double now_s) {
@@ -46,7 +42,7 @@ class PrefixCache {
     size_t resident = 0;
     while (resident < chain.size() && order_.contains(chain[resident])) ++resident;
     report_.hits += resident;
-    mark(wanted_.remove(i));
+    order_.set_wishes(wanted_.remove(i), wanted_);
     for (size_t b = 0; b < resident; ++b) order_.use(chain[b], now_s);
     for (size_t b = resident; b < chain.size(); ++b) {
       const std::optional<uint64_t> parent =

@@ -178,10 +178,7 @@ void SavedChains::dispatch(uint64_t place) { mark(wanted_.dispatch(place)); }
 void SavedChains::unwant(uint64_t place) { mark(wanted_.remove(place)); }
 
 void SavedChains::mark(std::span<const Id> changed) {
-  for (const Id id : changed) {
-    const policy::Wish wish = wanted_.wish(id);
-    for (Tier& tier : tiers_) tier.order.set_wish(id, wish);
-  }
+  for (Tier& tier : tiers_) tier.order.set_wishes(changed, wanted_);
 }
 
 void SavedChains::create(Id id, Id parent, int32_t tokens) {

@@ -93,7 +93,7 @@ class SavedChains {
   [[nodiscard]] Chunk chunk_of(const Link& link) const;
   [[nodiscard]] Found describe(const std::vector<Link>& links) const;
   [[nodiscard]] bool limited(const Tier& tier) const { return tier.setup.capacity_bytes > 0; }
-  // Tells the policies of the tiers that hold it which request wants it first.
+  // Tells the policies of all tiers who wants what now.
   void mark(std::span<const Id> changed);
   // In no tier yet.
   void create(Id id, Id parent, int32_t tokens);

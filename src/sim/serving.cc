@@ -237,8 +237,8 @@ Result<ServingReport> simulate_serving(const ServingSetup& given, const Schedule
                                        const std::function<bool(double)>& proceed) {
   HCACHE_RETURN_IF_ERROR(check(given));
   ServingSetup setup = given;
-  // Clients wait; the queue has no end.
   if (!setup.keep_resident) setup.scheduler.offload_above = 0;
+  // Clients wait; the queue has no end.
   setup.scheduler.max_queued = std::numeric_limits<int64_t>::max();
   if (setup.tiers.empty()) {
     HCACHE_ASSIGN_OR_RETURN(const policy::RestoreCosts costs, serving_costs(setup));

@@ -137,6 +137,57 @@ Result<std::unique_ptr<store::PageReader>> open_reader_of(
   return reader;
 }
 
+// The prefill of what is not restored, the first batch of it layer by layer behind the restore.
+class NewTokens {
+ public:
+  NewTokens(Engine& engine, const RestoreRun& run, int64_t first)
+      : engine_(engine), run_(run), next_(first) {}
+
+  // Prepares the next batch, of at most so many tokens. kResourceExhausted: the arena has no room,
+  // and nothing has changed.
+  Status begin(int64_t most) {
+    const auto n_tokens = static_cast<int64_t>(run_.tokens.size());
+    const int64_t n = std::min<int64_t>({n_tokens - next_, engine_.options().max_batch_rows, most});
+    const auto tokens = run_.tokens.subspan(next_, n);
+    const BatchItem item{
+        .seq = run_.seq,
+        .tokens = tokens,
+        .first_pos = next_,
+        .output = next_ + n == n_tokens ? BatchItem::Output::kLast : BatchItem::Output::kNone};
+    HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
+    if (run_.before_step) run_.before_step(next_, tokens);
+    step_.emplace(std::move(step));
+    next_ += n;
+    layers_ = 0;
+    return {};
+  }
+  Status begin() { return begin(std::numeric_limits<int64_t>::max()); }
+  Status run_layers(int begin, int end) {
+    layers_ = end;
+    return engine_.run_layers(*step_, begin, end);
+  }
+  // That the batch in hand has run through.
+  [[nodiscard]] int layers() const { return layers_; }
+  Status finish() {
+    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_.finish(*step_));
+    if (!logits.rows.empty()) logits_.assign(logits.rows[0].begin(), logits.rows[0].end());
+    return {};
+  }
+  [[nodiscard]] bool done() const { return next_ == static_cast<int64_t>(run_.tokens.size()); }
+  [[nodiscard]] double fraction() const {
+    return static_cast<double>(next_) / static_cast<double>(run_.tokens.size());
+  }
+  std::vector<float> take_logits() { return std::move(logits_); }
+
+ private:
+  Engine& engine_;
+  const RestoreRun& run_;
+  int64_t next_;  // position behind the batch in hand
+  std::optional<Step> step_;
+  int layers_ = 0;
+  std::vector<float> logits_;
+};
+
 class RestorationImpl : public Restoration {
  public:
   RestorationImpl(Env& env, Engine& engine, store::Store* store, const RestoreRun& run)
@@ -248,8 +299,7 @@ class RestorationImpl : public Restoration {
   std::vector<std::vector<Segment>> layers_;  // per layer
   Cursor cursor_;
   Staged staged_;
-  std::optional<Step> following_;  // new tokens on their way through the layers
-  int followed_layers_ = 0;
+  std::optional<NewTokens> following_;  // on their way through the layers
   std::unique_ptr<store::PageReader> reader_;
   std::optional<store::PageView> view_;  // of the cursor's page
   struct Held {
@@ -508,18 +558,15 @@ void RestorationImpl::abandon() {
 Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
   const int64_t first = plan_.restored_tokens;
   // The last token is the caller's: it wants the logits.
-  const auto fresh = static_cast<int64_t>(run_.tokens.size()) - first - 1;
+  const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - first - 1;
   const int64_t n = std::min<int64_t>({fresh, most_rows, engine_.options().max_batch_rows});
   if (n < kFewRows || cursor_.layer == 0) return false;
-  const auto tokens = run_.tokens.subspan(first, n);
-  const BatchItem item{
-      .seq = run_.seq, .tokens = tokens, .first_pos = -1, .output = BatchItem::Output::kNone};
-  Result<Step> step = engine_.prepare({&item, 1});
+  NewTokens tokens(engine_, run_, first);
+  const Status begun = tokens.begin(n);
   // Without room the caller finds some when they are due.
-  if (step.status().code() == Code::kResourceExhausted) return false;
-  HCACHE_RETURN_IF_ERROR(step.status());
-  if (run_.before_step) run_.before_step(first, tokens);
-  following_.emplace(std::move(*step));
+  if (begun.code() == Code::kResourceExhausted) return false;
+  HCACHE_RETURN_IF_ERROR(begun);
+  following_.emplace(std::move(tokens));
   report_.prefilled_tokens = n;
   return true;
 }
@@ -529,15 +576,14 @@ Result<bool> RestorationImpl::follow(int64_t most_rows) {
     HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(most_rows));
     if (!begun) return false;
   }
-  if (followed_layers_ == cursor_.layer) return false;
-  HCACHE_RETURN_IF_ERROR(timed(
-      [&] { return engine_.run_layers(*following_, followed_layers_, followed_layers_ + 1); }));
-  ++followed_layers_;
+  const int layer = following_->layers();
+  if (layer == cursor_.layer) return false;
+  HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layers(layer, layer + 1); }));
   return true;
 }
 
 Status RestorationImpl::end_follow() {
-  const Status status = timed([&] { return engine_.finish(*following_).status(); });
+  const Status status = timed([&] { return following_->finish(); });
   following_.reset();
   return status;
 }
@@ -579,48 +625,6 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
   if (failure_) return phase_;
   return status;
 }
-
-// The prefill of what is not restored, the first batch of it layer by layer.
-class NewTokens {
- public:
-  NewTokens(Engine& engine, const RestoreRun& run, int64_t first)
-      : engine_(engine), run_(run), next_(first) {}
-
-  // Prepares the next batch.
-  Status begin() {
-    const auto n_tokens = static_cast<int64_t>(run_.tokens.size());
-    const int64_t n = std::min<int64_t>(n_tokens - next_, engine_.options().max_batch_rows);
-    const auto tokens = run_.tokens.subspan(next_, n);
-    if (run_.before_step) run_.before_step(next_, tokens);
-    const BatchItem item{
-        .seq = run_.seq,
-        .tokens = tokens,
-        .first_pos = next_,
-        .output = next_ + n == n_tokens ? BatchItem::Output::kLast : BatchItem::Output::kNone};
-    HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-    step_.emplace(std::move(step));
-    next_ += n;
-    return {};
-  }
-  Status run_layers(int begin, int end) { return engine_.run_layers(*step_, begin, end); }
-  Status finish() {
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_.finish(*step_));
-    if (!logits.rows.empty()) logits_.assign(logits.rows[0].begin(), logits.rows[0].end());
-    return {};
-  }
-  [[nodiscard]] bool done() const { return next_ == static_cast<int64_t>(run_.tokens.size()); }
-  [[nodiscard]] double fraction() const {
-    return static_cast<double>(next_) / static_cast<double>(run_.tokens.size());
-  }
-  std::vector<float> take_logits() { return std::move(logits_); }
-
- private:
-  Engine& engine_;
-  const RestoreRun& run_;
-  int64_t next_;  // position behind the batch in hand
-  std::optional<Step> step_;
-  std::vector<float> logits_;
-};
 
 Status restore_and_prefill(RestorationImpl& restore, NewTokens& fresh, const policy::Plan& plan,
                            int n_layer, int64_t start_ns, double* restore_s) {

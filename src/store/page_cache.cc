@@ -126,21 +126,17 @@ void PageCache::want(std::uint64_t place, std::span<const ChunkId> chunks) {
   MutexLock lock(mutex_);
   std::vector<Id> ids;
   for (const ChunkId& chunk : chunks) ids.push_back(short_id(chunk));
-  mark_wishes(wanted_.add(place, std::move(ids)));
+  order_.set_wishes(wanted_.add(place, std::move(ids)), wanted_);
 }
 
 void PageCache::dispatch(std::uint64_t place) {
   MutexLock lock(mutex_);
-  mark_wishes(wanted_.dispatch(place));
+  order_.set_wishes(wanted_.dispatch(place), wanted_);
 }
 
 void PageCache::unwant(std::uint64_t place) {
   MutexLock lock(mutex_);
-  mark_wishes(wanted_.remove(place));
-}
-
-void PageCache::mark_wishes(std::span<const Id> changed) {
-  for (const Id id : changed) order_.set_wish(id, wanted_.wish(id));
+  order_.set_wishes(wanted_.remove(place), wanted_);
 }
 
 void PageCache::describe(StoreStat* stat) const {

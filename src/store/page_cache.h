@@ -80,7 +80,6 @@ class PageCache {
   // Null: it is not here.
   [[nodiscard]] Chunk* chunk_of(const ChunkId& id) HCACHE_REQUIRES(mutex_);
   [[nodiscard]] const Chunk* chunk_of(const ChunkId& id) const HCACHE_REQUIRES(mutex_);
-  void mark_wishes(std::span<const Id> changed) HCACHE_REQUIRES(mutex_);
   void drop(Id id) HCACHE_REQUIRES(mutex_);
   void clear_all() HCACHE_REQUIRES(mutex_);
 

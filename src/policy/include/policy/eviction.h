@@ -66,6 +66,8 @@ class EvictionOrder {
   void let_go(Id id);
   // Who in sight wants it.
   void set_wish(Id id, const Wish& wish);
+  // The same of objects whose wish may have changed.
+  void set_wishes(std::span<const Id> changed, const Wanted& wanted);
 
   // Who gives way next, if anybody may. The object stays until it is erased.
   [[nodiscard]] std::optional<Id> victim(double now_s);
