@@ -143,7 +143,10 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.seed = static_cast<uint32_t>(s.integer("seed", 1, 0, 0xffffffff));
   load.rounds = s.integer("rounds", 6, 1, 1 << 20);
   load.mean_rounds = s.number("mean_rounds", 0, 0, 1 << 20);
-  load.rounds_sigma = s.number("rounds_sigma", 0, 0, 10);
+  load.single_round_share = s.number("single_round_share", 0, 0, 0.999);
+  if (load.mean_rounds != 0 && load.mean_rounds < 2 - load.single_round_share) {
+    s.fail("'mean_rounds' is below 2 - 'single_round_share': what goes on has two rounds or more");
+  }
   load.think_s = s.number("think_s", 30, 0, kMany);
   load.think_exponential = s.get("think_exponential", false);
   load.context = s.integer("context", 0, 0, 1 << 30);
@@ -151,6 +154,7 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.mean_output = s.number("mean_output", load.mean_output, 1, kMany);
   load.input_sigma = s.number("input_sigma", load.input_sigma, 0, 10);
   load.output_sigma = s.number("output_sigma", load.output_sigma, 0, 10);
+  load.conversation_sigma = s.number("conversation_sigma", 0, 0, 10);
   load.document = s.integer("document", 0, 0, 1 << 30);
   load.length_scale = s.number("length_scale", 1, 1e-6, kMany);
   if (c->trace.empty() && load.sessions == 0) s.fail("'sessions' is 0");

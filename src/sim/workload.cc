@@ -15,7 +15,7 @@ namespace hcache::sim {
 namespace {
 
 // What a seed's random streams are for.
-enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds };
+enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds, kSizes };
 
 constexpr size_t kDocument = (size_t{1} << 24U) - 1;  // as a round's number
 
@@ -34,13 +34,18 @@ std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
   auto n = static_cast<size_t>(options.rounds);
   if (options.mean_rounds > 0) {
     Random rounds({options.seed, kRounds, session});
-    n = static_cast<size_t>(
-        scaled(rounds.log_normal(options.mean_rounds, options.rounds_sigma), 1));
+    const double single = options.single_round_share;
+    n = 1;
+    if (rounds.uniform() > single) n += rounds.geometric((options.mean_rounds - 1) / (1 - single));
   }
+  const double size =
+      options.conversation_sigma > 0
+          ? Random({options.seed, kSizes, session}).log_normal(1, options.conversation_sigma)
+          : 1;
   std::vector<double> drawn;  // input and output of one round after the other
   for (size_t i = 0; i < n; i++) {
-    drawn.push_back(lengths.log_normal(options.mean_input, options.input_sigma));
-    drawn.push_back(lengths.log_normal(options.mean_output, options.output_sigma));
+    drawn.push_back(size * lengths.log_normal(options.mean_input, options.input_sigma));
+    drawn.push_back(size * lengths.log_normal(options.mean_output, options.output_sigma));
   }
   const double total = std::accumulate(drawn.begin(), drawn.end(), 0.0);
   const double factor = options.context == 0 ? 1 : static_cast<double>(options.context) / total;

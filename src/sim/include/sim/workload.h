@@ -20,14 +20,18 @@ struct LoadOptions {
   // Conversations drawn by draw_conversations().
   double rate = 0;  // arrivals per second, a Poisson process
   int64_t rounds = 0;
-  double mean_rounds = 0;  // above 0: how many a conversation has is log-normal, too
-  double rounds_sigma = 0;
+  // Above 0: so many on average instead. A share of the conversations ends after one; what others
+  // have beyond it is geometric: each round may be the last. At least 2 - single_round_share.
+  double mean_rounds = 0;
+  double single_round_share = 0;
   // Lengths are log-normal. Means in tokens as in ShareGPT4 (hcache.txt section 2.3); the paper
   // gives no spread. People's messages scatter more than answers do.
   double mean_input = 66.8;
   double mean_output = 358.8;
   double input_sigma = 1.0;
   double output_sigma = 0.6;
+  double conversation_sigma =
+      0;                 // all lengths of one are longer or shorter by one log-normal factor
   int64_t document = 0;  // tokens in front of the first message, a conversation's own
   double think_s = 0;    // mean pause between an answer and the next message
   bool think_exponential = false;

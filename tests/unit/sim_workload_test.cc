@@ -1,0 +1,82 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "sim/workload.h"
+
+namespace hcache::sim {
+namespace {
+
+double tokens_of(const Session& session) {
+  double n = 0;
+  for (const Round& round : session.rounds) {
+    n += static_cast<double>(round.input_tokens + round.output_tokens);
+  }
+  return n;
+}
+
+LoadOptions many() {
+  LoadOptions options;
+  options.sessions = 20000;
+  options.seed = 1;
+  options.rate = 1;
+  options.rounds = 3;
+  return options;
+}
+
+TEST(Workload, ASeedGivesTheSameConversations) {
+  const Schedule a = draw_conversations(many());
+  const Schedule b = draw_conversations(many());
+  LoadOptions other = many();
+  other.seed = 2;
+  ASSERT_EQ(a.sessions.size(), 20000U);
+  EXPECT_EQ(tokens_of(a.sessions[7]), tokens_of(b.sessions[7]));
+  EXPECT_NE(tokens_of(a.sessions[7]), tokens_of(draw_conversations(other).sessions[7]));
+}
+
+// AttentionStore's section 2.3: 27 % of one round, 5.75 on average.
+TEST(Workload, NumbersOfRoundsHaveTheMeanAndTheShareOfOne) {
+  LoadOptions options = many();
+  options.mean_rounds = 5.75;
+  options.single_round_share = 0.27;
+  double rounds = 0;
+  double single = 0;
+  double six_or_more = 0;
+  for (const Session& session : draw_conversations(options).sessions) {
+    rounds += static_cast<double>(session.rounds.size());
+    if (session.rounds.size() == 1) single += 1;
+    if (session.rounds.size() >= 6) six_or_more += 1;
+  }
+  EXPECT_NEAR(rounds / 20000, 5.75, 0.12);
+  EXPECT_NEAR(single / 20000, 0.27, 0.01);
+  // Geometric behind the first two: 0.73 (1 - 0.73 / 4.75)^4.
+  EXPECT_NEAR(six_or_more / 20000, 0.73 * std::pow(1 - 0.73 / 4.75, 4), 0.01);
+}
+
+TEST(Workload, AConversationIsLongerOrShorterAsAWhole) {
+  LoadOptions options = many();
+  options.input_sigma = 0;
+  options.output_sigma = 0;
+  options.conversation_sigma = 0.9;
+  double tokens = 0;
+  double squares_of_logs = 0;
+  for (const Session& session : draw_conversations(options).sessions) {
+    tokens += tokens_of(session);
+    const double ratio = tokens_of(session) / (3 * (options.mean_input + options.mean_output));
+    squares_of_logs += std::pow(std::log(ratio) + 0.405, 2);
+    EXPECT_EQ(session.rounds[0].output_tokens, session.rounds[2].output_tokens);
+  }
+  EXPECT_NEAR(tokens / 20000 / 3 / (options.mean_input + options.mean_output), 1, 0.03);
+  EXPECT_NEAR(std::sqrt(squares_of_logs / 20000), 0.9, 0.02);
+}
+
+TEST(Workload, LengthsAreScaledToTheContextAsked) {
+  LoadOptions options = many();
+  options.context = 4096;
+  for (const Session& session : draw_conversations(options).sessions) {
+    EXPECT_NEAR(tokens_of(session), 4096, 6);
+  }
+}
+
+}  // namespace
+}  // namespace hcache::sim
