@@ -69,6 +69,7 @@ struct ServeArgs {
   int64_t max_queued = 0;
   int64_t max_queued_per_key = 0;
   int64_t max_running_per_key = 0;
+  uint64_t quota_per_key = 0;
   int64_t max_new_tokens = 0;
   std::string log_requests;
   bool verbose = false;
@@ -102,6 +103,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
   o.runtime.dram_bytes = args.dram_bytes;
+  o.runtime.key_quota_bytes = args.quota_per_key;
   o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
   o.http.host = args.host;
   o.http.port = static_cast<uint16_t>(args.port);
@@ -190,6 +192,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-queued", &args->max_queued);
   add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
+  add_option(*sub, "quota-per-key", &args->quota_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
   add_option(*sub, "evict-policy", &args->evict_policy);
   add_option(*sub, "offload-above", &args->offload_above);

@@ -282,7 +282,7 @@ Status import_session(const StoreArgs& args) {
         fmt::format("there is a session '{}'; choose another name with --session", session.name));
   }
   HCACHE_ASSIGN_OR_RETURN(const store::PutReport report,
-                          store::put_archive(*store, archive, session.salt));
+                          store::put_archive(*store, archive, own_salt(args.salt)));
   HCACHE_RETURN_IF_ERROR(store->put_session(session));
   HCACHE_RETURN_IF_ERROR(store->close());
   if (args.json) {

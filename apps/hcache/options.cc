@@ -271,6 +271,8 @@ constexpr OptionRow kTable[] = {
      "the same for one API key; 0: no limit"},
     {"max-running-per-key", "--max-running-per-key", Kind::kInteger, "N", "0", 0, kBig, "",
      "most requests of one API key that run at a time; 0: no limit"},
+    {"quota-per-key", "--quota-per-key", Kind::kBytes, "BYTES", "0", 0, 0, "",
+     "most saved state of one API key; its own least recently used goes first; 0: no limit"},
     {"dram", "--dram", Kind::kBytes, "BYTES", "0", 0, 0, "",
      "host memory for saved state, in front of the disks"},
     {"evict-policy", "--evict-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,

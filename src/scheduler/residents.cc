@@ -102,7 +102,7 @@ bool Residents::free_slot(SeqId pinned) {
   return true;
 }
 
-void Residents::forget(const std::string& salt, std::span<const int32_t> tokens, int64_t keep) {
+void Residents::forget(const Salt& salt, std::span<const int32_t> tokens, int64_t keep) {
   for (size_t i = residents_.size(); i-- > 0;) {
     Resident& resident = residents_[i];
     if (resident.salt != salt || common_prefix(resident.tokens, tokens) <= keep) continue;

@@ -23,7 +23,7 @@ namespace hcache::scheduler {
 struct Resident {
   SeqId seq = kNoSeq;
   std::vector<int32_t> tokens;  // one per row it holds
-  std::string salt;
+  Salt salt;
   bool save = true;
   uint64_t last_used = 0;       // set by add()
   int64_t flush_begin_ns = -1;  // when a flush that an eviction waits for was asked for
@@ -57,7 +57,7 @@ class Residents {
   bool free_slot(SeqId pinned = kNoSeq);
   // Of every sequence with this salt: drops the rows in common with `tokens` from the keep-th on,
   // and those behind them.
-  void forget(const std::string& salt, std::span<const int32_t> tokens, int64_t keep);
+  void forget(const Salt& salt, std::span<const int32_t> tokens, int64_t keep);
   void release_all();
 
   [[nodiscard]] const std::vector<Resident>& all() const { return residents_; }

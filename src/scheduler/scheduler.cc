@@ -86,8 +86,8 @@ Result<RequestId> Scheduler::submit(Request request, double* retry_after_s) {
   return inbox_->submit(std::move(request), retry_after_s);
 }
 void Scheduler::cancel(RequestId id) { inbox_->cancel(id); }
-void Scheduler::forget(std::string salt, std::vector<int32_t> tokens, int64_t keep) {
-  inbox_->forget({std::move(salt), std::move(tokens), keep});
+void Scheduler::forget(const Salt& salt, std::vector<int32_t> tokens, int64_t keep) {
+  inbox_->forget({salt, std::move(tokens), keep});
 }
 void Scheduler::drain() { inbox_->drain(); }
 void Scheduler::stop_all(Status reason) { inbox_->stop_all(std::move(reason)); }

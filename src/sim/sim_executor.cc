@@ -137,7 +137,7 @@ void SimExecutor::describe(ServingReport* report) const {
 
 // ---- Sequences
 
-Result<SimExecutor::SeqId> SimExecutor::create(const std::string& /*salt*/, bool /*save*/) {
+Result<SimExecutor::SeqId> SimExecutor::create(const Salt& /*salt*/, bool /*save*/) {
   sequences_.emplace(++last_seq_, Sequence{});
   return last_seq_;
 }
@@ -169,8 +169,7 @@ void SimExecutor::release(SeqId seq) {
 
 // ---- Saved state
 
-Result<int64_t> SimExecutor::saved_prefix(const std::string& /*salt*/,
-                                          std::span<const int32_t> tokens) {
+Result<int64_t> SimExecutor::saved_prefix(const Salt& /*salt*/, std::span<const int32_t> tokens) {
   return chains_.find(tokens).tokens;
 }
 

@@ -56,11 +56,11 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] const scheduler::ExecutorLimits& limits() const override { return limits_; }
   [[nodiscard]] int64_t now_ns() const override;
   [[nodiscard]] int64_t free_cells() const override { return limits_.arena_cells - used_cells_; }
-  Result<SeqId> create(const std::string& salt, bool save) override;
+  Result<SeqId> create(const Salt& salt, bool save) override;
   Result<SeqId> fork(SeqId src, int64_t n_tokens) override;
   Status trim(SeqId seq, int64_t n_tokens) override;
   void release(SeqId seq) override;
-  Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override;
+  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
   void enqueued(const scheduler::Waiting& request) override;

@@ -52,7 +52,7 @@ class RuntimeImpl : public Runtime {
   Status refresh_profile() override;
   const policy::SavePlan& save_plan() const override { return save_plan_; }
   const Fingerprint& fingerprint() const override { return fingerprint_; }
-  const SaltId& salt() const override { return salt_; }
+  const SaltId& salt() const override { return salt_.id; }
   policy::RestoreCosts costs(double link_bytes_per_s) const override {
     return restore_costs(profile_, *engine_, link_bytes_per_s);
   }
@@ -83,7 +83,7 @@ class RuntimeImpl : public Runtime {
   std::string digest_;
   std::string profile_key_;
   Fingerprint fingerprint_;
-  SaltId salt_;
+  Salt salt_;
   CostProfile profile_;
   bool profile_dirty_ = false;
   policy::SavePlan save_plan_;
@@ -110,7 +110,7 @@ Status RuntimeImpl::init() {
   HCACHE_ASSIGN_OR_RETURN(digest_,
                           model_->content_digest(digest_dir, report("checking the weights")));
   fingerprint_ = state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type);
-  salt_ = salt_id(options_.salt);
+  salt_ = own_salt(options_.salt);
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
   HCACHE_RETURN_IF_ERROR(open_profile());
@@ -128,6 +128,7 @@ Status RuntimeImpl::open_store() {
   options.dirs = options_.store_dirs;
   if (options.dirs.empty()) options.dirs = {join_path(options_.state_dir, "store")};
   options.quota_bytes = options_.store_quota_bytes;
+  options.owner_quota_bytes = options_.key_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
   options.dram_evict = options_.dram_evict;
   options.remote = options_.remote;
@@ -291,9 +292,9 @@ Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartO
   if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
   uint64_t damaged = 0;
   StartOptions attempted = options;
-  if (options.mode != policy::Mode::kRecompute) look_up(tokens, salt_);
+  if (options.mode != policy::Mode::kRecompute) look_up(tokens, salt_.id);
   while (true) {
-    HCACHE_ASSIGN_OR_RETURN(const PlannedRestore planned, plan(tokens, salt_, attempted));
+    HCACHE_ASSIGN_OR_RETURN(const PlannedRestore planned, plan(tokens, salt_.id, attempted));
     std::optional<PageFailure> failure;
     HCACHE_ASSIGN_OR_RETURN(Started started, attempt(tokens, options, planned, &failure));
     if (!failure) {

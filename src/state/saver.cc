@@ -118,7 +118,7 @@ struct OpenChunk {
 struct SavedSequence {
   SeqId seq = -1;
   Fingerprint fingerprint;
-  SaltId salt;
+  Salt salt;
   std::vector<int32_t> tokens;
   ChunkId parent;  // the last full chunk
   OpenChunk open;
@@ -131,7 +131,7 @@ struct ReadyChunk {
   ChunkId id;
   ChunkId parent;
   Fingerprint fingerprint;
-  SaltId salt;
+  Salt salt;
   int64_t first_pos = 0;
   std::vector<int32_t> tokens;
   std::vector<PageBuffer> layers;  // exactly tokens.size() rows
@@ -193,7 +193,7 @@ class SaverImpl : public Saver {
   }
 
   // --- Engine's thread ---------------------------------------------------------------------
-  void begin(SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
+  void begin(SeqId seq, const Fingerprint& fingerprint, const Salt& salt,
              std::span<const int32_t> tokens, store::ChunkRef tail) override {
     SavedSequence sequence;
     sequence.seq = seq;
@@ -268,7 +268,8 @@ class SaverImpl : public Saver {
     if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
   }
   void write_ready();
-  void note_durable();
+  void write(std::span<const ReadyChunk> chunks);
+  void note_durable(std::span<const ReadyChunk> chunks);
   void lose(SavedSequence& sequence, int64_t n_rows);
   void give_up(SavedSequence& sequence, const Status& why) {
     log::warn("sequence {} is not saved further: {}", sequence.seq, why.to_string());
@@ -400,7 +401,7 @@ void SaverImpl::open_sequence(Begin& begin) {
   const int64_t n_full = static_cast<int64_t>(tokens.size()) / kChunk;
   const int64_t n_tail = static_cast<int64_t>(tokens.size()) % kChunk;
   for (int64_t i = 0; i < n_full; ++i) {
-    sequence.parent = chunk_id(sequence.fingerprint, sequence.salt, sequence.parent,
+    sequence.parent = chunk_id(sequence.fingerprint, sequence.salt.id, sequence.parent,
                                tokens.subspan(i * kChunk, kChunk));
   }
   sequence.open.first_pos = n_full * kChunk;
@@ -460,7 +461,7 @@ Status SaverImpl::rewind(SavedSequence& sequence, int64_t n_tokens) {
   }
   const std::span<const int32_t> tokens = sequence.tokens;
   const auto id_behind = [&](const ChunkId& parent, int64_t chunk) {
-    return chunk_id(sequence.fingerprint, sequence.salt, parent,
+    return chunk_id(sequence.fingerprint, sequence.salt.id, parent,
                     tokens.subspan(chunk * kChunk, kChunk));
   };
   const int64_t n_full = n_tokens / kChunk;
@@ -588,7 +589,7 @@ void SaverImpl::emit(SavedSequence& sequence) {
   const auto tokens = std::span(sequence.tokens).subspan(open.first_pos, open.n_rows);
   ReadyChunk chunk{
       .seq = sequence.seq,
-      .id = chunk_id(sequence.fingerprint, sequence.salt, sequence.parent, tokens),
+      .id = chunk_id(sequence.fingerprint, sequence.salt.id, sequence.parent, tokens),
       .parent = sequence.parent,
       .fingerprint = sequence.fingerprint,
       .salt = sequence.salt,
@@ -618,17 +619,33 @@ void SaverImpl::emit(SavedSequence& sequence) {
   ready_.push_back(std::move(chunk));
 }
 
+// A put for each owner: one whose quota is used up keeps nobody else from being saved.
 void SaverImpl::write_ready() {
-  if (ready_.empty()) return;
+  std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
+    return a.salt.owner < b.salt.owner;
+  });
+  for (auto first = ready_.cbegin(); first != ready_.cend();) {
+    const auto end = std::find_if(first, ready_.cend(), [&](const ReadyChunk& chunk) {
+      return chunk.salt.owner != first->salt.owner;
+    });
+    write({first, end});
+    first = end;
+  }
+  ready_.clear();
+  ready_bytes_ = 0;
+}
+
+void SaverImpl::write(std::span<const ReadyChunk> chunks) {
   const store::Encoding hidden = *hidden_encoding(hidden_type_);
   const store::ElementType kv_type = *element_type(kv_type_);
   std::vector<store::ChunkWrite> batch;
-  for (const ReadyChunk& chunk : ready_) {
+  for (const ReadyChunk& chunk : chunks) {
     store::ChunkWrite& write = batch.emplace_back();
     write.id = chunk.id;
     write.parent = chunk.parent;
     write.fingerprint = chunk.fingerprint;
-    write.salt = chunk.salt;
+    write.salt = chunk.salt.id;
+    write.owner = chunk.salt.owner;
     write.first_position = chunk.first_pos;
     write.tokens = chunk.tokens;
     write.k_type = kv_type;
@@ -645,17 +662,15 @@ void SaverImpl::write_ready() {
   const Result<store::PutReport> report = store_.put(batch);
   const double seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
   if (!report.ok()) {
-    for (const ReadyChunk& chunk : ready_) {
+    for (const ReadyChunk& chunk : chunks) {
       const auto it = sequences_.find(chunk.seq);
       if (it != sequences_.end()) {
         lose(it->second, static_cast<int64_t>(chunk.tokens.size()));
       }
     }
   } else {
-    note_durable();
+    note_durable(chunks);
   }
-  ready_.clear();
-  ready_bytes_ = 0;
 
   const std::lock_guard lock(mutex_);
   stats_.write_s += seconds;
@@ -673,10 +688,10 @@ void SaverImpl::write_ready() {
   if (flush_error_.ok()) flush_error_ = report.status();
 }
 
-// Everything in ready_ is on disk.
-void SaverImpl::note_durable() {
+// They are on disk.
+void SaverImpl::note_durable(std::span<const ReadyChunk> chunks) {
   const std::lock_guard lock(mutex_);
-  for (const ReadyChunk& chunk : ready_) {
+  for (const ReadyChunk& chunk : chunks) {
     const auto it = durable_.find(chunk.seq);
     if (it == durable_.end() || it->second == kNotSaved) continue;  // ended, or given up
     it->second = std::max(it->second, chunk.first_pos + static_cast<int64_t>(chunk.tokens.size()));

@@ -18,6 +18,12 @@ constexpr std::uint64_t kMaxGcPasses = 64;
 
 }  // namespace
 
+std::uint64_t StoreImpl::owned_bytes(const SaltId& owner) {
+  MutexLock lock(write_mutex_);
+  const auto it = owned_bytes_.find(owner);
+  return it == owned_bytes_.end() ? 0 : it->second;
+}
+
 Result<StoreStat> StoreImpl::stat() {
   HCACHE_RETURN_IF_ERROR(check_open());
   // The log is part of the disk use and can be any size up to its limit: empty it first.
@@ -325,6 +331,27 @@ Result<std::uint64_t> StoreImpl::move_sparse_pages() {
   return moved;
 }
 
+Status StoreImpl::drop_unused_owners() {
+  std::unordered_set<SaltId> used;
+  HCACHE_RETURN_IF_ERROR(catalog_->scan([&](ChunkRow&& row) {
+    if (row.record.ok()) used.insert(row.record->info.salt);
+    return true;
+  }));
+  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
+  std::vector<SaltId> unused;
+  for (const auto& [salt, owner] : owners_) {
+    if (used.contains(salt)) continue;
+    HCACHE_RETURN_IF_ERROR(transaction.erase_owner(salt));
+    unused.push_back(salt);
+  }
+  HCACHE_RETURN_IF_ERROR(transaction.commit());
+  for (const SaltId& salt : unused) {
+    owners_.erase(salt);
+    new_owners_.erase(salt);
+  }
+  return {};
+}
+
 Result<GcReport> StoreImpl::gc() {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
@@ -342,6 +369,7 @@ Result<GcReport> StoreImpl::gc() {
   report.bytes_before = allocated();
   settle_deferred();
   HCACHE_RETURN_IF_ERROR(drop_unreachable());
+  HCACHE_RETURN_IF_ERROR(drop_unused_owners());
   const auto moved = move_sparse_pages();
   if (moved.ok()) {
     report.pages_moved = *moved;
@@ -466,6 +494,14 @@ Status StoreImpl::check_integrity() {
     }
   }
   if (options_.read_only) return {};
+  std::unordered_map<SaltId, std::uint64_t> owned;
+  for (const ChunkRecord& record : all) owned[owner_of(record.info.salt)] += page_bytes(record);
+  for (const auto& [owner, bytes] : owned_bytes_) {
+    if (bytes != owned[owner]) {
+      return internal_error(fmt::format("owner {} has {} bytes of pages, counted are {}",
+                                        to_hex(owner), owned[owner], bytes));
+    }
+  }
   // The free space must be what a rebuild from the catalog would find, but for what waits.
   std::vector<Allocator> expected(segments_->disks(), Allocator(options_.segment_bytes));
   bool inside = true;

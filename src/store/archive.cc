@@ -308,7 +308,7 @@ Result<Archive> read_archive(std::string_view file) {
   return archive;
 }
 
-Result<PutReport> put_archive(Store& store, const Archive& archive, const SaltId& salt) {
+Result<PutReport> put_archive(Store& store, const Archive& archive, const Salt& salt) {
   const std::span<const std::int32_t> tokens = archive.head.tokens;
   std::vector<ChunkWrite> batch;
   ChunkId parent;
@@ -316,10 +316,11 @@ Result<PutReport> put_archive(Store& store, const Archive& archive, const SaltId
     ChunkWrite& write = batch.emplace_back();
     write.parent = parent;
     write.fingerprint = archive.head.fingerprint;
-    write.salt = salt;
+    write.salt = salt.id;
+    write.owner = salt.owner;
     write.first_position = chunk.first_token;
     write.tokens = tokens.subspan(chunk.first_token, chunk.n_tokens);
-    write.id = chunk_id(write.fingerprint, salt, parent, write.tokens);
+    write.id = chunk_id(write.fingerprint, salt.id, parent, write.tokens);
     write.k_type = chunk.k_type;
     write.v_type = chunk.v_type;
     write.pages = chunk.pages;

@@ -29,6 +29,10 @@ CREATE INDEX chunk_by_use ON chunk(last_used, position DESC);
 CREATE TABLE session(name TEXT PRIMARY KEY, body BLOB NOT NULL);
 )sql";
 
+// The key of `meta` under which a salt's owner stands.
+constexpr std::string_view kOwnerPrefix = "owner:";
+std::string owner_key(const SaltId& salt) { return std::string(kOwnerPrefix) + to_hex(salt); }
+
 Code code_of(int rc) {
   switch (rc & 0xff) {
     case SQLITE_CORRUPT:
@@ -363,6 +367,22 @@ Result<std::vector<std::uint32_t>> Catalog::disks() {
   return out;
 }
 
+Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  std::unordered_map<SaltId, SaltId> out;
+  Statement s(c, "SELECT key, value FROM meta WHERE key > 'owner:' AND key < 'owner;'");
+  while (s.step()) {
+    SaltId salt;
+    SaltId owner;
+    if (parse_id(s.bytes(0).substr(kOwnerPrefix.size()), &salt).ok() && s.id(1, &owner)) {
+      out.emplace(salt, owner);
+    }
+  }
+  if (s.failed()) return error(c, "list owners");
+  return out;
+}
+
 Result<std::uint64_t> Catalog::count_sessions() {
   Connection& c = reader();
   const std::lock_guard<std::mutex> lock(c.mutex);
@@ -500,6 +520,21 @@ Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
   Statement s(c, "DELETE FROM session WHERE name = ?1");
   if (!s.bind_text(name).run()) return catalog_->error(c, "delete a session");
   *found = sqlite3_changes(c.db) > 0;
+  return {};
+}
+
+Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) {
+  Connection& c = *catalog_->writer_;
+  Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, ?2)");
+  if (!s.bind_text(owner_key(salt)).bind_id(owner).run())
+    return catalog_->error(c, "name an owner");
+  return {};
+}
+
+Status Catalog::Transaction::erase_owner(const SaltId& salt) {
+  Connection& c = *catalog_->writer_;
+  Statement s(c, "DELETE FROM meta WHERE key = ?1");
+  if (!s.bind_text(owner_key(salt)).run()) return catalog_->error(c, "forget an owner");
   return {};
 }
 

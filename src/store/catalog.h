@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/env.h"
@@ -58,6 +59,8 @@ class Catalog {
   [[nodiscard]] Result<std::optional<Session>> find_session(std::string_view name);
   [[nodiscard]] Result<std::vector<std::string>> session_names();
   [[nodiscard]] Result<std::vector<std::uint32_t>> disks();
+  // Salts whose chunks another one's quota counts.
+  [[nodiscard]] Result<std::unordered_map<SaltId, SaltId>> owners();
   [[nodiscard]] Result<std::uint64_t> count_sessions();
   // Rows in order of seq, without a lock held between pages of rows. `visit` returns false to stop.
   [[nodiscard]] Status scan(const std::function<bool(ChunkRow&&)>& visit);
@@ -84,6 +87,8 @@ class Catalog {
     [[nodiscard]] Status put_session(const Session& session);
     // *found tells whether it was there.
     [[nodiscard]] Status erase_session(std::string_view name, bool* found);
+    [[nodiscard]] Status put_owner(const SaltId& salt, const SaltId& owner);
+    [[nodiscard]] Status erase_owner(const SaltId& salt);
     [[nodiscard]] Status add_disk(std::uint32_t disk, std::int64_t created_ns);
     // Chunks without followers, least recently used first (deepest first among equals), as this
     // transaction sees them. Damaged rows come with a failed record. `visit` returns false to stop

@@ -30,6 +30,13 @@ bool covers(const ChunkInfo& have, const std::vector<PageInfo>& wanted) {
   });
 }
 
+// Of the pages that are to be written.
+std::uint64_t new_bytes(const std::vector<std::span<const std::byte>>& sources) {
+  std::uint64_t sum = 0;
+  for (const std::span<const std::byte> source : sources) sum += source.size();
+  return sum;
+}
+
 bool siblings(const ChunkInfo& a, const ChunkInfo& b) {
   return a.parent == b.parent && a.fingerprint == b.fingerprint && a.salt == b.salt;
 }
@@ -64,6 +71,7 @@ Status check_write(const ChunkWrite& write, std::uint64_t max_page_bytes) {
 
 Result<StoreImpl::PutDraft> StoreImpl::draft_put(std::span<const ChunkWrite> batch) {
   PutDraft draft;
+  for (const ChunkWrite& write : batch) adopt(write.salt, write.owner);
   std::unordered_map<ChunkId, std::size_t> index;  // of drafts, dropped ones included
   std::vector<bool> dropped;
   for (const ChunkWrite& write : batch) {
@@ -537,6 +545,9 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
     for (const ChunkRecord& tail : draft.superseded) {
       HCACHE_RETURN_IF_ERROR(transaction.erase(tail.info.id));
     }
+    for (const SaltId& salt : new_owners_) {
+      HCACHE_RETURN_IF_ERROR(transaction.put_owner(salt, owners_.at(salt)));
+    }
     HCACHE_RETURN_IF_ERROR(flush_touches(&transaction));
     return transaction.commit();
   };
@@ -547,6 +558,10 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
     return committed;
   }
   settle_runs(&runs);
+  new_owners_.clear();
+  for (const Draft& chunk : draft.chunks) {
+    owned_bytes_[owner_of(chunk.record.info.salt)] += new_bytes(chunk.sources);
+  }
   copy_to_tiers(draft, source);
   bury(draft.superseded, true);
   superseded_.insert(superseded_.end(), pinned_tails.begin(), pinned_tails.end());
@@ -565,27 +580,71 @@ std::uint64_t StoreImpl::used_bytes() {
 }
 
 Status StoreImpl::make_room(std::uint64_t bytes, const PutDraft& draft, PutReport* report) {
-  if (options_.quota_bytes == 0) return {};
+  if (options_.quota_bytes == 0 && options_.owner_quota_bytes == 0) return {};
+  std::unordered_set<ChunkId> spared = draft.keep;
   std::uint64_t soon_free = 0;
   for (const ChunkRecord& tail : draft.superseded) {
+    spared.insert(tail.info.id);
     if (!pinned(tail.info.id)) soon_free += page_bytes(tail);
   }
-  auto excess = [&]() HCACHE_REQUIRES(write_mutex_) -> std::uint64_t {
+  HCACHE_RETURN_IF_ERROR(keep_to_owner_quota(draft, spared, report));
+  if (options_.quota_bytes == 0) return {};
+  const auto excess = [&]() HCACHE_REQUIRES(write_mutex_) -> std::uint64_t {
     const std::uint64_t needed = used_bytes() + bytes;
     const std::uint64_t allowed = options_.quota_bytes + soon_free;
     return needed > allowed ? needed - allowed : 0;
   };
-  auto exhausted = [&](std::uint64_t over) {
+  const auto exhausted = [&](std::uint64_t over) {
     return resource_exhausted(
         fmt::format("the store's quota of {} bytes is {} bytes too small for {} more",
                     options_.quota_bytes, over, bytes));
   };
   if (bytes > options_.quota_bytes) return exhausted(bytes - options_.quota_bytes);
-  std::unordered_set<ChunkId> spared = draft.keep;
-  for (const ChunkRecord& tail : draft.superseded) spared.insert(tail.info.id);
   // The catalog's log counts as well, and it can be emptied.
   if (excess() > 0) HCACHE_RETURN_IF_ERROR(catalog_->checkpoint());
-  for (std::uint64_t over = excess(); over > 0; over = excess()) {
+  const auto any = [](const ChunkInfo&) { return true; };
+  HCACHE_ASSIGN_OR_RETURN(const std::uint64_t over, evict(spared, any, excess, report));
+  return over == 0 ? Status() : exhausted(over);
+}
+
+Status StoreImpl::keep_to_owner_quota(const PutDraft& draft,
+                                      const std::unordered_set<ChunkId>& spared,
+                                      PutReport* report) {
+  if (options_.owner_quota_bytes == 0) return {};
+  std::unordered_map<SaltId, std::uint64_t> added;
+  for (const Draft& chunk : draft.chunks) {
+    added[owner_of(chunk.record.info.salt)] += new_bytes(chunk.sources);
+  }
+  std::unordered_map<SaltId, std::uint64_t> soon_free;
+  for (const ChunkRecord& tail : draft.superseded) {
+    if (!pinned(tail.info.id)) soon_free[owner_of(tail.info.salt)] += page_bytes(tail);
+  }
+  for (const auto& [id, bytes] : added) {
+    const SaltId& owner = id;
+    const std::uint64_t needed = bytes;
+    const auto excess = [&]() HCACHE_REQUIRES(write_mutex_) -> std::uint64_t {
+      const std::uint64_t total = owned_bytes_[owner] + needed;
+      const std::uint64_t allowed = options_.owner_quota_bytes + soon_free[owner];
+      return total > allowed ? total - allowed : 0;
+    };
+    const auto its = [&](const ChunkInfo& chunk)
+                         HCACHE_REQUIRES(write_mutex_) { return owner_of(chunk.salt) == owner; };
+    HCACHE_ASSIGN_OR_RETURN(const std::uint64_t over, evict(spared, its, excess, report));
+    if (over > 0) {
+      return resource_exhausted(
+          fmt::format("the quota of {} bytes for each key is {} bytes too small for {} more",
+                      options_.owner_quota_bytes, over, needed));
+    }
+  }
+  return {};
+}
+
+Result<std::uint64_t> StoreImpl::evict(const std::unordered_set<ChunkId>& spared,
+                                       const std::function<bool(const ChunkInfo&)>& may,
+                                       const std::function<std::uint64_t()>& excess,
+                                       PutReport* report) {
+  std::uint64_t over = excess();
+  for (; over > 0; over = excess()) {
     HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
     HCACHE_RETURN_IF_ERROR(flush_touches(&transaction));
     std::vector<ChunkRecord> victims;
@@ -601,7 +660,7 @@ Status StoreImpl::make_room(std::uint64_t bytes, const PutDraft& draft, PutRepor
           damaged_rows.push_back(row.seq);
           return true;
         }
-        if (spared.contains(row.id) || pinned(row.id)) return true;
+        if (spared.contains(row.id) || pinned(row.id) || !may(row.record->info)) return true;
         found += page_bytes(*row.record);
         leaves.push_back(std::move(*row.record));
         return found < over;
@@ -615,13 +674,27 @@ Status StoreImpl::make_room(std::uint64_t bytes, const PutDraft& draft, PutRepor
         victims.push_back(std::move(leaf));
       }
     }
-    if (status.ok() && victims.empty()) status = exhausted(over);
+    if (victims.empty()) return status.ok() ? Result<std::uint64_t>(over) : status;
     if (status.ok()) status = transaction.commit();
     bury(victims, status.ok());
     HCACHE_RETURN_IF_ERROR(status);
     report->chunks_evicted += static_cast<std::uint32_t>(victims.size());
   }
-  return {};
+  return over;
+}
+
+const SaltId& StoreImpl::owner_of(const SaltId& salt) const {
+  const auto it = owners_.find(salt);
+  return it == owners_.end() ? salt : it->second;
+}
+
+void StoreImpl::adopt(const SaltId& salt, const SaltId& owner) {
+  if (owner.is_zero() || owner == salt || owners_.contains(salt)) return;
+  // What it had until now counted for itself (another server wrote it, or an older program did).
+  const auto own = owned_bytes_.extract(salt);
+  if (!own.empty()) owned_bytes_[owner] += own.mapped();
+  owners_.emplace(salt, owner);
+  new_owners_.insert(salt);
 }
 
 Status StoreImpl::flush_touches(Catalog::Transaction* transaction) {
@@ -654,6 +727,7 @@ void StoreImpl::bury(const std::vector<ChunkRecord>& victims, bool committed) {
   if (!committed) return;
   std::vector<DiskExtent> freed;
   for (const ChunkRecord& victim : victims) {
+    owned_bytes_[owner_of(victim.info.salt)] -= page_bytes(victim);
     for (std::size_t i = 0; i < victim.places.size(); ++i) {
       free_page(victim.places[i], victim.info.pages[i].bytes, &freed);
     }
@@ -775,6 +849,7 @@ Status StoreImpl::quarantine(const ChunkId& id, std::uint16_t layer, Encoding en
     MutexLock state(mutex_);
     ++epoch_;
   }
+  owned_bytes_[owner_of(record->info.salt)] -= freed.bytes;
   deferred_.push_back(freed);
   settle_deferred();
   return {};

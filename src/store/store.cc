@@ -255,12 +255,14 @@ Status StoreImpl::rebuild_free_space() {
     HCACHE_ASSIGN_OR_RETURN(const auto numbers, segments_->list(disk));
     for (const std::uint32_t number : numbers) free_space_[disk].add_segment(number);
   }
+  HCACHE_ASSIGN_OR_RETURN(owners_, catalog_->owners());
   std::uint64_t damaged = 0;
   HCACHE_RETURN_IF_ERROR(catalog_->scan([&](ChunkRow&& row) HCACHE_REQUIRES(write_mutex_) {
     if (!row.record.ok()) {
       ++damaged;
       return true;
     }
+    owned_bytes_[owner_of(row.record->info.salt)] += page_bytes(*row.record);
     for (std::size_t i = 0; i < row.record->places.size(); ++i) {
       const PagePlace& place = row.record->places[i];
       if (place.disk >= free_space_.size() ||

@@ -52,6 +52,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Result<std::vector<SessionSummary>> list_sessions() override;
   [[nodiscard]] Result<std::uint64_t> delete_session(std::string_view name) override;
   [[nodiscard]] Result<StoreStat> stat() override;
+  [[nodiscard]] std::uint64_t owned_bytes(const SaltId& owner) override;
   [[nodiscard]] Status list(const std::function<bool(const ChunkSummary&)>& visit) override;
   [[nodiscard]] Result<VerifyReport> verify(const Progress& progress) override;
   [[nodiscard]] Result<GcReport> gc() override;
@@ -144,9 +145,22 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Result<PutDraft> draft_put(std::span<const ChunkWrite> batch)
       HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] std::vector<Run> lay_out(std::vector<Draft>* chunks) HCACHE_REQUIRES(write_mutex_);
-  // Evicts until `bytes` more fit the quota.
+  // Evicts until `bytes` more fit the quota, and what the draft adds its owners'.
   [[nodiscard]] Status make_room(std::uint64_t bytes, const PutDraft& draft, PutReport* report)
       HCACHE_REQUIRES(write_mutex_);
+  [[nodiscard]] Status keep_to_owner_quota(const PutDraft& draft,
+                                           const std::unordered_set<ChunkId>& spared,
+                                           PutReport* report) HCACHE_REQUIRES(write_mutex_);
+  // Evicts leaves for which `may` holds, the least recently used first, while there is an excess.
+  // Returns what is left of it: none, or nobody may go.
+  [[nodiscard]] Result<std::uint64_t> evict(const std::unordered_set<ChunkId>& spared,
+                                            const std::function<bool(const ChunkInfo&)>& may,
+                                            const std::function<std::uint64_t()>& excess,
+                                            PutReport* report) HCACHE_REQUIRES(write_mutex_);
+  // Whose quota counts a salt's chunks.
+  [[nodiscard]] const SaltId& owner_of(const SaltId& salt) const HCACHE_REQUIRES(write_mutex_);
+  // From now on `owner` for all that the salt has.
+  void adopt(const SaltId& salt, const SaltId& owner) HCACHE_REQUIRES(write_mutex_);
   // Writes and syncs the runs. On failure nothing stays reserved.
   [[nodiscard]] Status write_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status write_run_pages(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
@@ -182,6 +196,8 @@ class StoreImpl final : public Store, public PageSource {
 
   // Chunks that match() can't reach or that a longer tail makes redundant, and damaged rows.
   [[nodiscard]] Status drop_unreachable() HCACHE_REQUIRES(write_mutex_);
+  // Owners of salts without chunks.
+  [[nodiscard]] Status drop_unused_owners() HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Result<std::uint64_t> move_sparse_pages() HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Result<std::uint64_t> rewrite(std::vector<ChunkRecord> records)
       HCACHE_REQUIRES(write_mutex_);
@@ -201,6 +217,10 @@ class StoreImpl final : public Store, public PageSource {
   std::vector<Allocator> free_space_ HCACHE_GUARDED_BY(write_mutex_);  // per disk
   std::vector<DeferredPage> deferred_ HCACHE_GUARDED_BY(write_mutex_);
   std::vector<ChunkId> superseded_ HCACHE_GUARDED_BY(write_mutex_);
+  // Of salts that are not their own; those in new_owners_ are not in the catalog yet.
+  std::unordered_map<SaltId, SaltId> owners_ HCACHE_GUARDED_BY(write_mutex_);
+  std::unordered_set<SaltId> new_owners_ HCACHE_GUARDED_BY(write_mutex_);
+  std::unordered_map<SaltId, std::uint64_t> owned_bytes_ HCACHE_GUARDED_BY(write_mutex_);
   std::vector<DiskExtent> limbo_ HCACHE_GUARDED_BY(write_mutex_);  // of commits that failed
   std::unique_ptr<IoQueue> write_queue_ HCACHE_GUARDED_BY(write_mutex_);
   AlignedBuffer write_buffer_ HCACHE_GUARDED_BY(write_mutex_);

@@ -296,6 +296,42 @@ class Isolation(unittest.TestCase):
             theirs = server.call("GET", f"/v1/sessions/{name}", headers={"x-api-key": "beta"})
             self.assertNotIn("text", theirs[1])
 
+    def test_a_key_keeps_to_its_quota(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def talk(server, key, text, salt=""):
+                body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2,
+                        "temperature": 0, "cache_salt": salt}
+                usage = server.post("/v1/chat/completions", body,
+                                    {"Authorization": f"Bearer {key}"})["usage"]
+                return usage["prompt_tokens_details"]["cached_tokens"]
+
+            def used(server, key):
+                return server.call("GET", "/v1/store", headers={"x-api-key": key})[1]["key"]
+
+            texts = [f"{i} " + serving.TEXT[100 * i:100 * i + 1200] for i in range(4)]
+            options = ("--ctx", "2048", "--api-key", "alpha,beta", *serving.STATE_COMES_BACK)
+            with start(folder, *options) as server:
+                talk(server, "beta", texts[0])
+                talk(server, "alpha", texts[0])
+                server.stop()
+            with start(folder, *options) as server:
+                one = used(server, "alpha")["used_bytes"]
+                self.assertGreater(one, 1000)
+                server.stop()
+            quota = one * 5 // 2
+            with start(folder, *options, "--quota-per-key", str(quota)) as server:
+                for i, text in enumerate(texts[1:]):
+                    talk(server, "alpha", text, salt=f"user {i}")
+                server.stop()
+            with start(folder, *options, "--quota-per-key", str(quota)) as server:
+                mine = used(server, "alpha")
+                self.assertEqual(mine["quota_bytes"], quota)
+                self.assertGreater(mine["used_bytes"], one)
+                self.assertLessEqual(mine["used_bytes"], quota)
+                self.assertGreater(talk(server, "beta", texts[0]), 100)  # the oldest of all
+                self.assertGreater(talk(server, "alpha", texts[3], salt="user 2"), 100)
+                self.assertEqual(talk(server, "alpha", texts[0]), 0)
+
     def test_a_salt_in_the_request_isolates_too(self):
         with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
             messages = [{"role": "user", "content": serving.TEXT[:1200]}]

@@ -82,7 +82,7 @@ class Process {
   EngineExecutor* operator->() { return executor_.get(); }
 
   SeqId create(const std::string& salt = "", bool save = true) {
-    auto seq = executor_->create(salt, save);
+    auto seq = executor_->create(own_salt(salt), save);
     EXPECT_TRUE(seq.ok()) << seq.status().to_string();
     return *seq;
   }
@@ -162,7 +162,7 @@ class ExecutorTest : public testing::Test {
     return std::make_unique<Process>(model_, dir_.file("state"), mode);
   }
   int64_t saved(Process& p, const Tokens& tokens, const std::string& salt = "") {
-    auto n = p->saved_prefix(salt, tokens);
+    auto n = p->saved_prefix(own_salt(salt), tokens);
     EXPECT_TRUE(n.ok()) << n.status().to_string();
     return n.value_or(-1);
   }
@@ -359,7 +359,7 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     const bool ahead = policy == policy::FetchPolicy::kSchedulerAware;
     Process p(model_, dir_.file("state"), policy::Mode::kKv,
               {.fetch = policy, .dram_bytes = 1'000'000});
-    const std::string salt;
+    const Salt salt = own_salt("");
     const Tokens first = one + Tokens{7};
     const Tokens second = two + Tokens{7};
     p->enqueued({.place = 5, .salt = salt, .tokens = first, .restore = 300});

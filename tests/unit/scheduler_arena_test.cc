@@ -118,7 +118,7 @@ TEST(SchedulerReuse, ForksFromARunningRequest) {
 
 TEST(SchedulerReuse, SaltsNeverShare) {
   Bench bench;
-  auto salt = [](Request& r) { r.salt = "b"; };
+  auto salt = [](Request& r) { r.salt = own_salt("b"); };
   bench.submit(tokens(200), 10);
   ASSERT_TRUE(bench.run_all());
   const Record& other = bench.submit(tokens(200), 10, salt);
@@ -293,7 +293,7 @@ TEST(SchedulerEviction, AForkWithoutASecondSlotTakesOver) {
 
 TEST(SchedulerEviction, ARestoreEvictsForItsRows) {
   Bench bench(small_arena(300));
-  bench.executor.save("", tokens(200, 7));
+  bench.executor.save({}, tokens(200, 7));
   bench.submit(tokens(250, 1), 1);
   ASSERT_TRUE(bench.run_all());
   const Record& restored = bench.submit(tokens(200, 7) + tokens(20, 8), 5);
@@ -374,7 +374,7 @@ TEST(SchedulerPreemption, AnArenaThatLiesCostsNobodyAnything) {
   Bench bench;
   bench.submit(tokens(20, 1), 10);
   bench.run_once();
-  bench.executor.save("", tokens(200, 2));
+  bench.executor.save({}, tokens(200, 2));
   bench.submit(tokens(200, 2) + tokens(5, 3), 10);
   bench.run_once();
   bench.executor.next_step_status = resource_exhausted("fragmented");
@@ -412,9 +412,9 @@ TEST(SchedulerForget, AChainLeavesTheArenaAtOnce) {
   Bench bench;
   const Record& gone = bench.submit(tokens(100, 1), 20);
   bench.submit(tokens(80, 2), 20);
-  bench.submit(tokens(100, 1), 20, [](Request& r) { r.salt = "other"; });
+  bench.submit(tokens(100, 1), 20, [](Request& r) { r.salt = own_salt("other"); });
   ASSERT_TRUE(bench.run_all());
-  bench.scheduler->forget("", gone.prompt + gone.answer);
+  bench.scheduler->forget({}, gone.prompt + gone.answer);
   EXPECT_EQ(rows_held(bench), (std::vector<int64_t>{119, 99, 119})) << "not before run_once()";
   EXPECT_EQ(bench.run_once(), Activity::kIdle);
   EXPECT_EQ(rows_held(bench), (std::vector<int64_t>{99, 119}));
@@ -429,10 +429,10 @@ TEST(SchedulerForget, LongerConversationsStay) {
   const Record& longer = bench.submit(conversation(first, tokens(70, 2)), 20);
   ASSERT_TRUE(bench.run_all());
   // The longer one is another conversation: it wants all of the first one's rows.
-  bench.scheduler->forget("", chain, static_cast<int64_t>(chain.size()));
+  bench.scheduler->forget({}, chain, static_cast<int64_t>(chain.size()));
   bench.run_once();
   EXPECT_EQ(rows_held(bench), std::vector<int64_t>{209});
-  bench.scheduler->forget("", longer.prompt + longer.answer, static_cast<int64_t>(chain.size()));
+  bench.scheduler->forget({}, longer.prompt + longer.answer, static_cast<int64_t>(chain.size()));
   bench.run_once();
   EXPECT_EQ(rows_held(bench), std::vector<int64_t>{120});
   const Record& again = bench.submit(conversation(first, tokens(30, 3)), 5);
@@ -447,7 +447,7 @@ TEST(SchedulerForget, WhatFollowsAForgottenChainGoesToo) {
   ASSERT_TRUE(bench.run_all());
   bench.submit(conversation(first, tokens(70, 2)), 20);  // a turn that nobody remembers
   ASSERT_TRUE(bench.run_all());
-  bench.scheduler->forget("", first.prompt + first.answer);
+  bench.scheduler->forget({}, first.prompt + first.answer);
   bench.run_once();
   EXPECT_TRUE(rows_held(bench).empty());
 }
@@ -459,8 +459,8 @@ TEST(SchedulerForget, RowsOfRequestsInHandStay) {
   const Record& running = bench.submit(tokens(80, 2), 40);
   bench.run_once();
   const Record& queued = bench.submit(conversation(first, tokens(30, 3)), 5);
-  bench.scheduler->forget("", first.prompt + first.answer);
-  bench.scheduler->forget("", running.prompt);
+  bench.scheduler->forget({}, first.prompt + first.answer);
+  bench.scheduler->forget({}, running.prompt);
   ASSERT_TRUE(bench.run_all());
   EXPECT_EQ(queued.outcome.resident_tokens, 119);
   EXPECT_EQ(queued.answer, bench.expected(queued));
@@ -473,7 +473,7 @@ TEST(SchedulerForget, ASequenceThatCannotBeCutGoesAsAWhole) {
   Bench bench(fake);
   const Record& record = bench.submit(tokens(100), 20);
   ASSERT_TRUE(bench.run_all());
-  bench.scheduler->forget("", record.prompt, 50);
+  bench.scheduler->forget({}, record.prompt, 50);
   bench.run_once();
   EXPECT_TRUE(rows_held(bench).empty());
 }

@@ -149,7 +149,7 @@ class Workload {
   void submit() {
     bench_.submit(random_prompt(random_, bench_, window_), random_.integer(0, 40),
                   [&](Request& request) {
-                    request.salt = random_.coin(0.8) ? "" : "other";
+                    request.salt = own_salt(random_.coin(0.8) ? "" : "other");
                     request.save = random_.coin(0.9);
                     request.key = random_.coin() ? "a" : "b";
                     request.priority = static_cast<int32_t>(random_.integer(-1, 1));

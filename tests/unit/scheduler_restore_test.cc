@@ -20,7 +20,7 @@ TEST(SchedulerRestore, FetchesRestoresPrefillsDecodes) {
   FakeOptions fake;
   fake.restore_row_s = 1e-3;  // several slices of 50 ms
   Bench bench(fake);
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   const Record& record = bench.submit(tokens(300) + tokens(40, 2), 10);
   ASSERT_TRUE(bench.run_all());
   EXPECT_THAT(record.phases, ElementsAre(Phase::kFetching, Phase::kRestoring, Phase::kPrefill,
@@ -51,7 +51,7 @@ TEST(SchedulerRestore, ThePrefillGoesOnBehindWhatWasComputedMeanwhile) {
   FakeOptions fake;
   fake.follow_rows = 64;
   Bench bench(fake);
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   const Record& record = bench.submit(tokens(300) + tokens(100, 2), 10);
   ASSERT_TRUE(bench.run_all());
   EXPECT_EQ(record.answer, bench.expected(record));
@@ -66,13 +66,13 @@ TEST(SchedulerRestore, ThePrefillGoesOnBehindWhatWasComputedMeanwhile) {
 
 TEST(SchedulerRestore, KnowsWhichRestoresHadTheEngineToThemselves) {
   Bench bench;
-  for (int i = 1; i <= 3; ++i) bench.executor.save("", tokens(200, i));
+  for (int i = 1; i <= 3; ++i) bench.executor.save({}, tokens(200, i));
   const Record& alone = bench.submit(tokens(200, 1) + tokens(5, 4), 1);
   ASSERT_TRUE(bench.run_all());
   const Record& one = bench.submit(tokens(200, 2) + tokens(5, 4), 1);
   const Record& other = bench.submit(tokens(200, 3) + tokens(5, 4), 1);
   ASSERT_TRUE(bench.run_all());
-  bench.executor.save("", tokens(200, 5));
+  bench.executor.save({}, tokens(200, 5));
   bench.submit(tokens(10, 6), 400);
   bench.run_once();
   const Record& beside = bench.submit(tokens(200, 5) + tokens(5, 4), 1);
@@ -94,8 +94,8 @@ TEST(SchedulerRestore, TheTimerLoadsTheNextInTimeForAnEnd) {
     options.batch.max_sequences = 1;
     if (timed) options.fetch = policy::FetchPolicy::kCarTimer;
     Bench bench(fake, options);
-    bench.executor.save("", tokens(300, 1));
-    bench.executor.save("", tokens(300, 2));
+    bench.executor.save({}, tokens(300, 1));
+    bench.executor.save({}, tokens(300, 2));
     bench.submit(tokens(300, 1) + tokens(5, 5), 100);  // it learns how long loading takes
     ASSERT_TRUE(bench.run_all());
     const Record& running = bench.submit(tokens(10, 3), 200);
@@ -125,7 +125,7 @@ TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
   FakeOptions fake;
   fake.restore_row_s = 1e-3;
   Bench bench(fake, {.restore = {.exclusive = true}});
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   const Record& running = bench.submit(tokens(10, 2), 400);
   bench.run_once();
   const Record& restored = bench.submit(tokens(300) + tokens(5, 3), 5);
@@ -147,7 +147,7 @@ TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
   FakeOptions fake;
   fake.restore_row_s = 1e-4;  // a slice of 32 rows takes 3.2 ms, a step about 1.1
   Bench bench(fake, {.restore = {.share = 0.25}});
-  bench.executor.save("", tokens(400));
+  bench.executor.save({}, tokens(400));
   const Record& running = bench.submit(tokens(10, 2), 400);
   bench.run_once();
   const Record& restored = bench.submit(tokens(400) + tokens(5, 3), 5);
@@ -179,7 +179,7 @@ TEST(SchedulerRestore, TakesLargeSlicesWhenNothingDecodes) {
   fake.io_start_s = 0;
   fake.io_row_s = 1e-7;
   Bench bench(fake, {.restore = {.idle_slice_s = 0.05}});
-  bench.executor.save("", tokens(400));
+  bench.executor.save({}, tokens(400));
   const Record& record = bench.submit(tokens(400) + tokens(5, 3), 5);
   int iterations = 0;
   while (record.phases.empty() || record.phases.back() != Phase::kPrefill) {
@@ -197,7 +197,7 @@ TEST(SchedulerRestore, IoStallsNobody) {
   FakeOptions fake;
   fake.io_start_s = 1;
   Bench bench(fake);
-  bench.executor.save("", tokens(200));
+  bench.executor.save({}, tokens(200));
   const Record& slow = bench.submit(tokens(200) + tokens(5, 3), 5);
   const Record& running = bench.submit(tokens(50, 2), 100);
   bench.run_until([&] { return running.ended == 1; });
@@ -212,8 +212,8 @@ TEST(SchedulerRestore, OneAfterTheOtherAndTheNextReadsAhead) {
   FakeOptions fake;
   fake.restore_row_s = 1e-3;  // 0.2 s for each
   Bench bench(fake);
-  bench.executor.save("", tokens(200, 1));
-  bench.executor.save("", tokens(200, 2));
+  bench.executor.save({}, tokens(200, 1));
+  bench.executor.save({}, tokens(200, 2));
   bench.executor.options().io_start_s = 0.5;
   const Record& first = bench.submit(tokens(200, 1) + tokens(5, 4), 5);
   bench.run_once();
@@ -232,8 +232,8 @@ TEST(SchedulerRestore, LimitsThoseInFlightAndLetsOthersPass) {
   FakeOptions fake;
   fake.io_start_s = 0.1;
   Bench bench(fake, {.max_restores = 1});
-  bench.executor.save("", tokens(200, 1));
-  bench.executor.save("", tokens(200, 2));
+  bench.executor.save({}, tokens(200, 1));
+  bench.executor.save({}, tokens(200, 2));
   bench.submit(tokens(200, 1) + tokens(5, 4), 5);
   const Record& second = bench.submit(tokens(200, 2) + tokens(5, 4), 5);
   const Record& third = bench.submit(tokens(30, 3), 5);
@@ -249,7 +249,7 @@ TEST(SchedulerRestore, LimitsThoseInFlightAndLetsOthersPass) {
 
 TEST(SchedulerRestore, ContinuationsOfASavedPromptRestoreItOnce) {
   Bench bench;
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   for (int i = 0; i < 3; ++i) bench.submit(tokens(300) + tokens(10, 2), 5);
   ASSERT_TRUE(bench.run_all());
   EXPECT_EQ(std::count(bench.executor.calls.begin(), bench.executor.calls.end(), "restore 300"), 1);
@@ -260,7 +260,7 @@ TEST(SchedulerRestore, WhatIsMissingIsPrefilled) {
   FakeOptions fake;
   fake.short_restore = 1;
   Bench bench(fake);
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
   ASSERT_TRUE(bench.run_all());
   EXPECT_EQ(record.outcome.hidden_tokens + record.outcome.kv_tokens, 150);
@@ -274,7 +274,7 @@ TEST(SchedulerRestore, AFailureMeansComputing) {
     FakeOptions fake;
     fake.*failure = 1;
     Bench bench(fake);
-    bench.executor.save("", tokens(300));
+    bench.executor.save({}, tokens(300));
     const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
     ASSERT_TRUE(bench.run_all());
     EXPECT_EQ(record.outcome.new_tokens, 310);
@@ -284,7 +284,7 @@ TEST(SchedulerRestore, AFailureMeansComputing) {
 
 TEST(SchedulerRestore, ACancelledRestoreLeavesNothing) {
   Bench bench;
-  bench.executor.save("", tokens(300));
+  bench.executor.save({}, tokens(300));
   const Record& record = bench.submit(tokens(300) + tokens(10, 2), 5);
   bench.run_once();
   bench.scheduler->cancel(record.id);

@@ -32,9 +32,9 @@ inline uint64_t mix(uint64_t h, uint64_t value) {
   return h ^ (h >> 33);
 }
 
-inline uint64_t chain_hash(const std::string& salt, std::span<const int32_t> tokens) {
+inline uint64_t chain_hash(const Salt& salt, std::span<const int32_t> tokens) {
   uint64_t h = 1;
-  for (char c : salt) h = mix(h, static_cast<uint64_t>(c));
+  for (const uint8_t c : salt.id.bytes) h = mix(h, c);
   for (int32_t token : tokens) h = mix(h, static_cast<uint64_t>(token));
   return h;
 }
@@ -51,7 +51,7 @@ inline NextToken next_token(uint64_t hash, uint64_t stop_every) {
 }
 
 // What a request must be answered, whatever happens to it.
-inline Tokens expected_answer(const std::string& salt, Tokens chain, int64_t max_new,
+inline Tokens expected_answer(const Salt& salt, Tokens chain, int64_t max_new,
                               uint64_t stop_every) {
   Tokens answer;
   while (static_cast<int64_t>(answer.size()) < max_new) {
@@ -99,7 +99,7 @@ constexpr int32_t kPoison = 6666;
 class FakeExecutor final : public Executor {
  public:
   struct Sequence {
-    std::string salt;
+    Salt salt;
     bool save = true;
     Tokens tokens = {};
     int64_t durable = 0;
@@ -129,7 +129,7 @@ class FakeExecutor final : public Executor {
     return used;
   }
   void pass(double seconds) { now_ns_ += static_cast<int64_t>(seconds * 1e9); }
-  void save(const std::string& salt, const Tokens& tokens) { saved_[salt].insert(tokens); }
+  void save(const Salt& salt, const Tokens& tokens) { saved_[salt.id].insert(tokens); }
 
   // What the last run_once() did; the bench resets it.
   struct Trace {
@@ -153,7 +153,7 @@ class FakeExecutor final : public Executor {
     return options_.limits.arena_cells - used_cells();
   }
 
-  Result<SeqId> create(const std::string& salt, bool save) override {
+  Result<SeqId> create(const Salt& salt, bool save) override {
     calls.emplace_back("create");
     return add({.salt = salt, .save = save});
   }
@@ -186,10 +186,10 @@ class FakeExecutor final : public Executor {
     EXPECT_EQ(sequences_.erase(seq), 1U) << "released twice";
   }
 
-  Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override {
+  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override {
     if (happens(options_.fail_lookup)) return data_loss("injected: catalog");
     int64_t longest = 0;
-    for (const Tokens& chain : saved_[salt]) {
+    for (const Tokens& chain : saved_[salt.id]) {
       longest = std::max(longest, common_prefix(chain, tokens));
     }
     return longest;
@@ -280,7 +280,7 @@ class FakeExecutor final : public Executor {
       sequence.durable = std::max(sequence.durable, sequence.flush_rows);
       sequence.flush_due_ns = -1;
       Tokens chain(sequence.tokens.begin(), sequence.tokens.begin() + sequence.durable);
-      saved_[sequence.salt].insert(chain);
+      saved_[sequence.salt.id].insert(chain);
     }
     return sequence.durable;
   }
@@ -392,7 +392,7 @@ class FakeExecutor final : public Executor {
   std::atomic<int64_t> now_ns_{1'000'000'000};
   std::map<SeqId, Sequence> sequences_;
   SeqId last_seq_ = 0;
-  std::map<std::string, std::set<Tokens>> saved_;
+  std::map<SaltId, std::set<Tokens>> saved_;
   std::deque<std::vector<float>> logits_;  // a deque: spans into it stay valid
 };
 
@@ -408,7 +408,7 @@ inline uint64_t hash_of(std::span<const float> logits) {
 struct Record {
   RequestId id = 0;
   Tokens prompt;
-  std::string salt;
+  Salt salt;
   int64_t max_new = 0;
   Tokens answer;
   std::vector<Phase> phases;  // without repetitions

@@ -28,13 +28,14 @@ std::optional<Result<IdleSequence>> visit(Bench& bench, SeqId seq, bool release 
 
 TEST(SchedulerVisit, ShowsWhatASequenceHolds) {
   Bench bench;
-  const Record& record = bench.submit(tokens(100), 20, [](Request& r) { r.salt = "mine"; });
+  const Record& record =
+      bench.submit(tokens(100), 20, [](Request& r) { r.salt = own_salt("mine"); });
   ASSERT_TRUE(bench.run_all());
   ASSERT_EQ(resident(bench).size(), 1U);
   const SeqId seq = resident(bench)[0];
   const auto held = visit(bench, seq);
   ASSERT_TRUE(held.has_value() && held->ok());
-  EXPECT_EQ((*held)->salt, "mine");
+  EXPECT_EQ((*held)->salt, own_salt("mine"));
   testing::Tokens chain = record.prompt + record.answer;
   chain.pop_back();  // no request has computed it
   EXPECT_EQ((*held)->tokens, chain);

@@ -64,7 +64,7 @@ TEST_F(ArchiveTest, GoesFromStoreToStoreUnderAnotherSalt) {
   EXPECT_EQ(archive->head.tokens, head_.tokens);
   EXPECT_EQ(archive->head.metadata_json, head_.metadata_json);
   const SaltId other = salt_id("two");
-  const auto put = put_archive(*to_, *archive, other);
+  const auto put = put_archive(*to_, *archive, {other, other});
   ASSERT_OK(put);
   EXPECT_EQ(put->chunks_new, 3U);
   const Match there = match(*to_, other);
@@ -200,7 +200,7 @@ TEST_F(ArchiveTest, LeavesOutWhatAnotherSessionSaid) {
   const auto archive = read_archive(file);
   ASSERT_OK(archive);
   EXPECT_EQ(archive->chunks.size(), 2U);
-  ASSERT_OK(put_archive(*to_, *archive, salt_));
+  ASSERT_OK(put_archive(*to_, *archive, {salt_, salt_}));
   EXPECT_EQ(match(*to_, salt_).n_tokens, 128U);
 }
 
@@ -211,7 +211,7 @@ TEST_F(ArchiveTest, ASessionWithoutStateIsAFileToo) {
   ASSERT_OK(archive);
   EXPECT_TRUE(archive->chunks.empty());
   EXPECT_EQ(archive->head.tokens, head_.tokens);
-  EXPECT_OK(put_archive(*to_, *archive, salt_));
+  EXPECT_OK(put_archive(*to_, *archive, {salt_, salt_}));
 }
 
 TEST_F(ArchiveTest, ASinkThatFailsEndsTheWriting) {
@@ -258,7 +258,7 @@ TEST_F(ArchiveTest, AFullStoreTakesNothing) {
   const std::string file = write();
   const auto archive = read_archive(file);
   ASSERT_OK(archive);
-  EXPECT_EQ(put_archive(*small, *archive, salt_).code(), Code::kResourceExhausted);
+  EXPECT_EQ(put_archive(*small, *archive, {salt_, salt_}).code(), Code::kResourceExhausted);
   EXPECT_EQ(match(*small, salt_).n_tokens, 0U);
 }
 

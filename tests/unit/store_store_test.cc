@@ -425,6 +425,76 @@ TEST_F(StoreTest, TheQuotaEvictsLeavesThatWereLeastRecentlyUsed) {
   }
 }
 
+TEST_F(StoreTest, AnOwnersQuotaEvictsItsOwnChunksOnly) {
+  options_.owner_quota_bytes = 1 << 20;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB per chunk: eight fit
+  const SaltId owner = salt_id("key");
+  const SaltId salts[] = {salt_id("key, user 1"), salt_id("key, user 2"), salt_id("key, user 3")};
+  const auto matched = [&](const SaltId& salt, std::uint32_t seed) {
+    return store_->match(kModel, salt, tokens_of(256, seed))->n_tokens;
+  };
+  put(Chain(kModel, kSalt, tokens_of(256, 1), shape));
+  std::uint32_t seed = 10;
+  for (const SaltId& salt : salts) {
+    Chain chain(kModel, salt, tokens_of(256, seed++), shape);
+    chain.set_owner(owner);
+    put(chain);
+    EXPECT_LE(store_->owned_bytes(owner), options_.owner_quota_bytes);
+    EXPECT_EQ(store_->owned_bytes(salt), 0U);
+  }
+  EXPECT_EQ(matched(salts[0], 10) + matched(salts[1], 11), 256U);  // from their ends
+  EXPECT_EQ(matched(salts[2], 12), 256U);
+  EXPECT_EQ(expect_match(tokens_of(256, 1)), 256U);  // another owner's, and older
+  // Whose is whose is known to the next process.
+  open();
+  EXPECT_EQ(store_->owned_bytes(owner), 8 * (128U << 10));
+  EXPECT_EQ(store_->owned_bytes(kSalt), 4 * (128U << 10));
+  Chain chain(kModel, salts[0], tokens_of(256, 10), shape);
+  chain.set_owner(owner);
+  EXPECT_GT(put(chain).chunks_evicted, 0U);
+  EXPECT_EQ(matched(salts[0], 10), 256U);
+  EXPECT_EQ(store_->owned_bytes(owner), 8 * (128U << 10));
+}
+
+TEST_F(StoreTest, AnOwnersQuotaThatCannotBeMetIsNamed) {
+  options_.owner_quota_bytes = 1 << 20;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  const Chain first(kModel, kSalt, tokens_of(512, 1), shape);
+  put(first);
+  auto match = store_->match(kModel, kSalt, first.tokens());
+  ASSERT_OK(match);
+  const auto second = store_->put(Chain(kModel, kSalt, tokens_of(64, 2), shape).chunks());
+  EXPECT_EQ(second.code(), Code::kResourceExhausted);
+  EXPECT_NE(second.status().message().find("quota of 1048576 bytes for each key"),
+            std::string::npos);
+  EXPECT_OK(store_->check_integrity());
+  put(Chain(kModel, salt_id("other"), tokens_of(64, 2), shape));  // has room of its own
+  match = Match{};
+  EXPECT_EQ(put(Chain(kModel, kSalt, tokens_of(64, 2), shape)).chunks_evicted, 1U);
+}
+
+TEST_F(StoreTest, WhatASaltHadCountsForItsOwnerFromTheFirstPutOn) {
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  const SaltId owner = salt_id("key");
+  put(Chain(kModel, kSalt, tokens_of(256, 1), shape));
+  EXPECT_EQ(store_->owned_bytes(kSalt), 4 * (128U << 10));
+  Chain more(kModel, kSalt, tokens_of(64, 2), shape);
+  more.set_owner(owner);
+  put(more);
+  EXPECT_EQ(store_->owned_bytes(owner), 5 * (128U << 10));
+  EXPECT_EQ(store_->owned_bytes(kSalt), 0U);
+  // Without chunks nobody needs to know.
+  EXPECT_EQ(*store_->remove({}), 5U);
+  EXPECT_OK(store_->gc());
+  open();
+  put(Chain(kModel, kSalt, tokens_of(64, 2), shape));
+  EXPECT_EQ(store_->owned_bytes(owner), 0U);
+  EXPECT_EQ(store_->owned_bytes(kSalt), 128U << 10);
+}
+
 TEST_F(StoreTest, PinnedChunksAreNotEvicted) {
   options_.quota_bytes = 2 << 20;
   open();

@@ -102,6 +102,9 @@ class Chain {
       parent = write.id;
     }
   }
+  void set_owner(const SaltId& owner) {
+    for (ChunkWrite& write : chunks_) write.owner = owner;
+  }
   [[nodiscard]] std::span<const ChunkWrite> chunks() const { return chunks_; }
   [[nodiscard]] const std::vector<std::int32_t>& tokens() const { return tokens_; }
   [[nodiscard]] std::uint64_t bytes() const {

@@ -92,10 +92,10 @@ void EngineExecutor::begin_saving(SeqId seq, const Sequence& sequence,
   runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt, tokens, std::move(tail));
 }
 
-Result<SeqId> EngineExecutor::create(const std::string& salt, bool save) {
+Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
   HCACHE_ASSIGN_OR_RETURN(const SeqId seq, runtime_.engine().create_sequence());
   Sequence& sequence = sequences_[seq];
-  sequence.salt = salt_id(salt);
+  sequence.salt = salt;
   sequence.save = save && runtime_.saver() != nullptr;
   begin_saving(seq, sequence, {}, {});
   return seq;
@@ -129,12 +129,11 @@ void EngineExecutor::release(SeqId seq) {
   runtime_.engine().release_sequence(seq).ignore("it exists: it was in the map");
 }
 
-Result<int64_t> EngineExecutor::saved_prefix(const std::string& salt,
-                                             std::span<const int32_t> tokens) {
+Result<int64_t> EngineExecutor::saved_prefix(const Salt& salt, std::span<const int32_t> tokens) {
   store::Store* store = runtime_.store();
   if (store == nullptr || options_.restore_mode == policy::Mode::kRecompute) return 0;
   HCACHE_ASSIGN_OR_RETURN(const store::Match match,
-                          store->match(runtime_.fingerprint(), salt_id(salt), tokens));
+                          store->match(runtime_.fingerprint(), salt.id, tokens));
   return static_cast<int64_t>(match.n_tokens);
 }
 
@@ -145,10 +144,10 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   if (request.restore == 0 || store == nullptr || options_.dram_bytes == 0) return;
   const auto rows = static_cast<size_t>(request.restore);
   const auto match =
-      store->match(runtime_.fingerprint(), salt_id(request.salt), request.tokens.first(rows));
+      store->match(runtime_.fingerprint(), request.salt.id, request.tokens.first(rows));
   if (match.ok()) store->want(request.place, *match);
   ahead_[request.place] = {
-      .salt = salt_id(request.salt),
+      .salt = request.salt.id,
       .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size()))};
   window_.add(request.place, static_cast<double>(runtime_.save_plan().bytes_per_token) *
                                  static_cast<double>(rows));
@@ -228,7 +227,7 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   // The planner leaves the last token to be computed.
   const size_t n_planned = std::min(static_cast<size_t>(restore.n_upto) + 1, tokens.size());
   HCACHE_ASSIGN_OR_RETURN(restore.planned,
-                          runtime_.plan(tokens.first(n_planned), sequence.salt, options));
+                          runtime_.plan(tokens.first(n_planned), sequence.salt.id, options));
   const int64_t n_tokens = restore.planned.plan.restored_tokens;
   if (n_tokens == 0) return {};
   HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_tokens));

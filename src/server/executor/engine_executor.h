@@ -40,12 +40,12 @@ class EngineExecutor : public scheduler::Executor {
   int64_t now_ns() const override { return env_.monotonic_ns(); }
   int64_t free_cells() const override { return runtime_.engine().arena_free_cells(); }
 
-  Result<scheduler::SeqId> create(const std::string& salt, bool save) override;
+  Result<scheduler::SeqId> create(const Salt& salt, bool save) override;
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   void release(scheduler::SeqId seq) override;
 
-  Result<int64_t> saved_prefix(const std::string& salt, std::span<const int32_t> tokens) override;
+  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
   Status begin_restore(scheduler::SeqId seq, std::span<const int32_t> tokens,
                        int64_t upto) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq, double budget_s) override;
@@ -68,7 +68,7 @@ class EngineExecutor : public scheduler::Executor {
     std::span<const int32_t> tokens;  // one more than it restores
   };
   struct Sequence {
-    SaltId salt;
+    Salt salt;
     bool save = false;
     std::unique_ptr<Restore> restore;
   };

@@ -36,7 +36,7 @@ http::Handler answer_on(WorkQueue& queue, Answer answer) {
   };
 }
 
-std::string salt_text(const Service& service, const http::Request& request) {
+Salt salt_of(const Service& service, const http::Request& request) {
   const std::string* extra = request.query_value("cache_salt");
   return service.salt_of(request, extra == nullptr ? std::string() : *extra);
 }

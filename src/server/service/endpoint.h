@@ -33,10 +33,7 @@ using Answer = std::function<Result<api::Json>(Call&)>;
 [[nodiscard]] http::Handler answer_on(WorkQueue& queue, Answer answer);
 
 // The salt of an endpoint without a body of its own: the key's and the query's `cache_salt`.
-[[nodiscard]] std::string salt_text(const Service& service, const http::Request& request);
-[[nodiscard]] inline SaltId salt_of(const Service& service, const http::Request& request) {
-  return salt_id(salt_text(service, request));
-}
+[[nodiscard]] Salt salt_of(const Service& service, const http::Request& request);
 
 // Of the pages that hold a match's state.
 [[nodiscard]] uint64_t page_bytes(const store::Match& match);

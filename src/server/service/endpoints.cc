@@ -48,7 +48,7 @@ class EndpointTable final : public Endpoints {
   Result<Json> model(const Call& call) const;
   [[nodiscard]] Json props() const;
 
-  Result<Json> store_stat() const;
+  Result<Json> store_stat(const Call& call) const;
   Result<Json> store_verify() const;
   Result<Json> store_gc() const;
 
@@ -66,7 +66,7 @@ http::Handler EndpointTable::generate(Parse parse) {
       if (!body.ok()) return send_status(request, *responder, body.status());
       Result<api::GenerationRequest> parsed = parse(*body, service_.options().sampling);
       if (!parsed.ok()) return send_status(request, *responder, parsed.status());
-      const std::string salt = service_.salt_of(request, parsed->cache_salt);
+      const Salt salt = service_.salt_of(request, parsed->cache_salt);
       std::make_shared<Generation>(service_, responder, std::move(*parsed), salt, request.key_name)
           ->start();
     });
@@ -162,7 +162,7 @@ Json EndpointTable::props() const {
 
 // ---- The store ----------------------------------------------------------------------------------
 
-Result<Json> EndpointTable::store_stat() const {
+Result<Json> EndpointTable::store_stat(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(store::Store * opened, store_of(service_));
   HCACHE_ASSIGN_OR_RETURN(const store::StoreStat stat, opened->stat());
   Json disks = Json::array();
@@ -194,6 +194,9 @@ Result<Json> EndpointTable::store_stat() const {
               {"page_bytes", stat.page_bytes},
               {"catalog_bytes", stat.catalog_bytes},
               {"quota_bytes", stat.quota_bytes},
+              {"key",
+               {{"used_bytes", opened->owned_bytes(salt_of(service_, call.request).owner)},
+                {"quota_bytes", service_.options().runtime.key_quota_bytes}}},
               {"tiers",
                {{"dram",
                  {{"capacity_bytes", stat.dram_capacity_bytes},
@@ -273,7 +276,7 @@ void EndpointTable::add_to(http::Router* router) {
 
   sessions_.add_to(router);
   slots_.add_to(router);
-  router->add("GET", "/v1/store", slow([this](Call&) { return store_stat(); }));
+  router->add("GET", "/v1/store", slow([this](Call& call) { return store_stat(call); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));
   router->add("GET", "/metrics", [this](const Request&, std::shared_ptr<Responder> responder) {

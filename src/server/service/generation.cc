@@ -114,8 +114,7 @@ Status Generation::prepare() {
 // The messages of the response that this one goes on from, before its own.
 Status Generation::take_previous_messages() {
   if (request_.previous_response_id.empty() || !request_.chat) return {};
-  const auto stored =
-      service_.conversations().messages(salt_id(salt_), request_.previous_response_id);
+  const auto stored = service_.conversations().messages(salt_.id, request_.previous_response_id);
   if (stored.code() == Code::kNotFound || (stored.ok() && stored->empty())) {
     return not_found(
         fmt::format("previous_response_id: there is no stored response '{}'; send the whole input",
@@ -138,9 +137,8 @@ Status Generation::make_prompts() {
     api::apply_prompt(*chat_, &request_);
     const model::EncodeOptions options = {
         .add_special = service_.chat_template().add_special(chat_->text), .parse_special = true};
-    HCACHE_ASSIGN_OR_RETURN(
-        Conversations::Tokens tokens,
-        service_.conversations().tokenise(salt_id(salt_), chat_->text, options));
+    HCACHE_ASSIGN_OR_RETURN(Conversations::Tokens tokens,
+                            service_.conversations().tokenise(salt_.id, chat_->text, options));
     prompt_texts_.push_back(chat_->text);
     prompts_.push_back(std::move(tokens.tokens));
     return {};
@@ -157,9 +155,9 @@ Status Generation::make_prompts() {
 Result<std::vector<int32_t>> Generation::prompt_tokens(const api::Prompt& prompt) {
   const model::EncodeOptions first = {.add_special = true, .parse_special = true};
   if (prompt.parts.size() == 1 && std::holds_alternative<std::string>(prompt.parts[0])) {
-    HCACHE_ASSIGN_OR_RETURN(Conversations::Tokens whole,
-                            service_.conversations().tokenise(
-                                salt_id(salt_), std::get<std::string>(prompt.parts[0]), first));
+    HCACHE_ASSIGN_OR_RETURN(
+        Conversations::Tokens whole,
+        service_.conversations().tokenise(salt_.id, std::get<std::string>(prompt.parts[0]), first));
     return std::move(whole.tokens);
   }
   std::vector<int32_t> tokens;
@@ -211,7 +209,7 @@ Status Generation::submit() {
   // What only the remote tier has is known before the scheduler asks.
   if (request_.use_cache) {
     for (const std::vector<int32_t>& prompt : prompts_) {
-      service_.runtime().look_up(prompt, salt_id(salt_));
+      service_.runtime().look_up(prompt, salt_.id);
     }
   }
   for (size_t i = 0; i < choices_.size(); ++i) {
@@ -341,7 +339,7 @@ void Generation::end() {
 
 void Generation::remember(const Choice& choice) {
   FinishedChain chain;
-  chain.salt = salt_id(salt_);
+  chain.salt = salt_.id;
   // Of several replies to one prompt the first one is the conversation's.
   if (&choice == &choices_.front()) chain.name = request_.session_id;
   if (!response_id_.empty() && request_.store) {

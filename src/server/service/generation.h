@@ -23,11 +23,11 @@ namespace hcache::server {
 class Generation : public std::enable_shared_from_this<Generation> {
  public:
   Generation(Service& service, std::shared_ptr<http::Responder> responder,
-             api::GenerationRequest request, std::string salt, std::string key)
+             api::GenerationRequest request, const Salt& salt, std::string key)
       : service_(service),
         responder_(std::move(responder)),
         request_(std::move(request)),
-        salt_(std::move(salt)),
+        salt_(salt),
         key_(std::move(key)) {}
 
   // Renders, tokenises and submits; what is wrong is answered at once.
@@ -69,7 +69,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   Service& service_;
   const std::shared_ptr<http::Responder> responder_;
   api::GenerationRequest request_;
-  const std::string salt_;
+  const Salt salt_;
   const std::string key_;
   std::optional<model::ChatPrompt> chat_;
   std::string id_;           // the answer's, without its protocol's prefix

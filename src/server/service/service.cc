@@ -101,17 +101,15 @@ Service::~Service() {
   stop(0).ignore("a destructor has nobody to tell; Runtime::close logs what it meets");
 }
 
-std::string Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
+Salt Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
   std::string salt = options_.runtime.salt;
   if (request.key_index >= 0 && options_.salt_per_key) {
     salt += kSaltSeparator;
     salt += to_hex(options_.http.api_keys[static_cast<size_t>(request.key_index)].hash);
   }
-  if (!cache_salt.empty()) {
-    salt += kSaltSeparator;
-    salt += cache_salt;
-  }
-  return salt;
+  Salt out = own_salt(salt);
+  if (!cache_salt.empty()) out.id = salt_id(salt + kSaltSeparator + cache_salt);
+  return out;
 }
 
 // Counting a large store takes a while: a few seconds old is new enough to watch.
@@ -160,8 +158,8 @@ std::string Service::metrics_text() {
   return metrics_.text(snapshot);
 }
 
-Status Service::remove_session(const std::string& salt, const std::string& name) {
-  const SaltId id = salt_id(salt);
+Status Service::remove_session(const Salt& salt, const std::string& name) {
+  const SaltId& id = salt.id;
   HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens, conversations_->tokens(id, name));
   HCACHE_RETURN_IF_ERROR(conversations_->remove(id, name));
   // What other conversations begin with stays.

@@ -68,11 +68,10 @@ class Service {
   [[nodiscard]] WorkQueue& keeper() { return *keeper_; }
 
   // The cache salt of a request: its API key's own unless the server is told otherwise, and what
-  // the request adds.
-  [[nodiscard]] std::string salt_of(const http::Request& request,
-                                    const std::string& cache_salt) const;
+  // the request adds. What the key has in all belongs to one owner.
+  [[nodiscard]] Salt salt_of(const http::Request& request, const std::string& cache_salt) const;
   // Removes a conversation, the saved state that only it uses, and its rows in the arena.
-  Status remove_session(const std::string& salt, const std::string& name);
+  Status remove_session(const Salt& salt, const std::string& name);
   // A name for an answer: letters and digits, never twice.
   [[nodiscard]] std::string new_id();
 

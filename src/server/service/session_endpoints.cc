@@ -108,7 +108,7 @@ Status check_fits(Service& service, const store::Archive& archive) {
 
 Result<Json> SessionEndpoints::list(const Call& call) const {
   Json data = Json::array();
-  for (const Conversation& c : service_.conversations().list(salt_of(service_, call.request))) {
+  for (const Conversation& c : service_.conversations().list(salt_of(service_, call.request).id)) {
     data.push_back(session_json(c, service_.env().wall_ns()));
   }
   return Json{{"object", "list"}, {"data", std::move(data)}};
@@ -116,7 +116,7 @@ Result<Json> SessionEndpoints::list(const Call& call) const {
 
 Result<Json> SessionEndpoints::get(const Call& call) const {
   const std::string& name = *call.request.param("id");
-  const SaltId salt = salt_of(service_, call.request);
+  const SaltId salt = salt_of(service_, call.request).id;
   HCACHE_ASSIGN_OR_RETURN(const Conversation c, service_.conversations().get(salt, name));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           service_.conversations().tokens(salt, name));
@@ -130,7 +130,7 @@ Result<Json> SessionEndpoints::get(const Call& call) const {
 // {"pinned": bool, "ttl_s": number (0: never expires), "id": new name}; each may be left out.
 Result<Json> SessionEndpoints::change(const Call& call) {
   Conversations& conversations = service_.conversations();
-  const SaltId salt = salt_of(service_, call.request);
+  const SaltId salt = salt_of(service_, call.request).id;
   std::string name = *call.request.param("id");
   const Json& body = call.body;
   if (!body.is_object()) return invalid_argument("expected an object");
@@ -165,7 +165,7 @@ Result<Json> SessionEndpoints::change(const Call& call) {
 
 Result<Json> SessionEndpoints::remove(const Call& call) {
   const std::string& name = *call.request.param("id");
-  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_text(service_, call.request), name));
+  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_of(service_, call.request), name));
   return Json{{"object", "session.deleted"}, {"id", name}, {"deleted", true}};
 }
 
@@ -188,7 +188,7 @@ void SessionEndpoints::export_file(const Call& call) {
   http::Responder& responder = *call.responder;
   const auto gone = std::make_shared<std::atomic<bool>>(false);
   responder.on_disconnect([gone] { gone->store(true, std::memory_order_relaxed); });
-  const SaltId salt = salt_of(service_, call.request);
+  const SaltId salt = salt_of(service_, call.request).id;
   const std::string& name = *call.request.param("id");
   const auto conversation = service_.conversations().get(salt, name);
   if (!conversation.ok()) return send_status(call.request, responder, conversation.status());
@@ -223,23 +223,23 @@ Result<Json> SessionEndpoints::import_file(const Call& call) {
   HCACHE_ASSIGN_OR_RETURN(const store::Archive archive, store::read_archive(call.request.body));
   HCACHE_RETURN_IF_ERROR(check_fits(service_, archive));
   const std::string* id = call.request.query_value("id");
-  const SaltId salt = salt_of(service_, call.request);
+  const Salt salt = salt_of(service_, call.request);
   store::Session session;
   session.name = id != nullptr ? *id : archive.head.name;
   session.fingerprint = archive.head.fingerprint;
-  session.salt = salt;
+  session.salt = salt.id;
   session.tokens = archive.head.tokens;
   session.metadata_json = archive.head.metadata_json;
   if (session.name.empty()) return invalid_argument("id: expected a name");
-  if (service_.conversations().get(salt, session.name).ok()) {
+  if (service_.conversations().get(salt.id, session.name).ok()) {
     return already_exists(fmt::format(
         "there is a session '{}'; delete it, or import under another name (?id=)", session.name));
   }
   HCACHE_RETURN_IF_ERROR(store::put_archive(*store, archive, salt).status());
   HCACHE_ASSIGN_OR_RETURN(const Conversation added,
-                          service_.conversations().add(salt, std::move(session)));
+                          service_.conversations().add(salt.id, std::move(session)));
   Json json = session_json(added, service_.env().wall_ns());
-  HCACHE_RETURN_IF_ERROR(add_saved(service_, salt, archive.head.tokens, &json));
+  HCACHE_RETURN_IF_ERROR(add_saved(service_, salt.id, archive.head.tokens, &json));
   return json;
 }
 

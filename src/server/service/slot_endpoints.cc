@@ -92,7 +92,7 @@ Result<IdleSequence> SlotEndpoints::visit(SeqId seq, bool release) {
 
 Result<SlotEndpoints::Slot> SlotEndpoints::wait_for(const Call& call, int id, bool release) {
   const int64_t end_ns = service_.env().monotonic_ns() + kWaitNs;
-  const std::string salt = salt_text(service_, call.request);
+  const Salt salt = salt_of(service_, call.request);
   while (true) {
     const std::optional<SeqId> seq = sequence_of(id);
     if (!seq) return no_slot(id);
@@ -132,7 +132,7 @@ Result<Json> SlotEndpoints::save(const Call& call, int id) {
     HCACHE_RETURN_IF_ERROR(wait(begin_ns + kWaitNs, id, "not on disk yet"));
     HCACHE_ASSIGN_OR_RETURN(slot, wait_for(call, id, false));
   }
-  const SaltId salt = salt_of(service_, call.request);
+  const SaltId salt = salt_of(service_, call.request).id;
   uint64_t bytes = 0;
   {
     HCACHE_ASSIGN_OR_RETURN(const store::Match match, match_of(service_, salt, slot.held.tokens));
@@ -157,7 +157,7 @@ Result<Json> SlotEndpoints::restore(const Call& call, int id) {
   HCACHE_ASSIGN_OR_RETURN(const std::string filename, api::parse_slot_file(call.body));
   if (id < 0 || id >= service_.options().max_sequences) return no_slot(id);
   const int64_t begin_ns = service_.env().monotonic_ns();
-  const SaltId salt = salt_of(service_, call.request);
+  const SaltId salt = salt_of(service_, call.request).id;
   const auto tokens = service_.conversations().tokens(salt, filename);
   if (!tokens.ok()) {
     return invalid_argument(

@@ -89,6 +89,19 @@ class Hasher {
 // The hash under which a cache salt is stored. The empty salt has an id like any other.
 [[nodiscard]] SaltId salt_id(std::string_view salt);
 
+// Whose state it is.
+struct Salt {
+  SaltId id;     // nothing is shared between different ones
+  SaltId owner;  // whose quota counts it: that of several salts, or of this one alone
+
+  friend bool operator==(const Salt&, const Salt&) = default;
+};
+// One that is its own owner.
+[[nodiscard]] inline Salt own_salt(std::string_view salt) {
+  const SaltId id = salt_id(salt);
+  return {id, id};
+}
+
 // The id of the chunk that follows `parent` (zero: the first of its chain) and holds `tokens`:
 // BLAKE2b-128 of (fingerprint, salt_id(salt), parent, tokens).
 [[nodiscard]] ChunkId chunk_id(const Fingerprint& fingerprint, const SaltId& salt,

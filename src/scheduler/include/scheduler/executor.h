@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/ids.h"
 #include "base/status.h"
 
 namespace hcache::scheduler {
@@ -99,7 +100,7 @@ struct RestoreStatus {
 // A request in the queue. What it refers to stays until it is dequeued.
 struct Waiting {
   uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; nobody else's
-  const std::string& salt;
+  const Salt& salt;
   std::span<const int32_t> tokens;
   int64_t restore = 0;  // leading tokens that it would restore if it were admitted now
 };
@@ -120,7 +121,7 @@ class Executor {
 
   // An empty sequence. With `save`, what it computes is saved under the salt. Restoring is possible
   // either way.
-  virtual Result<SeqId> create(const std::string& salt, bool save) = 0;
+  virtual Result<SeqId> create(const Salt& salt, bool save) = 0;
   // A new sequence that starts with the first n_tokens rows of `src`; it inherits salt and saving.
   virtual Result<SeqId> fork(SeqId src, int64_t n_tokens) = 0;
   // Keeps the first n_tokens rows. After an error only release() is allowed.
@@ -131,8 +132,7 @@ class Executor {
   // ---- Saved state
 
   // How many leading tokens could be restored: a look into the catalog.
-  virtual Result<int64_t> saved_prefix(const std::string& salt,
-                                       std::span<const int32_t> tokens) = 0;
+  virtual Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) = 0;
   // Starts to restore the first `upto` tokens into an empty sequence: reading begins, and
   // free_cells() has `upto` cells fewer from now on, or some more: the prefill of what is behind
   // them may begin as well. The tokens are copied. After an error the

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/ids.h"
 #include "base/status.h"
 #include "scheduler/executor.h"
 
@@ -90,7 +91,7 @@ struct Request {
   std::vector<int32_t> tokens;  // the prompt; at least one
   // Tokens to generate at most; cut to what fits. 0: the prompt is computed and kept, no more.
   int64_t max_new_tokens = std::numeric_limits<int64_t>::max();
-  std::string salt;      // cache salt: state is shared only between equal ones
+  Salt salt;             // cache salt: state is shared only between equal ones
   bool save = true;      // whether its state may be saved; restoring is possible either way
   std::string key;       // whom limits per key count
   int32_t priority = 0;  // higher is more urgent

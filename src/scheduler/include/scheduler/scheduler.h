@@ -40,6 +40,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/ids.h"
 #include "base/status.h"
 #include "policy/batching.h"
 #include "policy/eviction.h"
@@ -94,7 +95,7 @@ struct ResidentSequence {
 // What an idle sequence holds.
 struct IdleSequence {
   std::vector<int32_t> tokens;
-  std::string salt;
+  Salt salt;
   int64_t durable_tokens = 0;  // kNotSaving: no more will be
 };
 using IdleVisitor = std::function<void(Result<IdleSequence>)>;
@@ -163,7 +164,7 @@ class Scheduler {
   // Drops a chain from the arena in the next run_once(): idle sequences of this salt lose the rows
   // that they have in common with `tokens`, and what follows them, except for the first `keep`,
   // which somebody else still wants. What a request in the queue or running shares stays as well.
-  void forget(std::string salt, std::vector<int32_t> tokens, int64_t keep = 0);
+  void forget(const Salt& salt, std::vector<int32_t> tokens, int64_t keep = 0);
   // Accepts nothing more; what is there goes on to its end.
   void drain();
   // drain(), and the next run_once() ends everything with `reason` (not ok).

@@ -31,6 +31,7 @@ struct RuntimeOptions {
   std::string state_dir;                // profiles, digests; created (0700)
   std::vector<std::string> store_dirs;  // empty: state_dir/store
   uint64_t store_quota_bytes = 0;       // 0: no quota
+  uint64_t key_quota_bytes = 0;         // of each owner of a salt; 0: none
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of it
   store::RemoteOptions remote;                                 // a store that other processes share

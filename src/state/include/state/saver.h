@@ -52,7 +52,7 @@ class Saver : public engine::CaptureSink {
   // a partial last chunk are read back from `tail`, whose first rows they are; its pages must hold
   // every encoding the tap captures. Without a usable tail the caller restores to the multiple of
   // 64 only and computes the rest again.
-  virtual void begin(engine::SeqId seq, const Fingerprint& fingerprint, const SaltId& salt,
+  virtual void begin(engine::SeqId seq, const Fingerprint& fingerprint, const Salt& salt,
                      std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
   // `seq` begins with the first n_tokens rows of `source`, which is being saved.
   virtual void fork(engine::SeqId source, engine::SeqId seq, int64_t n_tokens) = 0;

@@ -61,7 +61,6 @@ using ArchiveSink = std::function<Status(std::string_view)>;
 [[nodiscard]] Result<Archive> read_archive(std::string_view file);
 
 // Puts a file's chunks under a salt, all or nothing; Store::put's errors.
-[[nodiscard]] Result<PutReport> put_archive(Store& store, const Archive& archive,
-                                            const SaltId& salt);
+[[nodiscard]] Result<PutReport> put_archive(Store& store, const Archive& archive, const Salt& salt);
 
 }  // namespace hcache::store

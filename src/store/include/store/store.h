@@ -138,6 +138,7 @@ struct ChunkWrite {
   ChunkId parent;  // zero or a full chunk, stored already or earlier in the batch
   Fingerprint fingerprint;
   SaltId salt;
+  SaltId owner;  // whose quota counts it; zero: the salt's own
   std::uint64_t first_position = 0;
   std::span<const std::int32_t> tokens;  // 1 … kChunkTokens
   ElementType k_type = ElementType::kNone;
@@ -357,9 +358,10 @@ struct StoreOptions {
   // One per disk; created (0700) when missing. The order does not matter after the first time; a
   // disk may be added later.
   std::vector<std::string> dirs;
-  std::string catalog_dir;        // empty: dirs[0]
-  std::uint64_t quota_bytes = 0;  // page blocks and catalog; 0: as much as the disks have
-  std::uint64_t dram_bytes = 0;   // pages kept in host memory as well; 0: none
+  std::string catalog_dir;              // empty: dirs[0]
+  std::uint64_t quota_bytes = 0;        // page blocks and catalog; 0: as much as the disks have
+  std::uint64_t owner_quota_bytes = 0;  // pages of one owner's chunks; 0: no limit
+  std::uint64_t dram_bytes = 0;         // pages kept in host memory as well; 0: none
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of them
   RemoteOptions remote;
   bool read_only = false;
@@ -395,8 +397,8 @@ class Store {
   // have). Pages are laid out layer by layer within the batch, so batches of several consecutive
   // chunks read faster later than single ones. Shorter tails that a new chunk extends disappear. A
   // chunk that is there already only gets the pages that it lacks.
-  // Errors: resource_exhausted (disk full, or the quota can't be met without pinned chunks),
-  // invalid_argument, failed_precondition (read_only), unavailable (a directory vanished).
+  // Errors: resource_exhausted (disk full, or a quota can't be met without pinned chunks), invalid_
+  // argument, failed_precondition (read_only), unavailable (a directory vanished).
   [[nodiscard]] virtual Result<PutReport> put(std::span<const ChunkWrite> batch) = 0;
   // The longest stored prefix of `tokens` (from position 0) under this fingerprint and salt, pinned
   // and marked as used. Damaged catalog rows end the match; they are never returned. No disk I/O
@@ -439,6 +441,8 @@ class Store {
   // ---- Administration ----------------------------------------------------------------------
 
   [[nodiscard]] virtual Result<StoreStat> stat() = 0;
+  // Bytes of the pages that count for an owner's quota. Waits for a put.
+  [[nodiscard]] virtual std::uint64_t owned_bytes(const SaltId& owner) = 0;
   // Calls `visit` for every chunk until it returns false. Order: as first saved.
   [[nodiscard]] virtual Status list(const std::function<bool(const ChunkSummary&)>& visit) = 0;
   // Reads and checks everything. Damage is in the report, not in the status.
