@@ -120,7 +120,7 @@ std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segmen
 // Null when there is nothing to read. The ring is larger than asked for where pages are large.
 Result<std::unique_ptr<store::PageReader>> open_reader_of(
     store::Store* store, std::span<const store::PageRequest> requests, uint64_t ring_bytes,
-    double link_bytes_per_s, double remote_timeout_s) {
+    double link_bytes_per_s, double remote_timeout_s, bool background = false) {
   std::unique_ptr<store::PageReader> reader;
   if (requests.empty()) return reader;
   size_t largest = 0;
@@ -132,6 +132,7 @@ Result<std::unique_ptr<store::PageReader>> open_reader_of(
   options.ring_bytes = std::max<uint64_t>(ring_bytes, 8 * (largest + kDirectAlignment));
   options.link_bytes_per_s = link_bytes_per_s;
   options.remote_timeout_s = remote_timeout_s;
+  options.background = background;
   HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
   HCACHE_RETURN_IF_ERROR(reader->submit(requests));
   return reader;
@@ -751,8 +752,9 @@ Result<std::unique_ptr<ReadAhead>> ReadAhead::begin(Engine& engine, store::Store
                                                     double remote_timeout_s) {
   HCACHE_ASSIGN_OR_RETURN(const auto layers, planned_pages(engine, &match, plan));
   const std::vector<store::PageRequest> requests = requests_of(layers);
-  HCACHE_ASSIGN_OR_RETURN(auto reader, open_reader_of(&store, requests, ring_bytes,
-                                                      link_bytes_per_s, remote_timeout_s));
+  HCACHE_ASSIGN_OR_RETURN(
+      auto reader, open_reader_of(&store, requests, ring_bytes, link_bytes_per_s, remote_timeout_s,
+                                  /*background=*/true));
   return std::unique_ptr<ReadAhead>(
       std::make_unique<ReadAheadImpl>(std::move(reader), requests.size()));
 }

@@ -253,6 +253,11 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
     slowness.remote = prices.link.bytes_per_s / store_->remote_bytes_per_s();
   }
   request.available = availability(*engine_, planned.match, max_rows, slowness);
+  if (options.ahead) {
+    for (policy::AvailableRun& run : request.available.runs) {
+      run.slowness.assign(run.layers.size(), slowness.memory);
+    }
+  }
   request.new_tokens = n_tokens - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;

@@ -12,6 +12,8 @@ namespace {
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
 // The longest nap of a throttled next(), so that cancel() is heard.
 constexpr std::int64_t kMaxNapNs = 10'000'000;
+// After which a background reader looks again whether it may go on.
+constexpr std::int64_t kGiveWayNs = 1'000'000;
 constexpr std::int64_t kForever = std::numeric_limits<std::int64_t>::max();
 
 // What a page costs in the ring at worst, read alone.
@@ -64,6 +66,7 @@ PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, s
       source_(source),
       pool_(pool),
       options_(options),
+      disks_(disks),
       request_bytes_(std::min<std::size_t>(options.request_bytes,
                                            options.ring_bytes / (4 * (disks + std::size_t{1})))),
       window_bytes_(options.ring_bytes / 8),
@@ -152,6 +155,7 @@ bool PageReaderImpl::take_ring(std::size_t length, std::size_t* at) {
 }
 
 void PageReaderImpl::take_from_cache() {
+  next_plan_ = std::max(next_plan_, first_item_);  // a request's pages may all be gone again
   for (; next_plan_ < first_item_ + items_.size(); ++next_plan_) {
     Item& next = item(next_plan_);
     if (next.planned) continue;
@@ -275,6 +279,7 @@ bool PageReaderImpl::start_request() {
   }
   begin_busy();
   ++in_flight_;
+  if (!options_.background) source_.traffic().begin_urgent();
   ++stats_.requests;
   requests_.push_back(std::move(request));
   submit_to_queue(requests_.back().get());
@@ -310,7 +315,7 @@ void PageReaderImpl::deliver_over_link() {
     }
     const auto work = static_cast<std::int64_t>(static_cast<double>(now.bytes.size()) * 1e9 /
                                                 options_.link_bytes_per_s);
-    link_free_ns_ = source_.slow_link().reserve(now.request->submitted_ns, work);
+    link_free_ns_ = source_.traffic().reserve(now.request->submitted_ns, work, options_.background);
     link_work_ns_ += work;
     now.due_ns = link_free_ns_;
   }
@@ -324,15 +329,25 @@ void PageReaderImpl::mark_failed(Item* failed, Status status) {
   ready_.notify_all();
 }
 
+bool PageReaderImpl::gives_way() {
+  if (!options_.background || next_plan_ == first_item_ + items_.size()) return false;
+  const std::int64_t now = env_.monotonic_ns();
+  return in_flight_ >= disks_ || link_free_ns_ > now || source_.traffic().urgent(now);
+}
+
 void PageReaderImpl::run() {
   std::vector<IoCompletion> completions;
   mutex_.lock();
   while (true) {
-    while (!cancelled_ && start_request()) {
+    while (!cancelled_ && !gives_way() && start_request()) {
     }
     if (queue_->in_flight() == 0) {
       if (stop_) break;
-      work_.wait(mutex_);
+      if (gives_way()) {
+        work_.wait_for_ns(mutex_, kGiveWayNs);
+      } else {
+        work_.wait(mutex_);
+      }
       continue;
     }
     mutex_.unlock();
@@ -393,6 +408,7 @@ void PageReaderImpl::finish(Request* request) {
     member->ready = true;
   }
   --in_flight_;
+  if (!options_.background) source_.traffic().end_urgent();
   end_busy();
   ready_.notify_all();
 }

@@ -32,21 +32,38 @@ struct PageJob {
   Status status;         // not ok: delivered as it is, without reading
 };
 
-// The simulated link that all throttled readers of a store share: bytes go over it in the order in
+// What the readers of a store have to do with each other: whether any reads that somebody waits
+// for, and the simulated link that all throttled ones share, over which bytes go in the order in
 // which they were asked for. Threading: any thread.
-class SlowLink {
+class Traffic {
  public:
-  // When bytes that take work_ns are over, if they may begin at from_ns.
-  [[nodiscard]] std::int64_t reserve(std::int64_t from_ns, std::int64_t work_ns)
+  // When bytes that take work_ns are over the link, if they may begin at from_ns.
+  [[nodiscard]] std::int64_t reserve(std::int64_t from_ns, std::int64_t work_ns, bool background)
       HCACHE_EXCLUDES(mutex_) {
     MutexLock lock(mutex_);
     free_ns_ = std::max(free_ns_, from_ns) + work_ns;
+    if (!background) urgent_until_ns_ = free_ns_;
     return free_ns_;
+  }
+  // A read for somebody who waits is in flight, or no longer.
+  void begin_urgent() HCACHE_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    ++urgent_;
+  }
+  void end_urgent() HCACHE_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    --urgent_;
+  }
+  [[nodiscard]] bool urgent(std::int64_t now_ns) const HCACHE_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    return urgent_ > 0 || urgent_until_ns_ > now_ns;
   }
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::int64_t free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  std::int64_t urgent_until_ns_ HCACHE_GUARDED_BY(mutex_) = 0;  // on the link
+  std::int64_t urgent_ HCACHE_GUARDED_BY(mutex_) = 0;           // requests
 };
 
 // What the reader needs of the store. Threading: any thread.
@@ -64,7 +81,7 @@ class PageSource {
   // Whether the catalog does not name this place for this page any more.
   [[nodiscard]] virtual bool page_moved(const ChunkRecord& record, std::size_t page) = 0;
   [[nodiscard]] virtual PageCache& cache() = 0;
-  [[nodiscard]] virtual SlowLink& slow_link() = 0;
+  [[nodiscard]] virtual Traffic& traffic() = 0;
   // Null: there is none, and no page says that it lies there.
   [[nodiscard]] virtual Remote* remote() = 0;
   // A page did not pass its check.
@@ -153,6 +170,8 @@ class PageReaderImpl final : public PageReader {
       HCACHE_EXCLUDES(mutex_);
   void begin_busy() HCACHE_REQUIRES(mutex_);
   void end_busy() HCACHE_REQUIRES(mutex_);
+  // Of a background reader: others' reads, or enough of its own, are under way.
+  [[nodiscard]] bool gives_way() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
   bool start_request() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
@@ -172,6 +191,7 @@ class PageReaderImpl final : public PageReader {
   PageSource& source_;
   ReaderPool& pool_;
   const ReaderOptions options_;
+  const std::uint32_t disks_;
   const std::size_t request_bytes_;
   const std::size_t window_bytes_;
   ReaderParts parts_;

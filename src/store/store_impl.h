@@ -65,7 +65,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] std::string segment_path(const PagePlace& place) const override;
   [[nodiscard]] bool page_moved(const ChunkRecord& record, std::size_t page) override;
   [[nodiscard]] PageCache& cache() override { return cache_; }
-  [[nodiscard]] SlowLink& slow_link() override { return slow_link_; }
+  [[nodiscard]] Traffic& traffic() override { return traffic_; }
   [[nodiscard]] Remote* remote() override { return remote_.get(); }
   void count_checksum_failure() override { ++checksum_failures_; }
 
@@ -209,7 +209,7 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<Segments> segments_;
   ReaderPool readers_;
   PageCache cache_;
-  SlowLink slow_link_;
+  Traffic traffic_;
   std::unique_ptr<Remote> remote_;
   std::atomic<std::uint64_t> checksum_failures_ = 0;
 

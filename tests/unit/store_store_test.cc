@@ -520,6 +520,45 @@ TEST_F(StoreTest, FreedSpaceGoesBackToTheFileSystemAndIsUsedAgain) {
   const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
   for (std::uint32_t seed = 1; seed <= 8; ++seed)
     put(Chain(kModel, kSalt, tokens_of(300, seed), shape));
+TEST_F(StoreTest, NobodyWaitsForABackgroundReader) {
+  open();
+  const Chain chain(kModel, kSalt, tokens_of(256, 1), Shape{4, {Encoding::kHiddenQ8_1}, 512});
+  put(chain);
+  const auto match = store_->match(kModel, kSalt, chain.tokens());
+  ASSERT_OK(match);
+  const std::vector<PageRequest> pages = requests_of(*match);
+  ReaderOptions waited_for;
+  waited_for.link_bytes_per_s = 1024;  // half a minute for a page
+  auto urgent = store_->new_reader(waited_for);
+  ASSERT_OK(urgent);
+  ASSERT_OK((*urgent)->submit({pages.data(), 1}));
+  // Until the urgent reader has asked, the other one may read.
+  while ((*urgent)->stats().requests == 0) Env::real().sleep_ns(1'000'000);
+  ReaderOptions ahead;
+  ahead.background = true;
+  auto background = store_->new_reader(ahead);
+  ASSERT_OK(background);
+  ASSERT_OK((*background)->submit(pages));
+  Env::real().sleep_ns(50'000'000);
+  EXPECT_EQ((*background)->stats().requests, 0U);
+  EXPECT_FALSE((*background)->try_next()->has_value());
+}
+
+TEST_F(StoreTest, ABackgroundReaderDeliversEverything) {
+  options_.dirs = {dir_ / "a", dir_ / "b"};
+  open();
+  const Chain chain(kModel, kSalt, tokens_of(640, 1), Shape{4, {Encoding::kHiddenQ8_1}, 512});
+  put(chain);
+  const auto match = store_->match(kModel, kSalt, chain.tokens());
+  ASSERT_OK(match);
+  ReaderOptions ahead;
+  ahead.background = true;
+  ahead.request_bytes = 64 << 10;
+  EXPECT_EQ(read_back(*store_, *match, ahead).good, 40U);
+  ahead.link_bytes_per_s = 64e6;
+  EXPECT_EQ(read_back(*store_, *match, ahead).good, 40U);
+}
+
   const std::uint64_t full = store_->stat()->allocated_bytes;
   const std::uint64_t segments = store_->stat()->disks[0].segments;
   RemoveFilter half;

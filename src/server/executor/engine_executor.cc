@@ -186,6 +186,7 @@ Status EngineExecutor::begin_fetch(const Ahead& ahead) {
   state::StartOptions options;
   options.mode = options_.restore_mode;
   options.link_bytes_per_s = options_.link_bytes_per_s;
+  options.ahead = true;
   HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
                           runtime_.plan(ahead.tokens, ahead.salt, options));
   if (planned.plan.restored_tokens == 0) return {};

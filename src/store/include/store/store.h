@@ -171,6 +171,9 @@ struct ReaderOptions {
   // reader (pinned memory of a device, say). Null: the reader allocates.
   std::byte* ring_memory = nullptr;
   std::uint32_t queue_depth = 32;  // requests in flight
+  // Nobody waits for these pages: they are read while the disks read nothing that somebody waits
+  // for, a request per disk at a time.
+  bool background = false;
   // Seconds after submit() at which pages that the remote tier has not brought yet count as
   // unavailable: no more than computing them again would take.
   double remote_timeout_s = 10;
