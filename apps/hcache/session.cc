@@ -84,7 +84,9 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.remote.secret_key = variable("AWS_SECRET_ACCESS_KEY");
   o.remote.session_token = variable("AWS_SESSION_TOKEN");
   o.remote.ttl_s = static_cast<double>(args.remote_ttl_ns) / kNsPerSecond;
-  o.remote.write = args.remote_write != "off";
+  o.remote.write = args.remote_write == "off"    ? store::RemoteWrite::kOff
+                   : args.remote_write == "back" ? store::RemoteWrite::kBack
+                                                 : store::RemoteWrite::kThrough;
   if (args.remote_timeout_ns > 0) {
     o.remote.timeout_s = static_cast<double>(args.remote_timeout_ns) / kNsPerSecond;
   }

@@ -234,14 +234,9 @@ Status StoreImpl::drop_unreachable() {
 
 // Reads the chunks' pages and writes them anew, together. Damaged pages are left where they are.
 Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
-  std::vector<std::vector<std::byte>> data;
+  std::vector<std::shared_ptr<const AlignedBuffer>> data;
   std::vector<Draft> drafts;
   std::vector<DeferredPage> old;
-  {
-    std::uint64_t pages = 0;
-    for (const ChunkRecord& record : records) pages += record.places.size();
-    data.reserve(pages);
-  }
   for (ChunkRecord& record : records) {
     Draft draft;
     draft.exists = true;
@@ -249,17 +244,10 @@ Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
       const PagePlace& place = record.places[i];
       const std::uint32_t bytes = record.info.pages[i].bytes;
       draft.sources.emplace_back();
-      const auto file = segments_->open(place.disk, place.segment);
-      if (!file.ok()) continue;
-      const std::uint64_t from = place.offset / kBlock * kBlock;
-      AlignedBuffer buffer(round_up(place.offset + bytes - from, kBlock));
-      const auto got = (*file)->read_at(from, buffer.span());
-      const std::uint64_t within = place.offset - from;
-      if (!got.ok() || *got < within + bytes) continue;
-      const auto page = buffer.span().subspan(within, bytes);
-      if (checksum(page) != place.checksum) continue;
-      data.emplace_back(page.begin(), page.end());
-      draft.sources.back() = data.back();
+      auto page = read_page(place, bytes);
+      if (!page) continue;
+      draft.sources.back() = {page->data(), page->size()};
+      data.push_back(std::move(page));
       old.push_back({record.info.id, place, bytes});
     }
     draft.record = std::move(record);

@@ -558,6 +558,17 @@ Status Catalog::Transaction::leaves_by_use(const std::function<bool(ChunkRow&&)>
   return {};
 }
 
+Result<std::optional<ChunkRow>> Catalog::Transaction::followed_by(const ChunkId& id,
+                                                                  std::int64_t n) {
+  Connection& c = *catalog_->writer_;
+  Statement s(c,
+              "SELECT seq, id, last_used, body FROM chunk AS c WHERE id = ?1"
+              " AND (SELECT count(*) FROM chunk AS d WHERE d.parent = c.id) = ?2");
+  if (s.bind_id(id).bind(n).step()) return std::optional<ChunkRow>(read_row(s));
+  if (s.failed()) return catalog_->error(c, "count followers");
+  return std::optional<ChunkRow>();
+}
+
 Result<bool> Catalog::Transaction::has_children(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   Statement s(c, "SELECT 1 FROM chunk WHERE parent = ?1 LIMIT 1");

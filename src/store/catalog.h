@@ -94,6 +94,8 @@ class Catalog {
     // transaction sees them. Damaged rows come with a failed record. `visit` returns false to stop
     // and must not write.
     [[nodiscard]] Status leaves_by_use(const std::function<bool(ChunkRow&&)>& visit);
+    // The chunk, if just so many follow it, as this transaction sees it. Also during a visit.
+    [[nodiscard]] Result<std::optional<ChunkRow>> followed_by(const ChunkId& id, std::int64_t n);
     // Whether a chunk with this parent exists, as this transaction sees it.
     [[nodiscard]] Result<bool> has_children(const ChunkId& id);
     [[nodiscard]] Status commit();

@@ -440,7 +440,8 @@ void StoreImpl::settle_runs(std::vector<Run>* runs) {
 }
 
 void StoreImpl::copy_to_tiers(const PutDraft& draft, Source source) {
-  const bool remote = remote_ != nullptr && remote_->writes() && source != Source::kRemote;
+  const bool remote =
+      remote_ != nullptr && remote_->writes() == RemoteWrite::kThrough && source != Source::kRemote;
   if (!cache_.enabled() && !remote) return;
   for (const Draft& chunk : draft.chunks) {
     const ChunkInfo& info = chunk.record.info;
@@ -650,21 +651,43 @@ Result<std::uint64_t> StoreImpl::evict(const std::unordered_set<ChunkId>& spared
     std::vector<ChunkRecord> victims;
     std::uint64_t found = 0;
     Status status;
-    // Round by round, since a chunk is a leaf once its followers are gone.
+    const auto may_go = [&](const ChunkRow& row) {
+      return row.record.ok() && !spared.contains(row.id) && !pinned(row.id) &&
+             may(row.record->info);
+    };
+    // Round by round: what is pinned meanwhile stays, and others have to go instead.
     for (std::size_t before = 1; found < over && victims.size() != before && status.ok();) {
       before = victims.size();
       std::vector<ChunkRecord> leaves;
       std::vector<std::int64_t> damaged_rows;
-      status = transaction.leaves_by_use([&](ChunkRow&& row) {
+      std::unordered_map<ChunkId, std::int64_t> going;  // of the followers of each
+      Status climbed;
+      const auto visited = transaction.leaves_by_use([&](ChunkRow&& row) {
         if (!row.record.ok()) {
           damaged_rows.push_back(row.seq);
           return true;
         }
-        if (spared.contains(row.id) || pinned(row.id) || !may(row.record->info)) return true;
-        found += page_bytes(*row.record);
-        leaves.push_back(std::move(*row.record));
+        // From the end of a chain up, as far as the chunks before are no younger and followed by
+        // nothing else: so the oldest conversation goes, and not the ends of all.
+        std::optional<ChunkRow> next = std::move(row);
+        while (next && found < over && may_go(*next)) {
+          const std::int64_t used = next->last_used_ns;
+          const ChunkId parent = next->record->info.parent;
+          found += page_bytes(*next->record);
+          leaves.push_back(std::move(*next->record));
+          next.reset();
+          if (parent.is_zero()) break;
+          auto found_parent = transaction.followed_by(parent, ++going[parent]);
+          if (!found_parent.ok()) {
+            climbed = found_parent.status();
+            return false;
+          }
+          next = std::move(*found_parent);
+          if (next && next->last_used_ns > used) next.reset();
+        }
         return found < over;
       });
+      status = visited.ok() ? climbed : visited;
       mark_dying(&leaves);
       for (const std::int64_t seq : damaged_rows) {
         if (status.ok()) status = transaction.erase_row(seq);
@@ -676,11 +699,45 @@ Result<std::uint64_t> StoreImpl::evict(const std::unordered_set<ChunkId>& spared
     }
     if (victims.empty()) return status.ok() ? Result<std::uint64_t>(over) : status;
     if (status.ok()) status = transaction.commit();
+    if (status.ok()) write_back(victims);
     bury(victims, status.ok());
     HCACHE_RETURN_IF_ERROR(status);
     report->chunks_evicted += static_cast<std::uint32_t>(victims.size());
   }
   return over;
+}
+
+void StoreImpl::write_back(const std::vector<ChunkRecord>& victims) {
+  if (remote_ == nullptr || remote_->writes() != RemoteWrite::kBack) return;
+  for (const ChunkRecord& victim : victims) {
+    const std::optional<ChunkRecord> there = remote_->find(victim.info.id);
+    TierWrite write;
+    for (std::size_t i = 0; i < victim.places.size(); ++i) {
+      const PageInfo& page = victim.info.pages[i];
+      if (there && there->info.find_page(page.layer, page.encoding) != nullptr) continue;
+      auto bytes = read_page(victim.places[i], page.bytes);
+      if (bytes) write.pages.push_back({page, victim.places[i].checksum, std::move(bytes)});
+    }
+    if (write.pages.empty()) continue;
+    write.info = victim.info;
+    remote_->write(std::move(write));
+  }
+}
+
+std::shared_ptr<const AlignedBuffer> StoreImpl::read_page(const PagePlace& place,
+                                                          std::uint32_t bytes) {
+  const auto file = segments_->open(place.disk, place.segment);
+  if (!file.ok()) return nullptr;
+  const std::uint64_t from = place.offset / kBlock * kBlock;
+  AlignedBuffer blocks(round_up(place.offset + bytes - from, kBlock));
+  const auto got = (*file)->read_at(from, blocks.span());
+  const std::uint64_t within = place.offset - from;
+  if (!got.ok() || *got < within + bytes) return nullptr;
+  const auto page = blocks.span().subspan(within, bytes);
+  if (checksum(page) != place.checksum) return nullptr;
+  auto out = std::make_shared<AlignedBuffer>(bytes);
+  std::memcpy(out->data(), page.data(), bytes);
+  return out;
 }
 
 const SaltId& StoreImpl::owner_of(const SaltId& salt) const {
@@ -713,8 +770,15 @@ Status StoreImpl::flush_touches(Catalog::Transaction* transaction) {
 
 void StoreImpl::mark_dying(std::vector<ChunkRecord>* victims) {
   MutexLock lock(mutex_);
-  std::erase_if(*victims, [&](const ChunkRecord& victim)
-                              HCACHE_REQUIRES(mutex_) { return pins_.contains(victim.info.id); });
+  std::unordered_set<ChunkId> staying;
+  const auto stays = [&](const ChunkRecord& victim) HCACHE_REQUIRES(mutex_) {
+    if (!pins_.contains(victim.info.id) && !staying.contains(victim.info.id)) return false;
+    staying.insert(victim.info.parent);
+    return true;
+  };
+  // Followers may come before or behind those that they follow.
+  while (std::erase_if(*victims, stays) > 0) {
+  }
   for (const ChunkRecord& victim : *victims) dying_.insert(victim.info.id);
 }
 
@@ -825,7 +889,9 @@ void StoreImpl::settle_deferred() {
   superseded_ = std::move(later);
   std::vector<ChunkId> ids;
   for (const ChunkRecord& tail : tails) ids.push_back(tail.info.id);
-  if (remote_ != nullptr && remote_->writes() && !ids.empty()) remote_->erase(ids);
+  if (remote_ != nullptr && remote_->writes() != RemoteWrite::kOff && !ids.empty()) {
+    remote_->erase(ids);
+  }
   const auto erased = erase_chunks(std::move(tails));
   if (!erased.ok()) log::warn("removing extended tails: {}", erased.status().to_string());
 }

@@ -48,7 +48,7 @@ class Remote {
             Tier::ReadDone done) {
     tier_->read(page, bytes, deadline_ns, std::move(done));
   }
-  [[nodiscard]] bool writes() const { return options_.write; }
+  [[nodiscard]] RemoteWrite writes() const { return options_.write; }
   void write(TierWrite write) {
     // What is skipped is counted there.
     (void)tier_->write(std::move(write));

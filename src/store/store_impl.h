@@ -157,6 +157,12 @@ class StoreImpl final : public Store, public PageSource {
                                             const std::function<bool(const ChunkInfo&)>& may,
                                             const std::function<std::uint64_t()>& excess,
                                             PutReport* report) HCACHE_REQUIRES(write_mutex_);
+  // Hands what is about to go to the remote tier, if that is its way to come by it.
+  void write_back(const std::vector<ChunkRecord>& victims) HCACHE_REQUIRES(write_mutex_);
+  // As the disk has it; null: it can't be read, or fails its check.
+  [[nodiscard]] std::shared_ptr<const AlignedBuffer> read_page(const PagePlace& place,
+                                                               std::uint32_t bytes)
+      HCACHE_REQUIRES(write_mutex_);
   // Whose quota counts a salt's chunks.
   [[nodiscard]] const SaltId& owner_of(const SaltId& salt) const HCACHE_REQUIRES(write_mutex_);
   // From now on `owner` for all that the salt has.
@@ -175,7 +181,8 @@ class StoreImpl final : public Store, public PageSource {
   // Turns reservations into the pages' own use of their blocks.
   void settle_runs(std::vector<Run>* runs) HCACHE_REQUIRES(write_mutex_);
 
-  // Marks those that are not pinned as dying and leaves the others out.
+  // Marks those that are not pinned, and that nothing pinned among them follows, as dying and
+  // leaves the others out.
   void mark_dying(std::vector<ChunkRecord>* victims) HCACHE_EXCLUDES(mutex_);
   // After the removal (or its failure): clears marks, raises the epoch, frees space if committed.
   void bury(const std::vector<ChunkRecord>& victims, bool committed) HCACHE_REQUIRES(write_mutex_);

@@ -27,8 +27,10 @@ inline bool soon(const std::function<bool()>& condition) {
 // A store of its own with the remote tier at `url`.
 class Machine {
  public:
-  explicit Machine(const std::string& url, const RemoteOptions& remote = {}) {
+  explicit Machine(const std::string& url, const RemoteOptions& remote = {},
+                   std::uint64_t quota_bytes = 0) {
     options_.dirs = {folder_.path()};
+    options_.quota_bytes = quota_bytes;
     options_.remote = remote;
     options_.remote.url = url;
     options_.remote.timeout_s = kPatienceS;  // tests don't race with the machine

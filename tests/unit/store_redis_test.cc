@@ -114,6 +114,40 @@ TEST(RemoteTier, WhatOneStoreWroteAnotherOneReads) {
   EXPECT_EQ(a.look_up(longer).n_tokens, longer.size());
 }
 
+TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
+  RedisServer redis;
+  Machine a(redis.url(), with(&RemoteOptions::write, RemoteWrite::kBack), 2 << 20);
+  const testing::Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  constexpr std::uint64_t kChunkBytes = 4 * kChunkTokens * 512;
+  const Chain old(kModel, kSalt, tokens_of(4 * kChunkTokens, 1), shape);
+  const Chain fresh(kModel, kSalt, tokens_of(12 * kChunkTokens, 2), shape);
+  ASSERT_OK(a.store().put(old.chunks()));
+  ASSERT_TRUE(a.settled());
+  EXPECT_EQ(a.stat().bytes_written, 0U);
+  const auto put = a.store().put(fresh.chunks());
+  ASSERT_OK(put);
+  EXPECT_GT(put->chunks_evicted, 0U);
+  ASSERT_TRUE(a.settled());
+  EXPECT_EQ(a.stat().bytes_written, put->chunks_evicted * kChunkBytes);
+  EXPECT_LT(a.store().match(kModel, kSalt, old.tokens())->n_tokens, old.tokens().size());
+  {
+    const Match match = a.look_up(old.tokens());
+    EXPECT_EQ(match.n_tokens, old.tokens().size());
+    EXPECT_EQ(read_back(a.store(), match).good, 4U * 4);
+  }
+  // It comes back to the disk with the next put, whose room the others give; what the tier has
+  // already is not written again when it goes once more.
+  const std::uint64_t before = a.stat().bytes_written;
+  const auto again = a.store().put(chain(kChunkTokens, 3).chunks());
+  ASSERT_OK(again);
+  EXPECT_EQ(a.stat().pages_promoted, put->chunks_evicted * 4U);
+  ASSERT_OK(a.store().put(Chain(kModel, kSalt, tokens_of(12 * kChunkTokens, 4), shape).chunks()));
+  ASSERT_TRUE(a.settled());
+  EXPECT_LE(a.stat().bytes_written - before, fresh.bytes() + chain(kChunkTokens, 3).bytes() +
+                                                 (4 - put->chunks_evicted) * kChunkBytes);
+  ASSERT_OK(a.store().check_integrity());
+}
+
 TEST(RemoteTier, OtherTokensSaltsAndModelsFindNothing) {
   RedisServer redis;
   Machine a(redis.url());

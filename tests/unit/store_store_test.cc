@@ -443,7 +443,8 @@ TEST_F(StoreTest, AnOwnersQuotaEvictsItsOwnChunksOnly) {
     EXPECT_LE(store_->owned_bytes(owner), options_.owner_quota_bytes);
     EXPECT_EQ(store_->owned_bytes(salt), 0U);
   }
-  EXPECT_EQ(matched(salts[0], 10) + matched(salts[1], 11), 256U);  // from their ends
+  EXPECT_EQ(matched(salts[0], 10), 0U);  // the least recently used of the three
+  EXPECT_EQ(matched(salts[1], 11), 256U);
   EXPECT_EQ(matched(salts[2], 12), 256U);
   EXPECT_EQ(expect_match(tokens_of(256, 1)), 256U);  // another owner's, and older
   // Whose is whose is known to the next process.
@@ -452,9 +453,33 @@ TEST_F(StoreTest, AnOwnersQuotaEvictsItsOwnChunksOnly) {
   EXPECT_EQ(store_->owned_bytes(kSalt), 4 * (128U << 10));
   Chain chain(kModel, salts[0], tokens_of(256, 10), shape);
   chain.set_owner(owner);
-  EXPECT_GT(put(chain).chunks_evicted, 0U);
+  EXPECT_EQ(put(chain).chunks_evicted, 4U);
   EXPECT_EQ(matched(salts[0], 10), 256U);
   EXPECT_EQ(store_->owned_bytes(owner), 8 * (128U << 10));
+}
+
+TEST_F(StoreTest, TheOldestConversationGoesAsAWhole) {
+  options_.owner_quota_bytes = 2 << 20;  // sixteen chunks
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  // Two that share 128 tokens, and a third; saved piece by piece, so the ends are the youngest.
+  const Chain first(kModel, kSalt, tokens_of(384, 1, 128), shape);
+  const Chain fork(kModel, kSalt, tokens_of(256, 2, 128), shape);
+  const Chain third(kModel, kSalt, tokens_of(384, 3), shape);
+  for (const ChunkWrite& chunk : first.chunks()) ASSERT_OK(store_->put({&chunk, 1}));
+  for (const ChunkWrite& chunk : third.chunks()) ASSERT_OK(store_->put({&chunk, 1}));
+  put(fork);
+  // 6 + 6 + 2 are there; five more are three too many.
+  EXPECT_EQ(put(Chain(kModel, kSalt, tokens_of(320, 5), shape)).chunks_evicted, 3U);
+  EXPECT_EQ(expect_match(third.tokens()), 384U);
+  EXPECT_EQ(expect_match(fork.tokens()), 256U);
+  EXPECT_EQ(expect_match(first.tokens()), 192U);
+  EXPECT_EQ(expect_match(tokens_of(320, 5)), 320U);
+  EXPECT_EQ(expect_match(third.tokens()), 384U);
+  // The fork's own two go, then what is left of the first, and with it what both followed.
+  EXPECT_EQ(put(Chain(kModel, kSalt, tokens_of(320, 6), shape)).chunks_evicted, 5U);
+  EXPECT_EQ(expect_match(third.tokens()), 384U);
+  EXPECT_EQ(expect_match(fork.tokens()), 0U);
 }
 
 TEST_F(StoreTest, AnOwnersQuotaThatCannotBeMetIsNamed) {
@@ -495,31 +520,6 @@ TEST_F(StoreTest, WhatASaltHadCountsForItsOwnerFromTheFirstPutOn) {
   EXPECT_EQ(store_->owned_bytes(kSalt), 128U << 10);
 }
 
-TEST_F(StoreTest, PinnedChunksAreNotEvicted) {
-  options_.quota_bytes = 2 << 20;
-  open();
-  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
-  const Chain first(kModel, kSalt, tokens_of(640, 1), shape);
-  put(first);
-  auto match = store_->match(kModel, kSalt, first.tokens());
-  ASSERT_OK(match);
-  EXPECT_EQ(store_->put(Chain(kModel, kSalt, tokens_of(640, 2), shape).chunks()).code(),
-            Code::kResourceExhausted);
-  EXPECT_TRUE(read_back(*store_, *match).failed.empty());
-  EXPECT_OK(store_->check_integrity());
-  EXPECT_EQ(store_->put(Chain(kModel, kSalt, tokens_of(6400, 2), shape).chunks()).code(),
-            Code::kResourceExhausted);
-  match = Match{};
-  put(Chain(kModel, kSalt, tokens_of(640, 2), shape));
-  EXPECT_EQ(expect_match(tokens_of(640, 2)), 640U);
-}
-
-TEST_F(StoreTest, FreedSpaceGoesBackToTheFileSystemAndIsUsedAgain) {
-  options_.segment_bytes = 1 << 20;
-  open();
-  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
-  for (std::uint32_t seed = 1; seed <= 8; ++seed)
-    put(Chain(kModel, kSalt, tokens_of(300, seed), shape));
 TEST_F(StoreTest, NobodyWaitsForABackgroundReader) {
   open();
   const Chain chain(kModel, kSalt, tokens_of(256, 1), Shape{4, {Encoding::kHiddenQ8_1}, 512});
@@ -559,6 +559,31 @@ TEST_F(StoreTest, ABackgroundReaderDeliversEverything) {
   EXPECT_EQ(read_back(*store_, *match, ahead).good, 40U);
 }
 
+TEST_F(StoreTest, PinnedChunksAreNotEvicted) {
+  options_.quota_bytes = 2 << 20;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  const Chain first(kModel, kSalt, tokens_of(640, 1), shape);
+  put(first);
+  auto match = store_->match(kModel, kSalt, first.tokens());
+  ASSERT_OK(match);
+  EXPECT_EQ(store_->put(Chain(kModel, kSalt, tokens_of(640, 2), shape).chunks()).code(),
+            Code::kResourceExhausted);
+  EXPECT_TRUE(read_back(*store_, *match).failed.empty());
+  EXPECT_OK(store_->check_integrity());
+  EXPECT_EQ(store_->put(Chain(kModel, kSalt, tokens_of(6400, 2), shape).chunks()).code(),
+            Code::kResourceExhausted);
+  match = Match{};
+  put(Chain(kModel, kSalt, tokens_of(640, 2), shape));
+  EXPECT_EQ(expect_match(tokens_of(640, 2)), 640U);
+}
+
+TEST_F(StoreTest, FreedSpaceGoesBackToTheFileSystemAndIsUsedAgain) {
+  options_.segment_bytes = 1 << 20;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
+  for (std::uint32_t seed = 1; seed <= 8; ++seed)
+    put(Chain(kModel, kSalt, tokens_of(300, seed), shape));
   const std::uint64_t full = store_->stat()->allocated_bytes;
   const std::uint64_t segments = store_->stat()->disks[0].segments;
   RemoveFilter half;

@@ -344,6 +344,13 @@ struct RemoveFilter {
   std::optional<std::int64_t> unused_since_ns;  // last used before this wall-clock time
 };
 
+// What goes to the remote tier.
+enum class RemoteWrite : std::uint8_t {
+  kOff,      // nothing: it is only read
+  kThrough,  // what is put, at once
+  kBack,     // what a quota evicts from the disks
+};
+
 // A store beyond this machine that several processes share (docs/operations.md).
 struct RemoteOptions {
   std::string url;  // redis://…, rediss://…, s3://…; empty: none
@@ -351,10 +358,10 @@ struct RemoteOptions {
   std::string access_key;
   std::string secret_key;
   std::string session_token;
-  double ttl_s = 86400;     // chunks that nobody uses for so long go; 0: never
-  bool write = true;        // what is put is written there as well, in the background
-  double timeout_s = 0.25;  // for the answer whether it has a chain
-  std::uint64_t queue_bytes = 256ULL << 20;  // of pages that wait to be written there
+  double ttl_s = 86400;                       // chunks that nobody uses for so long go; 0: never
+  RemoteWrite write = RemoteWrite::kThrough;  // in the background
+  double timeout_s = 0.25;                    // for the answer whether it has a chain
+  std::uint64_t queue_bytes = 256ULL << 20;   // of pages that wait to be written there
 };
 
 struct StoreOptions {
