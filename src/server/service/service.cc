@@ -37,7 +37,15 @@ Status Service::init() {
   HCACHE_ASSIGN_OR_RETURN(tokenizer_, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(chat_template_,
                           model::ChatTemplate::create(*tokenizer_, options_.chat_template));
-  HCACHE_ASSIGN_OR_RETURN(runtime_, state::Runtime::open(env_, options_.runtime));
+  // On a thread that ends: OpenMP keeps a team for each thread that has computed, and with more
+  // threads in teams than cores it puts them to sleep between any two operations of a step.
+  Status opened;
+  std::thread([&] {
+    auto runtime = state::Runtime::open(env_, options_.runtime);
+    opened = runtime.status();
+    if (runtime.ok()) runtime_ = std::move(*runtime);
+  }).join();
+  HCACHE_RETURN_IF_ERROR(opened);
   conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime_->store(),
                                                    runtime_->fingerprint());
   HCACHE_RETURN_IF_ERROR(conversations_->load());
