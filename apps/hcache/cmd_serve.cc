@@ -121,7 +121,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_ASSIGN_OR_RETURN(o.runtime.dram_evict, policy::parse_evict_policy(args.evict_policy));
-  HCACHE_ASSIGN_OR_RETURN(o.fetch, policy::parse_fetch_policy(args.fetch_policy));
+  HCACHE_ASSIGN_OR_RETURN(o.scheduler.fetch, policy::parse_fetch_policy(args.fetch_policy));
   if (args.runtime.link == "paper") {
     o.paper_link = true;
   } else if (args.runtime.link != "none") {
@@ -129,7 +129,6 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   }
   o.scheduler.evict = o.runtime.dram_evict;
   o.scheduler.offload_above = args.offload_above;
-  o.scheduler.fetch = o.fetch;
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
   o.scheduler.restore.share = args.restore_share;

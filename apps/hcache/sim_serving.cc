@@ -115,9 +115,8 @@ void read_scheduler(Settings s, scheduler::SchedulerOptions* options) {
 
 void read_state(Settings s, sim::ServingSetup* setup) {
   setup->keep_resident = s.get("keep_resident", true);
-  setup->fetch =
+  setup->scheduler.fetch =
       s.parsed("fetch", s.get<std::string>("fetch", "on-demand"), policy::parse_fetch_policy);
-  setup->scheduler.fetch = setup->fetch;
   setup->hardware.history = s.integer("planned_history", setup->hardware.history, 1, 1 << 30);
   const Json tiers = s.get<Json>("tiers", Json::array());
   if (!tiers.is_array()) s.fail("'tiers' must be an array");

@@ -17,9 +17,9 @@ void SharedLink::Stream::skip_empty() {
   }
 }
 
-SharedLink::Id SharedLink::open(double now_s, std::span<const double> pieces) {
+SharedLink::Id SharedLink::open(double now_s, std::span<const double> pieces, bool background) {
   advance(now_s);
-  Stream stream{.pieces = {pieces.begin(), pieces.end()}};
+  Stream stream{.pieces = {pieces.begin(), pieces.end()}, .background = background};
   if (!stream.pieces.empty()) stream.left = stream.pieces[0];
   stream.skip_empty();
   streams_.emplace(++last_id_, std::move(stream));
@@ -39,40 +39,39 @@ size_t SharedLink::arrived(Id id, double now_s) {
 
 std::optional<double> SharedLink::next_arrival_s(double now_s) {
   advance(now_s);
-  const std::optional<double> bytes = least_left();
-  if (!bytes) return std::nullopt;
-  return time_s_ + *bytes * active_count() / bytes_per_s_;
+  const Moving now = moving();
+  if (now.count == 0) return std::nullopt;
+  return time_s_ + now.least_left * now.count / bytes_per_s_;
 }
 
-std::optional<double> SharedLink::least_left() const {
-  std::optional<double> least;
+SharedLink::Moving SharedLink::moving() const {
+  Moving found{.background = std::none_of(streams_.begin(), streams_.end(), [](const auto& s) {
+                 return s.second.active() && !s.second.background;
+               })};
   for (const auto& [id, stream] : streams_) {
-    if (stream.active()) least = least ? std::min(*least, stream.left) : stream.left;
+    if (!found.has(stream)) continue;
+    found.least_left = found.count == 0 ? stream.left : std::min(found.least_left, stream.left);
+    found.count += 1;
   }
-  return least;
+  return found;
 }
 
-double SharedLink::active_count() const {
-  return static_cast<double>(std::count_if(streams_.begin(), streams_.end(),
-                                           [](const auto& s) { return s.second.active(); }));
-}
-
-// From one arrival to the next: between them every stream moves at the same speed.
+// From one arrival to the next: between them every stream that moves does so at the same speed.
 void SharedLink::advance(double now_s) {
   while (time_s_ < now_s) {
-    const std::optional<double> least = least_left();
-    if (!least) {
+    const Moving now = moving();
+    if (now.count == 0) {
       time_s_ = now_s;
       return;
     }
-    const double share = bytes_per_s_ / active_count();
-    const double until = time_s_ + *least / share;
+    const double share = bytes_per_s_ / now.count;
+    const double until = time_s_ + now.least_left / share;
     const bool arrives = until <= now_s;
-    const double moved = arrives ? *least : (now_s - time_s_) * share;
+    const double moved = arrives ? now.least_left : (now_s - time_s_) * share;
     busy_s_ += (arrives ? until : now_s) - time_s_;
     time_s_ = arrives ? until : now_s;
     for (auto& [id, stream] : streams_) {
-      if (!stream.active()) continue;
+      if (!now.has(stream)) continue;
       stream.left -= moved;
       stream.skip_empty();
     }

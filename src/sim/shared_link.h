@@ -2,7 +2,8 @@
 // disk or a bus when others use it too.
 //
 // A stream moves its pieces one after the other, back to back. Fluid: with n streams under way each
-// moves at bytes_per_s / n, and that changes when one begins or ends, not before.
+// moves at bytes_per_s / n, and that changes when one begins or ends, not before. Streams in the
+// background move while no others do.
 // Threading: plain values. Times in seconds on a clock that does not go back.
 #pragma once
 
@@ -23,7 +24,7 @@ class SharedLink {
   explicit SharedLink(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
 
   // Begins to move the pieces (bytes, >= 0; the first of them from now_s on).
-  Id open(double now_s, std::span<const double> pieces);
+  Id open(double now_s, std::span<const double> pieces, bool background = false);
   // Forgets a stream; what is under way stops.
   void close(Id id, double now_s);
 
@@ -37,6 +38,7 @@ class SharedLink {
  private:
   struct Stream {
     std::vector<double> pieces;
+    bool background = false;
     size_t arrived = 0;
     double left = 0;  // bytes of the piece under way
     [[nodiscard]] bool active() const { return arrived < pieces.size(); }
@@ -44,9 +46,16 @@ class SharedLink {
   };
 
   void advance(double now_s);
-  // Bytes until the first of the streams ends its piece, if any is under way.
-  [[nodiscard]] std::optional<double> least_left() const;
-  [[nodiscard]] double active_count() const;
+  // The streams that move: how many, and the bytes until the first of them ends its piece.
+  struct Moving {
+    bool background = false;
+    double count = 0;
+    double least_left = 0;
+    [[nodiscard]] bool has(const Stream& stream) const {
+      return stream.active() && stream.background == background;
+    }
+  };
+  [[nodiscard]] Moving moving() const;
 
   double bytes_per_s_;
   std::map<Id, Stream> streams_;

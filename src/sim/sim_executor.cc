@@ -231,7 +231,7 @@ bool SimExecutor::begin_fetch(uint64_t place) {
   if (!missing) return false;
   fetch.streams.push_back(0);
   for (size_t t = 1; t < links_.size(); ++t) {
-    fetch.streams.push_back(links_[t].open(now_s_, pieces[t]));
+    fetch.streams.push_back(links_[t].open(now_s_, pieces[t], /*background=*/true));
   }
   fetch_ = std::move(fetch);
   return true;

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "policy/fetch.h"
 #include "policy/hardware_plan.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
@@ -133,7 +134,7 @@ class SimExecutor final : public scheduler::Executor {
   std::unordered_map<SeqId, Sequence> sequences_;
   // By place in the queue: what may be read ahead into the first tier.
   std::unordered_map<uint64_t, std::span<const int32_t>> ahead_;
-  policy::FetchWindow window_{setup_.fetch, setup_.tiers[0].capacity_bytes};
+  policy::FetchWindow window_{setup_.scheduler.fetch, setup_.tiers[0].capacity_bytes};
   std::optional<Fetch> fetch_;
   SeqId last_seq_ = 0;
   int64_t used_cells_ = 0;

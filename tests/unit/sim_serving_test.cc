@@ -163,7 +163,7 @@ TEST(Serving, ReadingAheadFindsInMemoryWhatWouldLieOnTheDisk) {
     const bool ahead = policy == policy::FetchPolicy::kSchedulerAware;
     const auto evict = ahead ? policy::EvictPolicy::kSchedulerAware : policy::EvictPolicy::kLru;
     setup.tiers = {{"dram", 10e9, 25e9, evict}, {"disk", 0, 5e9, evict}};
-    setup.fetch = policy;
+    setup.scheduler.fetch = policy;
     const ServingReport report = run(setup, load);
     EXPECT_EQ(report.requests.size(), 320U);
     double memory = 0;

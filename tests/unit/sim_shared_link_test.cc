@@ -33,6 +33,19 @@ TEST(SharedLink, StreamsShareEvenly) {
   EXPECT_EQ(link.arrived(a, 2.5), 2U);
 }
 
+TEST(SharedLink, TheBackgroundMovesWhileNothingElseDoes) {
+  SharedLink link(100e6);
+  const auto ahead = link.open(0, pieces(1, 100e6), /*background=*/true);
+  const auto a = link.open(0.5, pieces(1, 100e6));
+  const auto b = link.open(0.5, pieces(1, 50e6));
+  EXPECT_DOUBLE_EQ(*link.next_arrival_s(0.5), 1.5);  // two share
+  EXPECT_EQ(link.arrived(b, 1.5), 1U);
+  EXPECT_EQ(link.arrived(a, 2), 1U);
+  EXPECT_EQ(link.arrived(ahead, 2), 0U);
+  EXPECT_DOUBLE_EQ(*link.next_arrival_s(2), 2.5);  // what was left at 0.5
+  EXPECT_EQ(link.arrived(ahead, 2.5), 1U);
+}
+
 TEST(SharedLink, ClosingGivesTheRestToOthers) {
   SharedLink link(100e6);
   const auto a = link.open(0, pieces(1, 100e6));

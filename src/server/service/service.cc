@@ -54,7 +54,7 @@ Status Service::init() {
   executor.restore_mode = options_.restore_mode;
   executor.link_bytes_per_s =
       options_.paper_link ? runtime_->paper_link_bytes_per_s() : options_.link_bytes_per_s;
-  executor.fetch = options_.fetch;
+  executor.fetch = options_.scheduler.fetch;
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler));

@@ -14,7 +14,6 @@
 
 #include "base/status.h"
 #include "policy/eviction.h"
-#include "policy/fetch.h"
 #include "policy/hardware_plan.h"
 #include "scheduler/scheduler.h"
 #include "sim/workload.h"
@@ -71,7 +70,6 @@ struct ServingSetup {
   // Whether a conversation stays in the arena when its answer is complete.
   bool keep_resident = true;
   // Of the tiers behind the first into it.
-  policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
   Overflow overflow = Overflow::kEnd;
   double overflow_share = 0.5;  // of `context`, that is cut off
 };
