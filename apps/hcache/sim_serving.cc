@@ -155,6 +155,8 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.output_sigma = s.number("output_sigma", load.output_sigma, 0, 10);
   load.conversation_sigma = s.number("conversation_sigma", 0, 0, 10);
   load.document = s.integer("document", 0, 0, 1 << 30);
+  load.documents = s.integer("documents", 0, 0, 1 << 24);
+  load.document_skew = s.number("document_skew", 0, 0, 100);
   load.length_scale = s.number("length_scale", 1, 1e-6, kMany);
   if (c->trace.empty() && load.sessions == 0) s.fail("'sessions' is 0");
   s.refuse_others();

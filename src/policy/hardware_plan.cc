@@ -197,7 +197,8 @@ Result<HardwarePlan> plan_for_hardware(const HardwareSetup& setup) {
   request.new_tokens = setup.new_tokens;
   HCACHE_ASSIGN_OR_RETURN(plan.exact, plan_restore(costs, request));
   plan.exact_bytes_per_token = planned_bytes(plan.exact, layer);
-  for (Mode mode : {Mode::kHidden, Mode::kKv, Mode::kRecompute, Mode::kNaiveHybrid}) {
+  for (Mode mode :
+       {Mode::kHidden, Mode::kKv, Mode::kRecompute, Mode::kNaiveHybrid, Mode::kTokenPartition}) {
     request.mode = mode;
     HCACHE_ASSIGN_OR_RETURN(Plan baseline, plan_restore(costs, request));
     plan.modes.push_back({mode, std::move(baseline)});

@@ -15,7 +15,7 @@ namespace hcache::sim {
 namespace {
 
 // What a seed's random streams are for.
-enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds, kSizes };
+enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds, kSizes, kDocuments };
 
 constexpr size_t kDocument = (size_t{1} << 24U) - 1;  // as a round's number
 
@@ -27,6 +27,35 @@ uint64_t own_key(size_t session, size_t round) {
 int64_t scaled(double length, double factor) {
   return std::max<int64_t>(1, std::llround(length * factor));
 }
+
+// Chooses among the documents that conversations share.
+class DocumentPicker {
+ public:
+  explicit DocumentPicker(const LoadOptions& options) : options_(options) {
+    for (int64_t k = 1; k <= options.documents; k++) {
+      const double before = below_.empty() ? 0 : below_.back();
+      below_.push_back(before + std::pow(static_cast<double>(k), -options.document_skew));
+    }
+  }
+
+  // Makes a conversation begin with one of them.
+  void give(size_t session, Round* first) {
+    if (below_.empty() || options_.document == 0) return;
+    Random random({options_.seed, kDocuments, session});
+    const auto chosen =
+        std::lower_bound(below_.begin(), below_.end(), random.uniform() * below_.back());
+    const uint64_t key = own_key(static_cast<size_t>(chosen - below_.begin()), kDocument);
+    first->message.front().key = key;
+    if (seen_.insert(key).second) return;
+    first->known_tokens = options_.document;
+    first->returning = 2 * first->known_tokens >= first->input_tokens;
+  }
+
+ private:
+  const LoadOptions& options_;
+  std::vector<double> below_;  // cumulative weights
+  std::unordered_set<uint64_t> seen_;
+};
 
 std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
   Random lengths({options.seed, kLengths, session});
@@ -113,10 +142,12 @@ bool too_long(const LoadOptions& options, const TraceRequest& row) {
 Schedule draw_conversations(const LoadOptions& options) {
   Schedule schedule;
   Random arrivals({options.seed, kArrivals});
+  DocumentPicker documents(options);
   double now_s = 0;
   for (int64_t i = 0; i < options.warmup + options.sessions; i++) {
     schedule.sessions.push_back(
         {now_s, i < options.warmup, draw_rounds(options, static_cast<size_t>(i))});
+    documents.give(static_cast<size_t>(i), &schedule.sessions.back().rounds.front());
     now_s += arrivals.exponential(1 / options.rate);
   }
   return schedule;

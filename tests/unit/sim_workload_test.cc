@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <map>
+#include <vector>
 
 #include "sim/workload.h"
 
@@ -68,6 +71,34 @@ TEST(Workload, AConversationIsLongerOrShorterAsAWhole) {
   }
   EXPECT_NEAR(tokens / 20000 / 3 / (options.mean_input + options.mean_output), 1, 0.03);
   EXPECT_NEAR(std::sqrt(squares_of_logs / 20000), 0.9, 0.02);
+}
+
+TEST(Workload, SharedDocumentsAreChosenByRank) {
+  LoadOptions options = many();
+  options.document = 5000;
+  options.documents = 40;
+  const auto shares = [&](double skew) {
+    options.document_skew = skew;
+    std::map<uint64_t, double> counts;
+    for (const Session& session : draw_conversations(options).sessions) {
+      const Round& first = session.rounds.front();
+      EXPECT_EQ(first.message.front().tokens, 5000);
+      const bool known = counts.contains(first.message.front().key);
+      EXPECT_EQ(first.known_tokens, known ? 5000 : 0);
+      counts[first.message.front().key] += 1.0 / 20000;
+    }
+    std::vector<double> sorted;
+    for (const auto& [key, share] : counts) sorted.push_back(share);
+    std::sort(sorted.rbegin(), sorted.rend());
+    return sorted;
+  };
+  const std::vector<double> uniform = shares(0);
+  ASSERT_EQ(uniform.size(), 40U);
+  EXPECT_NEAR(uniform.front(), 1.0 / 40, 0.005);
+  EXPECT_NEAR(uniform.back(), 1.0 / 40, 0.005);
+  const std::vector<double> skewed = shares(2);
+  EXPECT_NEAR(skewed[0], 0.617, 0.02);  // 1 / (1 + 1/4 + 1/9 + …)
+  EXPECT_NEAR(skewed[0] / skewed[1], 4, 0.3);
 }
 
 TEST(Workload, LengthsAreScaledToTheContextAsked) {

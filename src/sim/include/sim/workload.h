@@ -33,7 +33,11 @@ struct LoadOptions {
   double conversation_sigma =
       0;                 // all lengths of one are longer or shorter by one log-normal factor
   int64_t document = 0;  // tokens in front of the first message, a conversation's own
-  double think_s = 0;    // mean pause between an answer and the next message
+  // Above 0: one of so many instead, which conversations share; the k-th is chosen as often as
+  // 1 / k^document_skew says (Zipf; 0: all alike).
+  int64_t documents = 0;
+  double document_skew = 0;
+  double think_s = 0;  // mean pause between an answer and the next message
   bool think_exponential = false;
   // What a conversation comes to when it ends, its messages and answers together: the lengths
   // drawn are scaled. 0: they are not. Of a trace: requests longer than this are left out; 0: none
