@@ -74,7 +74,7 @@ struct Catalog::Connection {
 // A prepared statement in use; it is reset when it goes. Needs the connection's mutex.
 class Catalog::Statement {
  public:
-  Statement(Connection& connection, const char* sql) : connection_(connection) {
+  Statement(Connection& connection, const char* sql) {
     sqlite3_stmt*& cached = connection.statements[sql];
     if (cached == nullptr) {
       rc_ = sqlite3_prepare_v3(connection.db, sql, -1, SQLITE_PREPARE_PERSISTENT, &cached, nullptr);
@@ -145,7 +145,6 @@ class Catalog::Statement {
   }
 
  private:
-  Connection& connection_;
   sqlite3_stmt* statement_ = nullptr;
   int rc_ = SQLITE_OK;
   int bound_ = 0;
