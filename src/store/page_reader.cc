@@ -339,11 +339,12 @@ void PageReaderImpl::run() {
   std::vector<IoCompletion> completions;
   mutex_.lock();
   while (true) {
-    while (!cancelled_ && !gives_way() && start_request()) {
-    }
+    // Asked once: were it to end between two looks, nobody would wake this thread.
+    bool waits = gives_way();
+    while (!cancelled_ && !waits && start_request()) waits = gives_way();
     if (queue_->in_flight() == 0) {
       if (stop_) break;
-      if (gives_way()) {
+      if (waits) {
         work_.wait_for_ns(mutex_, kGiveWayNs);
       } else {
         work_.wait(mutex_);
