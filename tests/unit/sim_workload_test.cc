@@ -1,3 +1,6 @@
+// Conversations of different sizes, and documents that they share. What both `hcache sim` and
+// `hcache bench serve` draw is load_schedule_test.cc's.
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,16 +28,6 @@ LoadOptions many() {
   options.rate = 1;
   options.rounds = 3;
   return options;
-}
-
-TEST(Workload, ASeedGivesTheSameConversations) {
-  const Schedule a = draw_conversations(many());
-  const Schedule b = draw_conversations(many());
-  LoadOptions other = many();
-  other.seed = 2;
-  ASSERT_EQ(a.sessions.size(), 20000U);
-  EXPECT_EQ(tokens_of(a.sessions[7]), tokens_of(b.sessions[7]));
-  EXPECT_NE(tokens_of(a.sessions[7]), tokens_of(draw_conversations(other).sessions[7]));
 }
 
 // AttentionStore's section 2.3: 27 % of one round, 5.75 on average.
@@ -99,14 +92,6 @@ TEST(Workload, SharedDocumentsAreChosenByRank) {
   const std::vector<double> skewed = shares(2);
   EXPECT_NEAR(skewed[0], 0.617, 0.02);  // 1 / (1 + 1/4 + 1/9 + …)
   EXPECT_NEAR(skewed[0] / skewed[1], 4, 0.3);
-}
-
-TEST(Workload, LengthsAreScaledToTheContextAsked) {
-  LoadOptions options = many();
-  options.context = 4096;
-  for (const Session& session : draw_conversations(options).sessions) {
-    EXPECT_NEAR(tokens_of(session), 4096, 6);
-  }
 }
 
 }  // namespace
