@@ -407,8 +407,8 @@ class Store {
   // have). Pages are laid out layer by layer within the batch, so batches of several consecutive
   // chunks read faster later than single ones. Shorter tails that a new chunk extends disappear. A
   // chunk that is there already only gets the pages that it lacks.
-  // Errors: resource_exhausted (disk full, or a quota can't be met without pinned chunks), invalid_
-  // argument, failed_precondition (read_only), unavailable (a directory vanished).
+  // Errors: resource_exhausted (disk full, or a quota can't be met without pinned chunks),
+  // invalid_argument, failed_precondition (read_only), unavailable (a directory vanished).
   [[nodiscard]] virtual Result<PutReport> put(std::span<const ChunkWrite> batch) = 0;
   // The longest stored prefix of `tokens` (from position 0) under this fingerprint and salt, pinned
   // and marked as used. Damaged catalog rows end the match; they are never returned. No disk I/O
