@@ -10,7 +10,7 @@ packages=(
   build-essential cmake ninja-build ccache git python3 python3-pip python3-venv pkg-config
   clang-format clang-tidy
   # libraries
-  libsqlite3-dev liburing-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
+  libsqlite3-dev liburing-dev libnuma-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev
   libbenchmark-dev libssl-dev libcurl4-openssl-dev
   # a server for the tests of the remote tier

@@ -55,6 +55,7 @@ struct ServeArgs {
   std::string chat_template_file;
   std::string slot_save_path;
   uint64_t dram_bytes = 0;
+  std::string dram_place;
   std::string evict_policy;
   std::string fetch_policy;
   int64_t flush_interval_ns = 0;
@@ -103,6 +104,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
   o.runtime.dram_bytes = args.dram_bytes;
+  o.runtime.dram_place = args.dram_place;
   o.runtime.key_quota_bytes = args.quota_per_key;
   o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
   o.http.host = args.host;
@@ -193,6 +195,7 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "max-running-per-key", &args->max_running_per_key);
   add_option(*sub, "quota-per-key", &args->quota_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
+  add_option(*sub, "dram-place", &args->dram_place);
   add_option(*sub, "evict-policy", &args->evict_policy);
   add_option(*sub, "offload-above", &args->offload_above);
   add_option(*sub, "fetch-policy", &args->fetch_policy);

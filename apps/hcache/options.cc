@@ -275,12 +275,11 @@ constexpr OptionRow kTable[] = {
      "most saved state of one API key; its own least recently used goes first; 0: no limit"},
     {"dram", "--dram", Kind::kBytes, "BYTES", "0", 0, 0, "",
      "host memory for saved state, in front of the disks"},
-    {"evict-policy", "--evict-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0,
-     "lru|fifo|lfu|scheduler-aware|car-score|cost-aware",
-     "what stays in --dram and of idle sequences in the arena: what was used, stored or used often "
-     "last; what requests in the queue want, then what was used last; what most of the first 16 in "
-     "the queue and of those that run want; as scheduler-aware, then what is most likely to "
-     "return"},
+    {"dram-place", "--dram-place", Kind::kText, "PLACE", "", 0, 0, "",
+     "where --dram lies: node:N, a NUMA node (a CXL expander, say); or a path, a DAX device or a "
+     "directory on a DAX file system, tmpfs or hugetlbfs"},
+    {"evict-policy", "--evict-policy", Kind::kText, "POLICY", "scheduler-aware", 0, 0, "",
+     "what stays in --dram and of idle sequences in the arena"},  // and offer()
     {"offload-above", "--offload-above", Kind::kNumber, "SHARE", "1", 0, 1, "",
      "of the arena: fuller than this, idle sequences that are saved leave at once, and not only "
      "when room is wanted"},

@@ -307,6 +307,8 @@ ggml_backend_buffer_type_t Device::host_buffer_type() const {
   return pinned != nullptr ? pinned : ggml_backend_cpu_buffer_type();
 }
 
+bool Device::pins_host_memory() const { return ggml_backend_dev_host_buffer_type(dev_) != nullptr; }
+
 std::string Device::kernel_identity() const {
   std::string out =
       fmt::format("{}; {}; ggml {} {}", ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev_)),

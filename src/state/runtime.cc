@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/log.h"
+#include "base/units.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -78,6 +79,10 @@ class RuntimeImpl : public Runtime {
   std::unique_ptr<model::Device> device_;
   std::unique_ptr<model::Model> model_;
   std::unique_ptr<engine::Engine> engine_;
+  struct FreeBuffer {
+    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+  };
+  std::unique_ptr<ggml_backend_buffer, FreeBuffer> dram_;  // pinned; null: the store maps its own
   std::unique_ptr<store::Store> store_;
   std::unique_ptr<Saver> saver_;
   std::string digest_;
@@ -131,6 +136,16 @@ Status RuntimeImpl::open_store() {
   options.owner_quota_bytes = options_.key_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
   options.dram_evict = options_.dram_evict;
+  options.dram_place = options_.dram_place;
+  if (options.dram_bytes > 0 && options.dram_place.empty() && device_->pins_host_memory()) {
+    dram_.reset(ggml_backend_buft_alloc_buffer(device_->host_buffer_type(), options.dram_bytes));
+    if (dram_ == nullptr) {
+      return resource_exhausted(
+          fmt::format("no {} of host memory for saved state", format_bytes(options.dram_bytes)));
+    }
+    options.dram_memory = {static_cast<std::byte*>(ggml_backend_buffer_get_base(dram_.get())),
+                           ggml_backend_buffer_get_size(dram_.get())};
+  }
   options.remote = options_.remote;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));

@@ -9,6 +9,8 @@ namespace {
 
 // A chunk's pages are used one after the other: it counts as one use.
 constexpr double kOneUseS = 1;
+// How many times its size a page may push out to find a piece of memory that is large enough.
+constexpr std::uint64_t kMostForOne = 8;
 
 std::uint64_t short_id(const ChunkId& id) {
   std::uint64_t out = 0;
@@ -39,8 +41,8 @@ void PageCache::mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) co
   }
 }
 
-std::shared_ptr<const AlignedBuffer> PageCache::find(const PageKey& key) {
-  if (!enabled()) return nullptr;
+HeldBytes PageCache::find(const PageKey& key) {
+  if (!enabled()) return {};
   MutexLock lock(mutex_);
   Chunk* chunk = chunk_of(key.chunk);
   if (chunk != nullptr) {
@@ -52,24 +54,16 @@ std::shared_ptr<const AlignedBuffer> PageCache::find(const PageKey& key) {
         chunk->last_use_s = now;
         order_.use(short_id(key.chunk), now);
       }
-      return page.bytes;
+      return page.held;
     }
   }
   ++misses_;
-  return nullptr;
+  return {};
 }
 
 void PageCache::insert(const PageKey& key, const ChunkId& parent,
                        std::span<const std::byte> bytes) {
   if (bytes.size() > capacity_) return;
-  auto copy = std::make_shared<AlignedBuffer>(bytes.size());
-  std::memcpy(copy->data(), bytes.data(), bytes.size());
-  insert(key, parent, std::move(copy));
-}
-
-void PageCache::insert(const PageKey& key, const ChunkId& parent,
-                       std::shared_ptr<const AlignedBuffer> bytes) {
-  if (bytes->size() > capacity_) return;
   MutexLock lock(mutex_);
   const Id id = short_id(key.chunk);
   const auto [place, is_new] = chunks_.try_emplace(id);
@@ -93,21 +87,38 @@ void PageCache::insert(const PageKey& key, const ChunkId& parent,
   });
   if (old != chunk.pages.end()) {
     if (old->checksum == key.checksum) return;
-    used_ -= old->bytes->size();
+    used_ -= old->held.bytes.size();
     chunk.pages.erase(old);
   }
-  used_ += bytes->size();
-  chunk.pages.push_back({key.layer, key.encoding, key.checksum, std::move(bytes)});
-  while (used_ > capacity_) {
+  HeldBytes held = make_room(id, bytes);
+  if (!held) return;
+  used_ += bytes.size();
+  chunk.pages.push_back({key.layer, key.encoding, key.checksum, std::move(held)});
+}
+
+HeldBytes PageCache::make_room(Id id, std::span<const std::byte> bytes) {
+  std::uint64_t gone = 0;
+  for (;;) {
+    if (used_ + bytes.size() <= capacity_) {
+      if (HeldBytes held = memory_.copy(bytes)) return held;
+      // What has left and is still being read keeps its piece: then nobody else need leave.
+      if (gone > kMostForOne * bytes.size()) {
+        if (chunks_.at(id).pages.empty()) drop(id);
+        return {};
+      }
+    }
     const auto victim = order_.victim(now_s());
-    if (!victim) return clear_all();
+    if (!victim) return clear_all(), HeldBytes();
+    const std::uint64_t before = used_;
     drop(*victim);
+    if (*victim == id) return {};
+    gone += before - used_;
   }
 }
 
 void PageCache::drop(Id id) {
   const auto found = chunks_.find(id);
-  for (const Page& page : found->second.pages) used_ -= page.bytes->size();
+  for (const Page& page : found->second.pages) used_ -= page.held.bytes.size();
   if (found->second.holds_parent) order_.let_go(found->second.parent);
   order_.erase(id, now_s());
   chunks_.erase(found);

@@ -14,12 +14,14 @@
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/ids.h"
 #include "base/sync.h"
 #include "format.h"
+#include "page_memory.h"
 #include "policy/eviction.h"
 #include "policy/wanted.h"
 #include "store/store.h"
@@ -35,20 +37,17 @@ struct PageKey {
 
 class PageCache {
  public:
-  // A capacity of 0 holds nothing. env must outlive it.
-  PageCache(Env& env, std::uint64_t capacity_bytes, policy::EvictPolicy policy)
-      : env_(env), capacity_(capacity_bytes), order_(policy) {}
+  // A capacity of 0 holds nothing. The pages lie in `memory`, which has as many bytes or a few
+  // less: what it loses between pieces. env must outlive it.
+  PageCache(Env& env, std::uint64_t capacity_bytes, policy::EvictPolicy policy, PageMemory memory)
+      : env_(env), capacity_(capacity_bytes), memory_(std::move(memory)), order_(policy) {}
 
   [[nodiscard]] bool enabled() const { return capacity_ > 0; }
-  // The page's bytes, marked as used; null when it is not here. They stay valid while held.
-  [[nodiscard]] std::shared_ptr<const AlignedBuffer> find(const PageKey& key)
-      HCACHE_EXCLUDES(mutex_);
+  // The page's bytes, marked as used; empty when it is not here.
+  [[nodiscard]] HeldBytes find(const PageKey& key) HCACHE_EXCLUDES(mutex_);
   // Copies a page in; `parent` is the chunk that its chunk continues. A chunk that finds no room
   // beside what is worth more stays out.
   void insert(const PageKey& key, const ChunkId& parent, std::span<const std::byte> bytes)
-      HCACHE_EXCLUDES(mutex_);
-  // The same without a copy: nobody changes the bytes any more.
-  void insert(const PageKey& key, const ChunkId& parent, std::shared_ptr<const AlignedBuffer> bytes)
       HCACHE_EXCLUDES(mutex_);
   // Sets those of `origins`, one for each page of the chunk, that are here.
   void mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const HCACHE_EXCLUDES(mutex_);
@@ -66,7 +65,7 @@ class PageCache {
     std::uint16_t layer = 0;
     Encoding encoding = Encoding::kKv;
     std::uint64_t checksum = 0;
-    std::shared_ptr<const AlignedBuffer> bytes;
+    HeldBytes held;
   };
   struct Chunk {
     ChunkId id;
@@ -80,11 +79,15 @@ class PageCache {
   // Null: it is not here.
   [[nodiscard]] Chunk* chunk_of(const ChunkId& id) HCACHE_REQUIRES(mutex_);
   [[nodiscard]] const Chunk* chunk_of(const ChunkId& id) const HCACHE_REQUIRES(mutex_);
+  // A copy of a page for chunk `id`, for which others leave; empty if it is `id` that has to.
+  [[nodiscard]] HeldBytes make_room(Id id, std::span<const std::byte> bytes)
+      HCACHE_REQUIRES(mutex_);
   void drop(Id id) HCACHE_REQUIRES(mutex_);
   void clear_all() HCACHE_REQUIRES(mutex_);
 
   Env& env_;
   const std::uint64_t capacity_;
+  PageMemory memory_;
   mutable Mutex mutex_;
   std::unordered_map<Id, Chunk> chunks_ HCACHE_GUARDED_BY(mutex_);
   policy::EvictionOrder order_ HCACHE_GUARDED_BY(mutex_);

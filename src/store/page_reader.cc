@@ -161,13 +161,13 @@ void PageReaderImpl::take_from_cache() {
     if (next.planned) continue;
     if (!next.missed) {
       next.cached = source_.cache().find(key_of(next.job));
-      next.missed = !next.cached || next.cached->size() != page_of(next.job).bytes;
+      next.missed = next.cached.bytes.size() != page_of(next.job).bytes;
     }
     if (next.missed) {
       if (place_of(next.job).disk != kRemoteDisk || !start_remote(&next)) return;
       continue;
     }
-    next.bytes = {next.cached->data(), next.cached->size()};
+    next.bytes = next.cached.bytes;
     next.planned = true;
     next.ready = true;
     ready_.notify_all();
@@ -181,7 +181,7 @@ bool PageReaderImpl::start_remote(Item* wanted) {
   remote_bytes_ += page.bytes;
   ++remote_in_flight_;
   begin_busy();
-  wanted->cached.reset();
+  wanted->cached = {};
   wanted->remote = true;
   wanted->planned = true;
   wanted->begin_ns = env_.monotonic_ns();
@@ -205,12 +205,10 @@ void PageReaderImpl::finish_remote(std::size_t index,
   const ChunkRecord& record = come.job.chunk->record;
   const PageInfo& page = page_of(come.job);
   if (bytes.ok()) {
-    come.cached = std::move(*bytes);
-    come.bytes = {come.cached->data(), come.cached->size()};
-    if (source_.cache().enabled()) {
-      source_.cache().insert(key_of(come.job), record.info.parent, come.cached);
-    }
-    source_.remote()->keep(record, {page, place_of(come.job).checksum, come.cached});
+    come.bytes = {(*bytes)->data(), (*bytes)->size()};
+    come.cached = {*bytes, come.bytes};
+    keep_in_memory(come);
+    source_.remote()->keep(record, {page, place_of(come.job).checksum, std::move(*bytes)});
   } else {
     source_.remote()->page_failed(record.info.id, page, bytes.status());
     if (bytes.code() == Code::kDataLoss) source_.count_checksum_failure();
@@ -514,7 +512,7 @@ void PageReaderImpl::release(std::size_t index) {
     work_.notify_one();
   }
   given.job.chunk.reset();
-  given.cached.reset();
+  given.cached = {};
   bool room = false;
   while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
     requests_.pop_front();

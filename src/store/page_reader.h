@@ -134,7 +134,7 @@ class PageReaderImpl final : public PageReader {
   struct Item {
     PageJob job;
     Request* request = nullptr;  // once planned; stays null for what needs no reading
-    std::shared_ptr<const AlignedBuffer> cached;
+    HeldBytes cached;
     bool missed = false;           // not in host memory when it was looked for
     bool remote = false;           // asked of the remote tier
     std::int64_t deadline_ns = 0;  // … which has to answer by then

@@ -449,14 +449,15 @@ void StoreImpl::copy_to_tiers(const PutDraft& draft, Source source) {
     for (std::size_t i = 0; i < chunk.sources.size(); ++i) {
       const std::span<const std::byte> bytes = chunk.sources[i];
       if (bytes.empty()) continue;  // was there already
-      auto copy = std::make_shared<AlignedBuffer>(bytes.size());
-      std::memcpy(copy->data(), bytes.data(), bytes.size());
       const PageInfo& page = info.pages[i];
       const std::uint64_t checksum = chunk.record.places[i].checksum;
       if (cache_.enabled()) {
-        cache_.insert({info.id, page.layer, page.encoding, checksum}, info.parent, copy);
+        cache_.insert({info.id, page.layer, page.encoding, checksum}, info.parent, bytes);
       }
-      if (remote) write.pages.push_back({page, checksum, std::move(copy)});
+      if (!remote) continue;
+      auto copy = std::make_shared<AlignedBuffer>(bytes.size());
+      std::memcpy(copy->data(), bytes.data(), bytes.size());
+      write.pages.push_back({page, checksum, std::move(copy)});
     }
     if (!remote) continue;
     write.info = info;

@@ -65,6 +65,9 @@ Status check_options(const StoreOptions& options) {
   if (options.segment_bytes < kMinSegmentBytes || options.segment_bytes > kMaxSegmentBytes) {
     return invalid_argument("segment_bytes must be 16 KiB to 64 GiB");
   }
+  if (!options.dram_memory.empty() && options.dram_memory.size() < options.dram_bytes) {
+    return invalid_argument("the memory given for pages is smaller than dram_bytes");
+  }
   return {};
 }
 
@@ -79,7 +82,15 @@ Result<std::unique_ptr<Store>> Store::open(Env& env, StoreOptions options) {
   HCACHE_RETURN_IF_ERROR(check_options(options));
   for (std::string& dir : options.dirs) dir = without_slash(std::move(dir));
   if (options.catalog_dir.empty()) options.catalog_dir = options.dirs[0];
-  auto store = std::make_unique<StoreImpl>(env, std::move(options));
+  PageMemory memory;
+  if (options.dram_memory.empty()) {
+    auto mapped = PageMemory::map(options.dram_bytes, options.dram_place);
+    if (!mapped.ok()) return mapped.status().with_context("host memory for saved state");
+    memory = *std::move(mapped);
+  } else {
+    memory = PageMemory::over(options.dram_memory);
+  }
+  auto store = std::make_unique<StoreImpl>(env, std::move(options), std::move(memory));
   HCACHE_RETURN_IF_ERROR(store->open());
   return std::unique_ptr<Store>(std::move(store));
 }
@@ -114,10 +125,10 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
   return remove_if_there(join_path(catalog_dir, kLockName));
 }
 
-StoreImpl::StoreImpl(Env& env, StoreOptions options)
+StoreImpl::StoreImpl(Env& env, StoreOptions options, PageMemory memory)
     : env_(env),
       options_(std::move(options)),
-      cache_(env, options_.dram_bytes, options_.dram_evict) {}
+      cache_(env, options_.dram_bytes, options_.dram_evict, std::move(memory)) {}
 
 StoreImpl::~StoreImpl() {
   if (catalog_ == nullptr) return;

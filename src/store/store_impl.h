@@ -28,7 +28,7 @@ namespace hcache::store {
 
 class StoreImpl final : public Store, public PageSource {
  public:
-  StoreImpl(Env& env, StoreOptions options);
+  StoreImpl(Env& env, StoreOptions options, PageMemory memory);
   ~StoreImpl() override;
 
   [[nodiscard]] Status open();

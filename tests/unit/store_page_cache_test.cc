@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
+#include <random>
 #include <vector>
 
 #include "page_cache.h"
@@ -10,6 +13,10 @@ namespace hcache::store {
 namespace {
 
 using policy::EvictPolicy;
+
+PageCache cache_of(uint64_t bytes, EvictPolicy policy) {
+  return {Env::real(), bytes, policy, PageMemory::map(bytes, "").value()};
+}
 
 ChunkId chunk(uint8_t number) {
   ChunkId id;
@@ -29,16 +36,16 @@ int pages_of(PageCache& cache, uint8_t number) {
   int found = 0;
   for (uint16_t layer = 0; layer < 3; ++layer) {
     const auto page = cache.find({chunk(number), layer, Encoding::kKv, 7});
-    if (page == nullptr) continue;
-    EXPECT_EQ(page->size(), 100U);
-    EXPECT_EQ(page->data()[99], std::byte{number});
+    if (!page) continue;
+    EXPECT_EQ(page.bytes.size(), 100U);
+    EXPECT_EQ(page.bytes[99], std::byte{number});
     ++found;
   }
   return found;
 }
 
 TEST(PageCache, KeepsWholeChunksTheLastUsedLongest) {
-  PageCache cache(Env::real(), 1000, EvictPolicy::kLru);
+  PageCache cache = cache_of(1000, EvictPolicy::kLru);
   for (const uint8_t number : {1, 2, 3}) put(cache, number);
   put(cache, 4);
   EXPECT_EQ(pages_of(cache, 1), 0);
@@ -54,7 +61,7 @@ TEST(PageCache, KeepsWholeChunksTheLastUsedLongest) {
 }
 
 TEST(PageCache, AChunkGoesBeforeTheOneThatItContinues) {
-  PageCache cache(Env::real(), 1000, EvictPolicy::kLru);
+  PageCache cache = cache_of(1000, EvictPolicy::kLru);
   put(cache, 1);
   put(cache, 2, 1);
   put(cache, 3, 2);
@@ -67,7 +74,7 @@ TEST(PageCache, AChunkGoesBeforeTheOneThatItContinues) {
 }
 
 TEST(PageCache, WhatTheQueueWantsStays) {
-  PageCache cache(Env::real(), 1000, EvictPolicy::kSchedulerAware);
+  PageCache cache = cache_of(1000, EvictPolicy::kSchedulerAware);
   for (const uint8_t number : {1, 2, 3}) put(cache, number);
   cache.want(20, std::vector{chunk(1)});
   cache.want(10, std::vector{chunk(2), chunk(4)});
@@ -85,29 +92,79 @@ TEST(PageCache, WhatTheQueueWantsStays) {
 }
 
 TEST(PageCache, APageWithAnotherChecksumTakesTheOldOnesPlace) {
-  PageCache cache(Env::real(), 1000, EvictPolicy::kLru);
+  PageCache cache = cache_of(1000, EvictPolicy::kLru);
   put(cache, 1);
   const std::vector<std::byte> bytes(50, std::byte{9});
   cache.insert({chunk(1), 0, Encoding::kKv, 8}, {}, bytes);
-  EXPECT_EQ(cache.find({chunk(1), 0, Encoding::kKv, 7}), nullptr);
-  EXPECT_NE(cache.find({chunk(1), 0, Encoding::kKv, 8}), nullptr);
+  EXPECT_FALSE(cache.find({chunk(1), 0, Encoding::kKv, 7}));
+  EXPECT_TRUE(cache.find({chunk(1), 0, Encoding::kKv, 8}));
   StoreStat stat;
   cache.describe(&stat);
   EXPECT_EQ(stat.dram_bytes, 250U);
 }
 
 TEST(PageCache, TwoChunksThatLookAlikeDoNotMix) {
-  PageCache cache(Env::real(), 1000, EvictPolicy::kLru);
+  PageCache cache = cache_of(1000, EvictPolicy::kLru);
   ChunkId twin = chunk(1);
   twin.bytes[15] = 1;
   put(cache, 1);
   const std::vector<std::byte> bytes(100);
   cache.insert({twin, 0, Encoding::kKv, 7}, {}, bytes);
-  EXPECT_EQ(cache.find({twin, 0, Encoding::kKv, 7}), nullptr);
+  EXPECT_FALSE(cache.find({twin, 0, Encoding::kKv, 7}));
   EXPECT_EQ(pages_of(cache, 1), 3);
   const std::vector<std::byte> large(1001);
   cache.insert({chunk(2), 0, Encoding::kKv, 7}, {}, large);
   EXPECT_EQ(pages_of(cache, 1), 3);
+}
+
+TEST(PageCache, WhatIsBeingReadStaysReadable) {
+  PageCache cache = cache_of(64 << 10, EvictPolicy::kLru);
+  const std::vector<std::byte> large(30 << 10, std::byte{1});
+  cache.insert({chunk(1), 0, Encoding::kKv, 7}, {}, large);
+  cache.insert({chunk(2), 0, Encoding::kKv, 7}, {}, large);
+  HeldBytes held = cache.find({chunk(1), 0, Encoding::kKv, 7});
+  ASSERT_TRUE(held);
+  cache.clear();
+  // The piece is taken as long as somebody reads it: there is room for one more, not for two.
+  cache.insert({chunk(3), 0, Encoding::kKv, 7}, {}, large);
+  cache.insert({chunk(4), 0, Encoding::kKv, 7}, {}, large);
+  const auto holds = [&](uint8_t number) {
+    return static_cast<bool>(cache.find({chunk(number), 0, Encoding::kKv, 7}));
+  };
+  EXPECT_NE(holds(3), holds(4));
+  EXPECT_TRUE(std::ranges::equal(held.bytes, large));
+  held = {};
+  cache.clear();
+  cache.insert({chunk(5), 0, Encoding::kKv, 7}, {}, large);
+  cache.insert({chunk(6), 0, Encoding::kKv, 7}, {}, large);
+  EXPECT_TRUE(holds(5));
+  EXPECT_TRUE(holds(6));
+}
+
+// Pages of several sizes come and go: none is written over, and what fits at first still fits at
+// the end.
+TEST(PageCache, MemoryIsNotLostToPieces) {
+  constexpr uint64_t kBytes = 1 << 20;
+  PageCache cache = cache_of(kBytes, EvictPolicy::kLru);
+  std::mt19937 random(1);
+  int found = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    ChunkId id;
+    const uint32_t number = random() % 500;
+    std::memcpy(id.bytes.data(), &number, sizeof number);
+    const std::vector<std::byte> bytes(1000 + number % 7 * 800, std::byte(number % 251));
+    const PageKey key{id, static_cast<uint16_t>(random() % 4), Encoding::kKv, number};
+    cache.insert(key, {}, bytes);
+    const HeldBytes held = cache.find(key);
+    if (!held) continue;  // its chunk was the one to go
+    found++;
+    ASSERT_TRUE(std::ranges::equal(held.bytes, bytes));
+  }
+  EXPECT_GT(found, 15'000);
+  StoreStat stat;
+  cache.describe(&stat);
+  EXPECT_GT(stat.dram_bytes, kBytes / 4 * 3);
+  EXPECT_LE(stat.dram_bytes, kBytes);
 }
 
 }  // namespace

@@ -54,6 +54,8 @@ class Device {
   [[nodiscard]] ggml_backend_buffer_type_t buffer_type() const;
   // Host memory the device copies from and to fastest (pinned where the backend has it).
   [[nodiscard]] ggml_backend_buffer_type_t host_buffer_type() const;
+  // Whether that is another kind of memory than the system's own.
+  [[nodiscard]] bool pins_host_memory() const;
   // What the kernels of this device depend on, for the state fingerprint and the cost profile:
   // backend, device description, ggml version, CPU target.
   [[nodiscard]] std::string kernel_identity() const;

@@ -34,6 +34,7 @@ struct RuntimeOptions {
   uint64_t key_quota_bytes = 0;         // of each owner of a salt; 0: none
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of it
+  std::string dram_place;                                      // where: HostMemory::map()
   store::RemoteOptions remote;                                 // a store that other processes share
   bool use_store = true;                                       // false: nothing is saved or matched
   bool read_only_store = false;

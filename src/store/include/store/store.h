@@ -373,6 +373,10 @@ struct StoreOptions {
   std::uint64_t owner_quota_bytes = 0;  // pages of one owner's chunks; 0: no limit
   std::uint64_t dram_bytes = 0;         // pages kept in host memory as well; 0: none
   policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of them
+  std::string dram_place;                                      // where: HostMemory::map()
+  // The caller's own memory instead (pinned memory of a device, say): at least dram_bytes, which
+  // outlive the store, its readers and their views. Empty: the store maps some.
+  std::span<std::byte> dram_memory;
   RemoteOptions remote;
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
