@@ -196,7 +196,10 @@ void add_serve(CLI::App& app, Verb* verb) {
   add_option(*sub, "quota-per-key", &args->quota_per_key);
   add_option(*sub, "dram", &args->dram_bytes);
   add_option(*sub, "dram-place", &args->dram_place);
-  add_option(*sub, "evict-policy", &args->evict_policy);
+  std::vector<Choice> evict_policies;
+  for (const auto& [name, keeps] : policy::evict_policies())
+    evict_policies.push_back({name, keeps});
+  offer(add_option(*sub, "evict-policy", &args->evict_policy), evict_policies);
   add_option(*sub, "offload-above", &args->offload_above);
   add_option(*sub, "fetch-policy", &args->fetch_policy);
   add_option(*sub, "link", &args->runtime.link);

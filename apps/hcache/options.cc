@@ -423,6 +423,16 @@ CLI::Option* add_option(CLI::App& app, std::string_view id, std::string* out) {
   return add_single(app, row, out, [&row](const std::string& t) { return parse_text(row, t); });
 }
 
+void offer(CLI::Option* option, const std::vector<Choice>& choices) {
+  std::string names;
+  std::string help = option->get_description();
+  for (const auto& [name, about] : choices) {
+    help += fmt::format("{} {}: {}", names.empty() ? ":" : ";", name, about);
+    names += fmt::format("{}{}", names.empty() ? "" : "|", name);
+  }
+  option->type_name(names)->description(help);
+}
+
 CLI::Option* add_option(CLI::App& app, std::string_view id, int* out) {
   const OptionRow& row = row_of(id, {Kind::kInteger});
   return add_single(app, row, out,

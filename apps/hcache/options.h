@@ -38,6 +38,12 @@ CLI::Option* add_option(CLI::App& app, std::string_view id, uint64_t* out);
 CLI::Option* add_option(CLI::App& app, std::string_view id, float* out);
 CLI::Option* add_option(CLI::App& app, std::string_view id, double* out);
 CLI::Option* add_option(CLI::App& app, std::string_view id, bool* out);
+// What a text option takes that is a table elsewhere, whose parser refuses the rest.
+struct Choice {
+  std::string_view name;
+  std::string_view about;
+};
+void offer(CLI::Option* option, const std::vector<Choice>& choices);
 // May be given several times, and takes lists with commas.
 CLI::Option* add_option(CLI::App& app, std::string_view id, std::vector<std::string>* out);
 CLI::Option* add_option(CLI::App& app, std::string_view id, std::vector<int64_t>* out);

@@ -28,26 +28,33 @@ Key queue_key(const Object& o) {
 }
 
 struct PolicyRow {
-  EvictPolicy policy;
   std::string_view name;
+  std::string_view keeps;
   Key (*key)(const Object&);
   bool looks_ahead = false;
 };
 
+// In the order of EvictPolicy, and behind them those that no code names.
 constexpr std::array kPolicies = {
-    PolicyRow{EvictPolicy::kLru, "lru", [](const Object& o) { return Key{.first = o.last_use_s}; }},
-    PolicyRow{EvictPolicy::kFifo, "fifo", [](const Object& o) { return Key{.first = o.stored_s}; }},
-    PolicyRow{EvictPolicy::kLfu, "lfu",
+    PolicyRow{"lru", "what was used last",
+              [](const Object& o) { return Key{.first = o.last_use_s}; }},
+    PolicyRow{"fifo", "what was stored last",
+              [](const Object& o) { return Key{.first = o.stored_s}; }},
+    PolicyRow{"lfu", "what was used often",
               [](const Object& o) {
                 return Key{.first = static_cast<double>(o.uses), .second = o.last_use_s};
               }},
-    PolicyRow{EvictPolicy::kSchedulerAware, "scheduler-aware", queue_key, true},
-    PolicyRow{EvictPolicy::kCarScore, "car-score",
+    PolicyRow{"scheduler-aware", "what requests in the queue want, then what was used last",
+              queue_key, true},
+    PolicyRow{"car-score", "what most of the first 16 in the queue and of those that run want",
               [](const Object& o) {
                 return Key{.first = static_cast<double>(o.wish.score), .second = o.last_use_s};
               },
               true},
-    PolicyRow{EvictPolicy::kCostAware, "cost-aware", queue_key, true},
+    PolicyRow{"cost-aware",
+              "what requests in the queue want, then what is most likely to return, for what "
+              "rebuilding it costs",
+              queue_key, true},
 };
 
 const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_t>(policy)]; }
@@ -56,13 +63,19 @@ const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_
 
 std::string_view evict_policy_name(EvictPolicy policy) { return row_of(policy).name; }
 
+std::vector<EvictPolicyInfo> evict_policies() {
+  std::vector<EvictPolicyInfo> out;
+  for (const PolicyRow& row : kPolicies) out.push_back({row.name, row.keeps});
+  return out;
+}
+
 bool looks_ahead(EvictPolicy policy) { return row_of(policy).looks_ahead; }
 
 Result<EvictPolicy> parse_evict_policy(std::string_view name) {
   std::string names;
-  for (const PolicyRow& row : kPolicies) {
-    if (row.name == name) return row.policy;
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", row.name);
+  for (size_t i = 0; i < kPolicies.size(); ++i) {
+    if (kPolicies[i].name == name) return static_cast<EvictPolicy>(i);
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", kPolicies[i].name);
   }
   return invalid_argument(fmt::format("no eviction policy '{}'; there are {}", name, names));
 }

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <set>
+#include <string_view>
 
 #include "policy/eviction.h"
 
@@ -21,11 +23,18 @@ std::vector<uint64_t> drain(EvictionOrder& order, double now_s) {
 }
 
 TEST(EvictPolicies, HaveNames) {
-  for (const char* name : {"lru", "fifo", "lfu", "scheduler-aware", "car-score", "cost-aware"}) {
+  std::set<std::string_view> names;
+  for (const auto& [name, keeps] : evict_policies()) {
     const auto policy = parse_evict_policy(name);
     ASSERT_TRUE(policy.ok()) << name;
     EXPECT_EQ(evict_policy_name(*policy), name);
+    EXPECT_FALSE(keeps.empty()) << name;
+    EXPECT_TRUE(names.insert(name).second) << name;
   }
+  EXPECT_EQ(parse_evict_policy("lru").value(), EvictPolicy::kLru);
+  EXPECT_EQ(parse_evict_policy("scheduler-aware").value(), EvictPolicy::kSchedulerAware);
+  EXPECT_EQ(parse_evict_policy("car-score").value(), EvictPolicy::kCarScore);
+  EXPECT_EQ(parse_evict_policy("cost-aware").value(), EvictPolicy::kCostAware);
   EXPECT_EQ(parse_evict_policy("mru").code(), Code::kInvalidArgument);
   EXPECT_THAT(parse_evict_policy("mru").status().message(), HasSubstr("scheduler-aware"));
 }

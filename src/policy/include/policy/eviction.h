@@ -29,6 +29,8 @@
 
 namespace hcache::policy {
 
+// A row of the table in eviction.cc. Here are those that code names; parse_evict_policy() finds
+// all.
 enum class EvictPolicy : uint8_t {
   kLru,             // least recently used
   kFifo,            // first in, first out
@@ -40,6 +42,11 @@ enum class EvictPolicy : uint8_t {
   kCostAware,       // smallest worth: chance to return soon times what rebuilding costs, per byte
 };
 [[nodiscard]] std::string_view evict_policy_name(EvictPolicy policy);  // "lru", "cost-aware", ...
+struct EvictPolicyInfo {
+  std::string_view name;
+  std::string_view keeps;  // what stays, for --help
+};
+[[nodiscard]] std::vector<EvictPolicyInfo> evict_policies();
 // Whether it minds what requests in sight want.
 [[nodiscard]] bool looks_ahead(EvictPolicy policy);
 // kInvalidArgument names the policies there are.
