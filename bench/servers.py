@@ -1,6 +1,7 @@
 """Servers under load, ours and llama-server: started, watched, killed and started again."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -52,6 +53,13 @@ class Server:
         """The body of a GET. OSError: no answer, or none with status 200."""
         with urllib.request.urlopen(self.url + path, timeout=60) as reply:
             return reply.read().decode()
+
+    def post(self, path: str, body: dict) -> dict:
+        """The JSON that answers a POST of some. OSError: no answer, or none with status 200."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
 
     def resident_bytes(self) -> int:
         fields = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="utf-8").split()

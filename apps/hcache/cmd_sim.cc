@@ -25,6 +25,7 @@ struct Kind {
   Result<SimResults> (*simulate)(const SimArgs&, const Json&);
 };
 constexpr std::array kKinds = {
+    Kind{"overlap", simulate_overlap},
     Kind{"prefix-cache", simulate_prefix_caches},
     Kind{"serving", simulate_servers},
 };

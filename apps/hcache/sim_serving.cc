@@ -90,6 +90,7 @@ void read_hardware(const SimArgs& args, Settings s, sim::ServingSetup* setup) {
   setup->memory_share = s.number("memory_share", setup->memory_share, 0.01, 1);
   setup->memory_efficiency = s.number("memory_efficiency", setup->memory_efficiency, 0.01, 1);
   setup->step_overhead_s = s.number("step_overhead_ms", 0, 0, kMany) / kMsPerS;
+  setup->restored_layer_s = s.number("restored_layer_ms", 0, 0, kMany) / kMsPerS;
   s.refuse_others();
 }
 
@@ -128,6 +129,7 @@ void read_state(Settings s, sim::ServingSetup* setup) {
     tier.read_bytes_per_s = row.number("gb_per_s", 0, 1e-6, kMany) * 1e9;
     tier.evict =
         row.parsed("evict", row.get<std::string>("evict", "lru"), policy::parse_evict_policy);
+    tier.whole_chains = row.get("evict_whole", false);
     row.refuse_others();
     setup->tiers.push_back(std::move(tier));
   }
@@ -157,6 +159,8 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.document = s.integer("document", 0, 0, 1 << 30);
   load.documents = s.integer("documents", 0, 0, 1 << 24);
   load.document_skew = s.number("document_skew", 0, 0, 100);
+  load.system_tokens = s.integer("system_tokens", 0, 0, 1 << 24);
+  load.message_tokens = s.integer("message_tokens", 0, 0, 1 << 24);
   load.length_scale = s.number("length_scale", 1, 1e-6, kMany);
   if (c->trace.empty() && load.sessions == 0) s.fail("'sessions' is 0");
   s.refuse_others();
@@ -190,16 +194,12 @@ Case read_case(const SimArgs& args, const Json& json, Status* status) {
   return c;
 }
 
-// The scenario itself, or it with each of its `cases` laid over it (RFC 7386).
 Result<std::vector<Case>> read_cases(const SimArgs& args, const Json& scenario) {
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<Json> settings, scenario_cases(args, scenario));
   Status status;
   std::vector<Case> cases;
-  const Json patches = scenario.value("cases", Json::array({Json::object()}));
-  if (!patches.is_array()) return invalid_argument(args.scenario + ": 'cases' must be an array");
-  for (const Json& patch : patches) {
-    Json merged = scenario;
-    merged.merge_patch(patch);
-    cases.push_back(read_case(args, merged, &status));
+  for (const Json& json : settings) {
+    cases.push_back(read_case(args, json, &status));
     HCACHE_RETURN_IF_ERROR(status);
   }
   return cases;

@@ -112,6 +112,19 @@ struct SimArgs {
   return beside_scenario(args, named);
 }
 
+// The scenario itself, or it with each of its `cases` laid over it (RFC 7386).
+[[nodiscard]] inline Result<std::vector<Json>> scenario_cases(const SimArgs& args,
+                                                              const Json& scenario) {
+  const Json patches = scenario.value("cases", Json::array({Json::object()}));
+  if (!patches.is_array()) return invalid_argument(args.scenario + ": 'cases' must be an array");
+  std::vector<Json> cases;
+  for (const Json& patch : patches) {
+    cases.push_back(scenario);
+    cases.back().merge_patch(patch);
+  }
+  return cases;
+}
+
 // What a kind of scenario gives.
 struct SimResults {
   std::string headline;
@@ -121,6 +134,7 @@ struct SimResults {
 };
 // `scenario`: what the file says. kInvalidArgument names the setting.
 [[nodiscard]] Result<SimResults> simulate_prefix_caches(const SimArgs& args, const Json& scenario);
+[[nodiscard]] Result<SimResults> simulate_overlap(const SimArgs& args, const Json& scenario);
 [[nodiscard]] Result<SimResults> simulate_servers(const SimArgs& args, const Json& scenario);
 
 }  // namespace hcache::cli

@@ -212,6 +212,31 @@ def all_requests(ttft_ms: dict) -> float:
     return sum(part["mean"] * part["n"] for part in (first, returning) if part["n"]) / n
 
 
+def report_overlap(rows: list[dict]) -> None:
+    def of_figure(number: int) -> list[dict]:
+        return [row for row in rows if row["case"].startswith(f"{number}:")]
+
+    print("\nattentionstore-fig18: prefilling 1,000 tokens, 16 at a time, in ms")
+    print(f"{'saved/new':>16} {'recompute':>10} {'load':>8} {'prefill':>8} {'apart':>8} {'overlapped':>10}")
+    for row in of_figure(18):
+        print(f"{row['case']:>16} {row['recompute_ms']:>10.0f} {row['load_ms']:>8.0f} "
+              f"{row['prefill_ms']:>8.0f} {row['no_preloading_ms']:>8.0f} "
+              f"{row['preloading_ms']['0']:>10.0f}")
+    [row] = of_figure(19)
+    print("attentionstore-fig19: read buffer in layers: less time than without pre-loading by")
+    print("  " + ", ".join(f"{layers}: {100 * (1 - ms / row['no_preloading_ms']):.0f} %"
+                           for layers, ms in row["preloading_ms"].items())
+          + f"; S_buf is {row['read_buffer_layers']:.1f} layers, with it "
+          + f"{100 * (1 - row['prefill_ms'] / row['no_preloading_ms']):.0f} %")
+    print("  the paper: 0: 35 %, 15: 61 %, which hides loading wholly")
+    print("attentionstore-fig20: writing beside computing, less time by; the paper: 13 to 15 %")
+    for row in of_figure(20):
+        apart = row["run_ms"] + row["save_ms"]
+        print(f"{row['case']:>16} run {row['run_ms']:.0f} ms, save {row['save_ms']:.0f} ms: "
+              f"{100 * (1 - (row['run_ms'] + row['unsaved_ms']) / apart):.1f} %, "
+              f"{row['unsaved_ms']:.1f} ms left")
+
+
 def report_reload(rows: list[dict]) -> None:
     print("\ncar-fig5: time to first token with a loaded history, less than by computing it again by")
     for (case, _), methods in by_point(rows).items():
@@ -273,6 +298,8 @@ def main() -> None:
         report_reuse(simulate(args, "hcache-fig15"))
     if args.only in "car-fig5":
         report_reload(simulate(args, "car-fig5"))
+    if args.only in "attentionstore-fig18-20":
+        report_overlap(simulate(args, "attentionstore-fig18"))
     for name in HITS:
         if not args.only or args.only not in name:
             continue

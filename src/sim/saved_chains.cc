@@ -202,10 +202,19 @@ void SavedChains::enter(size_t tier, Id id, double now_s) {
   while (t.used > t.setup.capacity_bytes) {
     const auto victim = t.order.victim(now_s);
     if (!victim) return;  // one chain fills the tier
-    leave(tier, *victim, now_s);
-    ++t.evictions;
-    if (*victim == id) return;
+    evict(tier, *victim, now_s);
+    if (!t.order.contains(id)) return;
   }
+}
+
+void SavedChains::evict(size_t tier, Id victim, double now_s) {
+  Tier& t = tiers_[tier];
+  do {
+    const Id parent = objects_.at(victim).parent;
+    leave(tier, victim, now_s);
+    ++t.evictions;
+    victim = parent;
+  } while (t.setup.whole_chains && t.order.contains(victim) && !t.order.held(victim));
 }
 
 void SavedChains::leave(size_t tier, Id id, double now_s) {

@@ -26,6 +26,9 @@ inline constexpr int64_t kChunk = 64;  // tokens; the store's
 struct SavedTier {
   double capacity_bytes = 0;  // 0: no limit
   policy::EvictPolicy policy = policy::EvictPolicy::kLru;
+  // What gives way takes all before it along that nothing else continues: whole conversations go
+  // (attentionstore.txt §3.3.2), not their ends.
+  bool whole_chains = false;
 };
 
 class SavedChains {
@@ -101,6 +104,8 @@ class SavedChains {
   void enter(size_t tier, Id id, double now_s);
   void leave(size_t tier, Id id, double now_s);
   void leave_all(Id id, double now_s);
+  // The policy's victim leaves, and what goes with it.
+  void evict(size_t tier, Id victim, double now_s);
 
   const double bytes_per_token_;
   const double rebuild_s_;

@@ -56,7 +56,9 @@ policy::RestoreCosts behind(policy::RestoreCosts costs, double link_bytes_per_s)
 
 std::vector<SavedTier> saved_tiers(const ServingSetup& setup) {
   std::vector<SavedTier> tiers;
-  for (const TierSetup& tier : setup.tiers) tiers.push_back({tier.capacity_bytes, tier.evict});
+  for (const TierSetup& tier : setup.tiers) {
+    tiers.push_back({tier.capacity_bytes, tier.evict, tier.whole_chains});
+  }
   return tiers;
 }
 
@@ -262,7 +264,8 @@ std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& laye
       const int64_t rows = std::min(costs_.slice_rows, tokens - begin);
       const int64_t row_bytes = tail ? 0 : hidden ? layer.hidden_bytes : layer.kv_bytes;
       slices.push_back({static_cast<double>(rows * row_bytes),
-                        hidden ? layer.project.at(rows) : layer.load_kv.at(rows)});
+                        (begin == 0 ? setup_.restored_layer_s : 0) +
+                            (hidden ? layer.project.at(rows) : layer.load_kv.at(rows))});
     }
   }
   return slices;

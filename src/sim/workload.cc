@@ -17,7 +17,9 @@ namespace {
 // What a seed's random streams are for.
 enum Stream : uint64_t { kArrivals, kLengths, kThinking, kRounds, kSizes, kDocuments };
 
-constexpr size_t kDocument = (size_t{1} << 24U) - 1;  // as a round's number
+// As a round's number.
+constexpr size_t kDocument = (size_t{1} << 24U) - 1;
+constexpr size_t kSystem = kDocument - 1;
 
 // The key of a message that shares nothing with others.
 uint64_t own_key(size_t session, size_t round) {
@@ -45,7 +47,7 @@ class DocumentPicker {
     const auto chosen =
         std::lower_bound(below_.begin(), below_.end(), random.uniform() * below_.back());
     const uint64_t key = own_key(static_cast<size_t>(chosen - below_.begin()), kDocument);
-    first->message.front().key = key;
+    first->message[options_.system_tokens > 0 ? 1 : 0].key = key;
     if (seen_.insert(key).second) return;
     first->known_tokens = options_.document;
     first->returning = 2 * first->known_tokens >= first->input_tokens;
@@ -84,11 +86,15 @@ std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
     Round& round = rounds[i];
     round.input_tokens = scaled(drawn[2 * i], factor);
     round.output_tokens = scaled(drawn[2 * i + 1], factor);
+    round.input_tokens += options.message_tokens;
+    if (i == 0 && options.system_tokens > 0) {
+      round.message.push_back({own_key(0, kSystem), options.system_tokens});
+    }
     if (i == 0 && options.document > 0) {
       round.message.push_back({own_key(session, kDocument), options.document});
     }
     round.message.push_back({own_key(session, i), round.input_tokens});
-    if (i == 0) round.input_tokens += options.document;
+    if (i == 0) round.input_tokens += options.system_tokens + options.document;
     round.known_tokens = known;
     known += round.input_tokens + round.output_tokens;
     if (i == 0) continue;

@@ -92,6 +92,24 @@ class Sim(unittest.TestCase):
         self.assertEqual(hits["optimal", 1], 60 - 4)
         self.assertLess(hits["lru", 0.5], hits["optimal", 0.5])
 
+    def test_a_batch_that_loads_and_saves_while_it_computes(self):
+        scenario = {"kind": "overlap", "model": "llama2-13b", "batch": 16, "decode_steps": 20,
+                    "history": 1000, "new_tokens": 100, "buffered_layers": [0, 10, 40],
+                    "cases": [{"name": "load"}, {"name": "more to prefill", "new_tokens": 2000}]}
+        load, prefill = self.figures(scenario)["rows"]
+        times = load["preloading_ms"]
+        self.assertLess(times["0"], load["no_preloading_ms"])
+        self.assertLess(times["10"], times["0"])
+        self.assertAlmostEqual(times["40"], load["prefill_ms"])
+        self.assertAlmostEqual(load["no_preloading_ms"], load["load_ms"] + load["prefill_ms"])
+        self.assertGreater(load["read_buffer_layers"], 10)
+        self.assertEqual(prefill["read_buffer_layers"], 0)
+        self.assertGreater(prefill["recompute_ms"], prefill["prefill_ms"])
+        self.assertLess(prefill["unsaved_ms"], prefill["save_ms"])
+        self.assert_refused({**scenario, "buffered_layers": [-1]}, "buffered_layers")
+        self.assert_refused({**scenario, "cases": 1}, "cases")
+        self.assert_refused({**scenario, "rates": [1]}, "rates")
+
     def test_a_machine_that_was_measured(self):
         curve = [[1, 1e-4], [512, 2e-2]]
         costs = {"layers": 2, "project": curve, "load_kv": {"base_s": 0, "per_row_s": 1e-8},

@@ -1,5 +1,5 @@
-foreach(part batching cost eviction pipeline restore_plan save_plan fetch hardware_plan queue report
-             wanted)
+foreach(part batching cost eviction overlap pipeline restore_plan save_plan fetch hardware_plan queue
+             report wanted)
   hcache_test(policy_${part}_test unit/policy_${part}_test.cc LIBS hcache_policy)
 endforeach()
 # The pipeline's algebra is private to the module and tested against plain simulation.

@@ -69,6 +69,24 @@ TEST(SavedChains, ChainsShrinkFromTheirEnds) {
   EXPECT_DOUBLE_EQ(saved.bytes(0), 192 * kTokenBytes);
 }
 
+TEST(SavedChains, OrGoWhole) {
+  SavedTier whole = tier(320);
+  whole.whole_chains = true;
+  SavedChains saved({whole}, kTokenBytes, 1);
+  const Tokens first = joined(chain(0, 64), chain(1000, 128));
+  const Tokens second = joined(chain(0, 64), chain(2000, 64));
+  saved.put(first, 1);
+  saved.put(second, 2);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 256 * kTokenBytes);
+  saved.put(chain(3000, 128), 3);
+  EXPECT_EQ(saved.find(first).tokens, 64);  // what the second goes on from
+  EXPECT_EQ(saved.find(second).tokens, 128);
+  EXPECT_EQ(saved.evictions(0), 2U);
+  saved.put(chain(4000, 128), 4);
+  EXPECT_EQ(saved.find(second).tokens, 0);
+  EXPECT_EQ(saved.find(chain(3000, 128)).tokens, 128);
+}
+
 TEST(SavedChains, WhatLeavesTheFastTierIsInTheSlowOneAndReadingLiftsIt) {
   SavedChains saved({tier(128), tier(0)}, kTokenBytes, 1);
   saved.put(chain(0, 128), 1);

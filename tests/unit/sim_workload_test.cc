@@ -66,6 +66,34 @@ TEST(Workload, AConversationIsLongerOrShorterAsAWhole) {
   EXPECT_NEAR(std::sqrt(squares_of_logs / 20000), 0.9, 0.02);
 }
 
+TEST(Workload, TheTemplateAddsToEveryMessage) {
+  LoadOptions options = many();
+  options.sessions = 50;
+  options.document = 100;
+  const Schedule plain = draw_conversations(options);
+  options.system_tokens = 20;
+  options.message_tokens = 7;
+  const Schedule with = draw_conversations(options);
+  for (size_t s = 0; s < with.sessions.size(); ++s) {
+    int64_t added = 0;  // before this round
+    for (size_t i = 0; i < with.sessions[s].rounds.size(); ++i) {
+      const Round& round = with.sessions[s].rounds[i];
+      const Round& before = plain.sessions[s].rounds[i];
+      EXPECT_EQ(round.known_tokens, before.known_tokens + added);
+      EXPECT_EQ(round.input_tokens, before.input_tokens + (i == 0 ? 27 : 7));
+      EXPECT_EQ(round.output_tokens, before.output_tokens);
+      int64_t tokens = 0;
+      for (const Piece& piece : round.message) tokens += piece.tokens;
+      EXPECT_EQ(tokens, round.input_tokens);
+      added += i == 0 ? 27 : 7;
+    }
+    // All begin alike, and go on with documents of their own.
+    EXPECT_EQ(with.sessions[s].rounds[0].message[0].key, with.sessions[0].rounds[0].message[0].key);
+    EXPECT_EQ(with.sessions[s].rounds[0].message[1].key,
+              plain.sessions[s].rounds[0].message[0].key);
+  }
+}
+
 TEST(Workload, SharedDocumentsAreChosenByRank) {
   LoadOptions options = many();
   options.document = 5000;

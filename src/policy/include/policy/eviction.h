@@ -80,6 +80,8 @@ class EvictionOrder {
   [[nodiscard]] std::optional<Id> victim(double now_s);
 
   [[nodiscard]] bool contains(Id id) const { return objects_.contains(id); }
+  // Of one that is here: others need it.
+  [[nodiscard]] bool held(Id id) const { return objects_.at(id).held > 0; }
   [[nodiscard]] size_t size() const { return objects_.size(); }
 
   // What a policy may look at.

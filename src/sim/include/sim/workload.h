@@ -37,6 +37,10 @@ struct LoadOptions {
   // 1 / k^document_skew says (Zipf; 0: all alike).
   int64_t documents = 0;
   double document_skew = 0;
+  // What the server makes of messages with its chat template: tokens that it puts before all
+  // conversations, the same for each, and around every message and its answer.
+  int64_t system_tokens = 0;
+  int64_t message_tokens = 0;
   double think_s = 0;  // mean pause between an answer and the next message
   bool think_exponential = false;
   // What a conversation comes to when it ends, its messages and answers together: the lengths
