@@ -55,6 +55,10 @@ constexpr std::array kPolicies = {
               "what requests in the queue want, then what is most likely to return, for what "
               "rebuilding it costs",
               queue_key, true},
+    // Lee et al., "LRFU" (IEEE Trans. Computers, 2001), with all uses taken to be as old as the
+    // last: twice as many are worth as much as one that is this much younger.
+    PolicyRow{"lrfu", "what was used last, by ten minutes more for twice as many uses",
+              [](const Object& o) { return Key{.first = o.last_use_s + 600 * std::log2(o.uses)}; }},
 };
 
 const PolicyRow& row_of(EvictPolicy policy) { return kPolicies[static_cast<size_t>(policy)]; }
