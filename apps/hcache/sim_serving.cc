@@ -90,7 +90,7 @@ void read_hardware(const SimArgs& args, Settings s, sim::ServingSetup* setup) {
   setup->memory_share = s.number("memory_share", setup->memory_share, 0.01, 1);
   setup->memory_efficiency = s.number("memory_efficiency", setup->memory_efficiency, 0.01, 1);
   setup->step_overhead_s = s.number("step_overhead_ms", 0, 0, kMany) / kMsPerS;
-  setup->restored_layer_s = s.number("restored_layer_ms", 0, 0, kMany) / kMsPerS;
+  setup->request_overhead_s = s.number("request_overhead_ms", 0, 0, kMany) / kMsPerS;
   s.refuse_others();
 }
 

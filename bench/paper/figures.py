@@ -92,8 +92,9 @@ def report(name: str, rows: list[dict]) -> None:
               f"{100 * plan['device_busy']:>6.0f}%")
     for other, ratios in spans.items():
         low, high = PAPER[name][other]
+        met = min(ratios) > low / 1.15 and max(ratios) < high * 1.15
         print(f"  {other} over plan: {min(ratios):.2f} to {max(ratios):.2f}; "
-              f"the paper: {low:.2f} to {high:.2f}")
+              f"the paper: {low:.2f} to {high:.2f}; within 15 %: {'yes' if met else 'no'}")
 
 
 def report_hits(name: str, rows: list[dict]) -> None:

@@ -77,7 +77,8 @@ class Serving {
           scheduler::Scheduler& scheduler)
       : setup_(setup), load_(load), executor_(executor), scheduler_(scheduler) {
     for (size_t s = 0; s < load.sessions.size(); ++s) {
-      if (!load.sessions[s].rounds.empty()) events_.push({load.sessions[s].start_s, s, 0});
+      if (load.sessions[s].rounds.empty()) continue;
+      events_.push({load.sessions[s].start_s + setup.request_overhead_s, s, 0});
     }
     histories_.resize(load.sessions.size());
   }
@@ -142,7 +143,7 @@ class Serving {
     scheduler::Request request;
     request.tokens = history;
     request.max_new_tokens = output;
-    const double waited_s = executor_.now_s() - event.at_s;
+    const double waited_s = executor_.now_s() - event.at_s + setup_.request_overhead_s;
     request.next = [this, event](std::span<const float> /*logits*/) {
       std::vector<int32_t>& chain = histories_[event.session];
       const auto index = static_cast<int64_t>(chain.size());
@@ -202,7 +203,8 @@ class Serving {
     served.output_tokens = outcome.generated_tokens;
     report.requests.push_back(served);
     if (event.round + 1 < session.rounds.size()) {
-      events_.push({executor_.now_s() + session.rounds[event.round + 1].think_s, event.session,
+      const double think_s = session.rounds[event.round + 1].think_s;
+      events_.push({executor_.now_s() + think_s + setup_.request_overhead_s, event.session,
                     event.round + 1});
     } else {
       history = {};

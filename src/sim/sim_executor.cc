@@ -264,8 +264,7 @@ std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& laye
       const int64_t rows = std::min(costs_.slice_rows, tokens - begin);
       const int64_t row_bytes = tail ? 0 : hidden ? layer.hidden_bytes : layer.kv_bytes;
       slices.push_back({static_cast<double>(rows * row_bytes),
-                        (begin == 0 ? setup_.restored_layer_s : 0) +
-                            (hidden ? layer.project.at(rows) : layer.load_kv.at(rows))});
+                        hidden ? layer.project.at(rows) : layer.load_kv.at(rows)});
     }
   }
   return slices;

@@ -97,6 +97,20 @@ TEST(Serving, ALoneRestoreTakesAsLongAsItsPlanSays) {
   }
 }
 
+TEST(Serving, WhatARequestTakesBeforeTheSchedulerHasItCountsAndHoldsNobodyUp) {
+  ServingSetup setup = setup_of(ServingMethod::kPlan);
+  const Schedule load = two_rounds(3000, 73, 100);
+  const ServingReport without = run(setup, load);
+  setup.request_overhead_s = 0.5;
+  const ServingReport with = run(setup, load);
+  ASSERT_EQ(with.requests.size(), 2U);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_NEAR(with.requests[i].ttft_s, without.requests[i].ttft_s + 0.5, 1e-9);
+    EXPECT_NEAR(with.requests[i].tpot_s, without.requests[i].tpot_s, 1e-9);
+  }
+  EXPECT_NEAR(with.step_s, without.step_s, 1e-9);
+}
+
 TEST(Serving, MethodsRankAsTheyShould) {
   const Schedule load = conversations(60, 0.5);
   std::vector<double> ttft;

@@ -68,7 +68,7 @@ struct ServingSetup {
   double memory_share = 0.9;       // of device memory, for weights and KV cells
   double memory_efficiency = 0.8;  // of the memory's speed, that steps reach
   double step_overhead_s = 0;      // of every step, whatever it computes
-  double restored_layer_s = 0;     // of every layer that a restore brings back, likewise
+  double request_overhead_s = 0;   // of every request, before the scheduler has it
   // Whether a conversation stays in the arena when its answer is complete.
   bool keep_resident = true;
   // Of the tiers behind the first into it.
