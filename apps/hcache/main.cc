@@ -1,14 +1,17 @@
 // hcache: an LLM server and command line that never pays twice for a context it has seen.
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -27,6 +30,22 @@ int report(const Status& status) {
   std::fflush(stdout);
   if (status.code() != Code::kCancelled) fmt::print(stderr, "hcache: {}\n", status.message());
   return hcache::exit_code(status.code());
+}
+
+// How often a compute thread looks whether the others have come before it sleeps (some
+// microseconds). libgomp's own 300,000 are a whole time slice: with another program on the same
+// cores every operation of a graph would wait for so long.
+constexpr const char* kSpinCount = "5000";
+
+// libgomp reads its settings when it is loaded, which was before main(): so the program starts
+// again with them, unless they are set. Where it can't, it goes on as it is.
+void spin_briefly(char** argv) {
+  if (std::getenv("GOMP_SPINCOUNT") != nullptr || std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  std::error_code error;
+  // Not by its name in /proc, or that would become the process's.
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (error || setenv("GOMP_SPINCOUNT", kSpinCount, 0) != 0) return;
+  execv(self.c_str(), argv);
 }
 
 int run(int argc, char** argv) {
@@ -84,6 +103,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
+    spin_briefly(argv);
     return run(argc, argv);
   } catch (const std::exception& e) {
     fmt::print(stderr, "hcache: internal error: {}\n", e.what());

@@ -6,12 +6,19 @@
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/names.h"
 #include "base/units.h"
 
 namespace hcache::cli {
 namespace {
 
 constexpr double kNsPerSecond = 1e9;
+
+constexpr NameTable<store::RemoteWrite, 3> kRemoteWrites = {{
+    {store::RemoteWrite::kThrough, "through"},
+    {store::RemoteWrite::kBack, "back"},
+    {store::RemoteWrite::kOff, "off"},
+}};
 
 double seconds_since(int64_t start_ns) {
   return static_cast<double>(Env::real().monotonic_ns() - start_ns) / kNsPerSecond;
@@ -84,9 +91,10 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.remote.secret_key = variable("AWS_SECRET_ACCESS_KEY");
   o.remote.session_token = variable("AWS_SESSION_TOKEN");
   o.remote.ttl_s = static_cast<double>(args.remote_ttl_ns) / kNsPerSecond;
-  o.remote.write = args.remote_write == "off"    ? store::RemoteWrite::kOff
-                   : args.remote_write == "back" ? store::RemoteWrite::kBack
-                                                 : store::RemoteWrite::kThrough;
+  if (!args.remote_write.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(o.remote.write,
+                            parse_name(kRemoteWrites, "way to write", args.remote_write));
+  }
   if (args.remote_timeout_ns > 0) {
     o.remote.timeout_s = static_cast<double>(args.remote_timeout_ns) / kNsPerSecond;
   }

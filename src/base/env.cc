@@ -2,6 +2,7 @@
 #include "base/env.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -30,7 +31,8 @@ Result<std::string> read_whole_file(Env& env, const std::string& path) {
 }
 
 Status write_whole_file(Env& env, const std::string& path, const std::string& content) {
-  const std::string temporary = path + ".tmp";
+  // A name that no other process writes at the same time.
+  const std::string temporary = path + "." + std::to_string(::getpid()) + ".tmp";
   {
     OpenOptions options;
     options.write = true;

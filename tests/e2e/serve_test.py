@@ -263,8 +263,16 @@ class Returning(unittest.TestCase):
                 self.assertEqual(servers[-1].stop(), 0, servers[-1].errors())
 
     def test_host_memory_comes_before_the_disk(self):
+        self.check_host_memory()
+
+    def test_host_memory_may_lie_in_a_file(self):
+        with tempfile.TemporaryDirectory() as place:
+            self.check_host_memory("--dram-place", place)
+
+    def check_host_memory(self, *options):
         with tempfile.TemporaryDirectory() as folder, \
-                start(folder, "--ctx", "512", "--dram", "256MiB", *STATE_COMES_BACK) as server:
+                start(folder, "--ctx", "512", "--dram", "256MiB", *options,
+                      *STATE_COMES_BACK) as server:
             conversations = [Conversation(i, rounds=2) for i in range(3)]
             for _ in range(2):
                 for conversation in conversations:
@@ -378,7 +386,8 @@ class Operating(unittest.TestCase):
         messages = [{"role": "user", "content": "Count to a thousand."}]
         self.assertEqual(self.server.chat(messages)["usage"]["completion_tokens"], 3)
         self.assertEqual(self.server.chat(messages, max_tokens=5)["usage"]["completion_tokens"], 5)
-        for options in (["-ctk", "q8_0"], ["--lora", "x"], ["-np"]):
+        for options in (["-ctk", "q8_0"], ["--lora", "x"], ["-np"], ["--evict-policy", "mru"],
+                        ["--dram", "1MiB", "--dram-place", "/dev/null"]):
             done = subprocess.run([PROGRAM, "serve", "-m", MODEL, *options], capture_output=True,
                                   text=True, timeout=60)
             self.assertEqual(done.returncode, 2, done.stderr)
