@@ -32,10 +32,7 @@ Case read_case(const SimArgs& args, const Json& json, Status* status) {
   c.name = s.get<std::string>("name", "");
   c.hardware.model = s.parsed("model", s.get<std::string>("model", ""), policy::find_model);
   Settings hardware = s.object("hardware");
-  c.hardware.device =
-      hardware.parsed("device", hardware.get<std::string>("device", "a100"), policy::find_device);
-  c.hardware.n_gpu = static_cast<int32_t>(hardware.integer("gpus", 1, 1, 1024));
-  c.hardware.n_ssd = static_cast<int32_t>(hardware.integer("ssds", 0, 0, 1024));
+  read_devices(hardware, &c.hardware);
   c.memory_efficiency = hardware.number("memory_efficiency", 0.8, 0.01, 1);
   c.step_overhead_s = hardware.number("step_overhead_ms", 0, 0, kMany) / kMsPerS;
   hardware.refuse_others();

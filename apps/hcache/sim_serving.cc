@@ -83,10 +83,7 @@ void read_hardware(const SimArgs& args, Settings s, sim::ServingSetup* setup) {
   if (const auto file = s.get<std::string>("profile", ""); !file.empty()) {
     read_profile(s, beside_scenario(args, file), setup);
   }
-  policy::HardwareSetup& hardware = setup->hardware;
-  hardware.device = s.parsed("device", s.get<std::string>("device", "a100"), policy::find_device);
-  hardware.n_gpu = static_cast<int32_t>(s.integer("gpus", 1, 1, 1024));
-  hardware.n_ssd = static_cast<int32_t>(s.integer("ssds", 0, 0, 1024));
+  read_devices(s, &setup->hardware);
   setup->memory_share = s.number("memory_share", setup->memory_share, 0.01, 1);
   setup->memory_efficiency = s.number("memory_efficiency", setup->memory_efficiency, 0.01, 1);
   setup->step_overhead_s = s.number("step_overhead_ms", 0, 0, kMany) / kMsPerS;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "policy/hardware_plan.h"
 #include "terminal.h"
 
 namespace hcache::cli {
@@ -110,6 +111,13 @@ struct SimArgs {
 [[nodiscard]] inline std::string trace_file(const SimArgs& args, const std::string& named) {
   if (!args.trace.empty() || named.empty()) return args.trace;
   return beside_scenario(args, named);
+}
+
+// Which published devices, and how many.
+inline void read_devices(Settings& s, policy::HardwareSetup* hardware) {
+  hardware->device = s.parsed("device", s.get<std::string>("device", "a100"), policy::find_device);
+  hardware->n_gpu = static_cast<int32_t>(s.integer("gpus", 1, 1, 1024));
+  hardware->n_ssd = static_cast<int32_t>(s.integer("ssds", 0, 0, 1024));
 }
 
 // The scenario itself, or it with each of its `cases` laid over it (RFC 7386).

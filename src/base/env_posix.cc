@@ -24,23 +24,6 @@ constexpr mode_t kFileMode = 0600;
 constexpr mode_t kDirMode = 0700;
 constexpr std::int64_t kNsPerSecond = 1'000'000'000;
 
-class UniqueFd {
- public:
-  explicit UniqueFd(int fd = -1) : fd_(fd) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  UniqueFd(const UniqueFd&) = delete;
-  UniqueFd& operator=(const UniqueFd&) = delete;
-  UniqueFd& operator=(UniqueFd&&) = delete;
-  ~UniqueFd() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  [[nodiscard]] int get() const { return fd_; }
-  [[nodiscard]] bool ok() const { return fd_ >= 0; }
-
- private:
-  int fd_;
-};
-
 class RealFile final : public PosixFile {
  public:
   RealFile(UniqueFd fd, std::string path, bool direct)

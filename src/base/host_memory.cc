@@ -11,6 +11,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstdint>
@@ -29,20 +30,6 @@ namespace hcache {
 namespace {
 
 constexpr std::string_view kNode = "node:";
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  [[nodiscard]] int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 std::size_t round_to(std::size_t bytes, std::size_t granule) {
   return (bytes + granule - 1) / granule * granule;
@@ -78,8 +65,7 @@ Status bind_to_node(std::span<std::byte> memory, const std::string& place) {
                     "them)",
                     place));
   }
-  long long free_bytes = 0;
-  const long long node_bytes = ::numa_node_size64(node, &free_bytes);
+  const long long node_bytes = ::numa_node_size64(node, nullptr);
   if (node_bytes >= 0 && static_cast<std::uint64_t>(node_bytes) < memory.size()) {
     return resource_exhausted(fmt::format("{} has {} of memory, {} are asked for", place,
                                           format_bytes(static_cast<std::uint64_t>(node_bytes)),
@@ -112,16 +98,16 @@ Result<std::span<std::byte>> map_device(std::size_t bytes, dev_t device, const s
     return resource_exhausted(fmt::format("{} has {}, {} are asked for", path, format_bytes(*size),
                                           format_bytes(rounded)));
   }
-  const Descriptor fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (fd.get() < 0) return errno_status("open", path, errno);
+  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd.ok()) return errno_status("open", path, errno);
   return map_memory(rounded, fd.get(), path);
 }
 
 Result<std::span<std::byte>> map_unnamed_file(std::size_t bytes, const std::string& dir) {
   struct statfs system {};
   if (::statfs(dir.c_str(), &system) != 0) return errno_status("stat", dir, errno);
-  const Descriptor fd(::open(dir.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
-  if (fd.get() < 0) return errno_status("make an unnamed file in", dir, errno);
+  const UniqueFd fd(::open(dir.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (!fd.ok()) return errno_status("make an unnamed file in", dir, errno);
   // On hugetlbfs a block is a huge page.
   const std::size_t rounded =
       round_to(bytes, std::max<std::size_t>(static_cast<std::size_t>(system.f_bsize), 4096));
