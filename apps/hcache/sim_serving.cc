@@ -127,6 +127,7 @@ void read_state(Settings s, sim::ServingSetup* setup) {
     tier.evict =
         row.parsed("evict", row.get<std::string>("evict", "lru"), policy::parse_evict_policy);
     tier.whole_chains = row.get("evict_whole", false);
+    tier.chain_tokens = row.integer("conversation_tokens", 0, 0, 1 << 30);
     row.refuse_others();
     setup->tiers.push_back(std::move(tier));
   }
@@ -141,9 +142,11 @@ void read_workload(const SimArgs& args, Settings s, Case* c) {
   load.seed = static_cast<uint32_t>(s.integer("seed", 1, 0, 0xffffffff));
   load.rounds = s.integer("rounds", 6, 1, 1 << 20);
   load.mean_rounds = s.number("mean_rounds", 0, 0, 1 << 20);
-  load.single_round_share = s.number("single_round_share", 0, 0, 0.999);
-  if (load.mean_rounds != 0 && load.mean_rounds < 2 - load.single_round_share) {
-    s.fail("'mean_rounds' is below 2 - 'single_round_share': what goes on has two rounds or more");
+  load.rounds_sigma = s.number("rounds_sigma", 0, 0, 10);
+  load.most_rounds = s.integer("most_rounds", 0, 0, 1 << 20);
+  // Drawing again has to end.
+  if (load.most_rounds > 0 && load.mean_rounds > static_cast<double>(load.most_rounds)) {
+    s.fail("'mean_rounds' is above 'most_rounds'");
   }
   load.think_s = s.number("think_s", 30, 0, kMany);
   load.think_exponential = s.get("think_exponential", false);

@@ -186,12 +186,18 @@ void SavedChains::create(Id id, Id parent, int32_t tokens) {
   if (const auto found = objects_.find(parent); found != objects_.end()) ++found->second.children;
 }
 
+double SavedChains::room(const Tier& tier, const Object& object) const {
+  const int64_t whole = tier.setup.chain_tokens;
+  if (whole == 0) return bytes_per_token_ * object.tokens;
+  return object.parent == 0 ? bytes_per_token_ * static_cast<double>(whole) : 0;
+}
+
 void SavedChains::enter(size_t tier, Id id, double now_s) {
   Tier& t = tiers_[tier];
   Object& object = objects_.at(id);
   const double bytes = bytes_per_token_ * object.tokens;
   object.tiers |= bit(tier);
-  t.used += bytes;
+  t.used += room(t, object);
   if (!limited(t)) return;
   if (t.order.contains(object.parent)) {
     t.order.hold(object.parent);
@@ -223,7 +229,7 @@ void SavedChains::leave(size_t tier, Id id, double now_s) {
   Object& object = found->second;
   t.order.erase(id, now_s);
   if (in(object.holds, tier)) t.order.let_go(object.parent);
-  t.used -= bytes_per_token_ * object.tokens;
+  t.used -= room(t, object);
   object.tiers &= static_cast<uint8_t>(~bit(tier));
   object.holds &= static_cast<uint8_t>(~bit(tier));
   if (object.tiers != 0) return;

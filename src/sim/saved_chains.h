@@ -29,6 +29,9 @@ struct SavedTier {
   // What gives way takes all before it along that nothing else continues: whole conversations go
   // (attentionstore.txt §3.3.2), not their ends.
   bool whole_chains = false;
+  // Whose room a chain takes, whatever its length: a store that sets aside the whole context for
+  // each conversation. 0: that of its own.
+  int64_t chain_tokens = 0;
 };
 
 class SavedChains {
@@ -95,6 +98,8 @@ class SavedChains {
   [[nodiscard]] std::vector<Link> walk(std::span<const int32_t> tokens) const;
   [[nodiscard]] Chunk chunk_of(const Link& link) const;
   [[nodiscard]] Found describe(const std::vector<Link>& links) const;
+  // What it takes of a tier's capacity.
+  [[nodiscard]] double room(const Tier& tier, const Object& object) const;
   [[nodiscard]] bool limited(const Tier& tier) const { return tier.setup.capacity_bytes > 0; }
   // Tells the policies of all tiers who wants what now.
   void mark(std::span<const Id> changed);

@@ -124,14 +124,17 @@ class Serving {
     const Round& round = load_.sessions[event.session].rounds[event.round];
     std::vector<int32_t>& history = histories_[event.session];
     begun_ += event.round == 0 ? 1 : 0;
-    const int64_t output = std::max<int64_t>(round.output_tokens, 1);
     const int64_t most = std::min(setup_.context, executor_.limits().arena_cells);
+    int64_t output = std::max<int64_t>(round.output_tokens, 1);
     std::vector<int32_t> message;
     for (const Piece& piece : round.message) {
       for (int64_t i = 0; i < piece.tokens; ++i) message.push_back(token_of(piece.key, i));
     }
     if (setup_.overflow != Overflow::kEnd) {
+      output = std::min(output, std::max<int64_t>(most / 2, 1));
       cut(history, most - static_cast<int64_t>(message.size()) - output);
+      const int64_t beyond = static_cast<int64_t>(message.size()) + output - most;
+      if (beyond > 0 && most > 1) message.erase(message.begin(), message.begin() + beyond);
     }
     const auto known = static_cast<int64_t>(history.size());
     history.insert(history.end(), message.begin(), message.end());
@@ -163,10 +166,12 @@ class Serving {
   void cut(std::vector<int32_t>& history, int64_t most) {
     const auto length = static_cast<int64_t>(history.size());
     if (length <= most) return;
-    const auto share = std::llround(setup_.overflow_share * static_cast<double>(setup_.context));
-    const int64_t step = std::max<int64_t>(share / kChunk, 1) * kChunk;
-    const int64_t drop =
-        std::min(length, (length - std::max<int64_t>(most, 0) + step - 1) / step * step);
+    int64_t drop = 0;
+    while (length - drop > std::max<int64_t>(most, 0)) {
+      const double share = setup_.overflow_share * static_cast<double>(length - drop);
+      drop += std::max<int64_t>(std::llround(share / kChunk), 1) * kChunk;
+    }
+    drop = std::min(drop, length);
     executor_.cut_front(history, setup_.overflow == Overflow::kKeep ? drop : length);
     history.erase(history.begin(), history.begin() + drop);
     ++report.cut;

@@ -57,7 +57,7 @@ policy::RestoreCosts behind(policy::RestoreCosts costs, double link_bytes_per_s)
 std::vector<SavedTier> saved_tiers(const ServingSetup& setup) {
   std::vector<SavedTier> tiers;
   for (const TierSetup& tier : setup.tiers) {
-    tiers.push_back({tier.capacity_bytes, tier.evict, tier.whole_chains});
+    tiers.push_back({tier.capacity_bytes, tier.evict, tier.whole_chains, tier.chain_tokens});
   }
   return tiers;
 }

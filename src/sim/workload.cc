@@ -65,9 +65,10 @@ std::vector<Round> draw_rounds(const LoadOptions& options, size_t session) {
   auto n = static_cast<size_t>(options.rounds);
   if (options.mean_rounds > 0) {
     Random rounds({options.seed, kRounds, session});
-    const double single = options.single_round_share;
-    n = 1;
-    if (rounds.uniform() > single) n += rounds.geometric((options.mean_rounds - 1) / (1 - single));
+    do {
+      n = static_cast<size_t>(
+          scaled(rounds.log_normal(options.mean_rounds, options.rounds_sigma), 1));
+    } while (options.most_rounds > 0 && n > static_cast<size_t>(options.most_rounds));
   }
   const double size =
       options.conversation_sigma > 0

@@ -87,6 +87,25 @@ TEST(SavedChains, OrGoWhole) {
   EXPECT_EQ(saved.find(chain(3000, 128)).tokens, 128);
 }
 
+TEST(SavedChains, OrTakeTheSameRoomHoweverLongTheyAre) {
+  SavedTier reserved = tier(512);
+  reserved.whole_chains = true;
+  reserved.chain_tokens = 256;
+  SavedChains saved({reserved}, kTokenBytes, 1);
+  saved.put(chain(0, 70), 1);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 256 * kTokenBytes);
+  saved.put(chain(0, 200), 2);  // takes the place of the shorter one
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 256 * kTokenBytes);
+  saved.put(chain(1000, 10), 3);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 512 * kTokenBytes);
+  EXPECT_EQ(saved.evictions(0), 0U);
+  saved.put(chain(2000, 10), 4);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 512 * kTokenBytes);
+  EXPECT_EQ(saved.find(chain(0, 200)).tokens, 0);
+  EXPECT_EQ(saved.find(chain(1000, 10)).tokens, 10);
+  EXPECT_EQ(saved.find(chain(2000, 10)).tokens, 10);
+}
+
 TEST(SavedChains, WhatLeavesTheFastTierIsInTheSlowOneAndReadingLiftsIt) {
   SavedChains saved({tier(128), tier(0)}, kTokenBytes, 1);
   saved.put(chain(0, 128), 1);

@@ -203,16 +203,31 @@ TEST(Serving, AConversationThatIsTooLongIsCutAndItsStateKeptOrNot) {
     setup.keep_resident = false;
     setup.context = 4096;
     setup.overflow = overflow;
-    // 3,073 tokens of history are cut by 2,048 for the 1,000 of the second message.
+    // Half of the history, in chunks, is cut off for the 1,000 of the second message.
     const ServingReport report = run(setup, two_rounds(3000, 73, 1000));
     ASSERT_EQ(report.requests.size(), 2U);
     EXPECT_EQ(report.cut, 1);
     EXPECT_EQ(report.too_long, 0);
     const ServedRequest& second = report.requests[1];
-    EXPECT_EQ(second.history_tokens, 3073 - 2048);
-    EXPECT_EQ(second.prompt_tokens, 3073 - 2048 + 1000);
-    EXPECT_EQ(second.restored_tokens, overflow == Overflow::kKeep ? 3072 - 2048 : 0);
+    EXPECT_EQ(second.history_tokens, 3073 - 1536);
+    EXPECT_EQ(second.prompt_tokens, 3073 - 1536 + 1000);
+    EXPECT_EQ(second.restored_tokens, overflow == Overflow::kKeep ? 3072 - 1536 : 0);
   }
+}
+
+TEST(Serving, AMessageThatIsTooLongByItselfIsCutToo) {
+  ServingSetup setup = setup_of(ServingMethod::kKv);
+  setup.keep_resident = false;
+  setup.context = 2048;
+  setup.overflow = Overflow::kKeep;
+  const ServingReport report = run(setup, two_rounds(3000, 73, 900));
+  ASSERT_EQ(report.requests.size(), 2U);
+  EXPECT_EQ(report.too_long, 0);
+  EXPECT_EQ(report.requests[0].prompt_tokens, 2048 - 73);
+  EXPECT_EQ(report.requests[0].output_tokens, 73);
+  // 2,048 tokens were there; half of them make room for the second message.
+  EXPECT_EQ(report.requests[1].history_tokens, 1024);
+  EXPECT_EQ(report.requests[1].restored_tokens, 1023);  // the last one was never computed
 }
 
 TEST(Serving, MeasuredCostsTakeTheHardwaresPlace) {

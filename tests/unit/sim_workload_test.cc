@@ -30,23 +30,23 @@ LoadOptions many() {
   return options;
 }
 
-// AttentionStore's section 2.3: 27 % of one round, 5.75 on average.
-TEST(Workload, NumbersOfRoundsHaveTheMeanAndTheShareOfOne) {
+// AttentionStore's section 2.3: 27 % of one round, 5.75 on average, none above 40 in its figure.
+TEST(Workload, NumbersOfRoundsAreLogNormalUpToTheMost) {
   LoadOptions options = many();
-  options.mean_rounds = 5.75;
-  options.single_round_share = 0.27;
+  options.mean_rounds = 7.4;
+  options.rounds_sigma = 1.28;
+  options.most_rounds = 40;
   double rounds = 0;
   double single = 0;
-  double six_or_more = 0;
+  size_t most = 0;
   for (const Session& session : draw_conversations(options).sessions) {
     rounds += static_cast<double>(session.rounds.size());
     if (session.rounds.size() == 1) single += 1;
-    if (session.rounds.size() >= 6) six_or_more += 1;
+    most = std::max(most, session.rounds.size());
   }
   EXPECT_NEAR(rounds / 20000, 5.75, 0.12);
-  EXPECT_NEAR(single / 20000, 0.27, 0.01);
-  // Geometric behind the first two: 0.73 (1 - 0.73 / 4.75)^4.
-  EXPECT_NEAR(six_or_more / 20000, 0.73 * std::pow(1 - 0.73 / 4.75, 4), 0.01);
+  EXPECT_NEAR(single / 20000, 0.275, 0.01);
+  EXPECT_EQ(most, 40U);
 }
 
 TEST(Workload, AConversationIsLongerOrShorterAsAWhole) {

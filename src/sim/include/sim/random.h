@@ -29,11 +29,6 @@ class Random {
   size_t below(size_t n) { return static_cast<size_t>(next() % n); }                 // n > 0
   double uniform() { return static_cast<double>((next() >> 11U) + 1) * 0x1.0p-53; }  // (0, 1]
   double exponential(double mean) { return -mean * std::log(uniform()); }
-  // How often until a thing happens for the first time, at least once; mean >= 1.
-  size_t geometric(double mean) {
-    if (mean <= 1) return 1;
-    return 1 + static_cast<size_t>(std::log(uniform()) / std::log1p(-1 / mean));
-  }
   double log_normal(double mean, double sigma) {
     const double radius = std::sqrt(-2 * std::log(uniform()));
     const double z = radius * std::cos(2 * std::numbers::pi * uniform());

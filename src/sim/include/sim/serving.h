@@ -27,6 +27,7 @@ struct TierSetup {
   double read_bytes_per_s = 0;  // > 0
   policy::EvictPolicy evict = policy::EvictPolicy::kLru;
   bool whole_chains = false;  // conversations leave whole, not chunk by chunk from their ends
+  int64_t chain_tokens = 0;   // whose room each conversation takes; 0: that of its own
 };
 
 enum class ServingMethod : uint8_t {
@@ -71,9 +72,9 @@ struct ServingSetup {
   double request_overhead_s = 0;   // of every request, before the scheduler has it
   // Whether a conversation stays in the arena when its answer is complete.
   bool keep_resident = true;
-  // Of the tiers behind the first into it.
+  // What becomes of a conversation that outgrows the context.
   Overflow overflow = Overflow::kEnd;
-  double overflow_share = 0.5;  // of `context`, that is cut off
+  double overflow_share = 0.5;  // of the history, that is cut off, until the rest fits
 };
 
 // Of one request that was answered.

@@ -20,10 +20,11 @@ struct LoadOptions {
   // Conversations drawn by draw_conversations().
   double rate = 0;  // arrivals per second, a Poisson process
   int64_t rounds = 0;
-  // Above 0: so many on average instead. A share of the conversations ends after one; what others
-  // have beyond it is geometric: each round may be the last. At least 2 - single_round_share.
+  // Above 0: instead log-normal numbers of this mean, rounded, at least one. Those above
+  // most_rounds (0: none) are drawn again, which lowers the mean.
   double mean_rounds = 0;
-  double single_round_share = 0;
+  double rounds_sigma = 0;
+  int64_t most_rounds = 0;
   // Lengths are log-normal. Means in tokens as in ShareGPT4 (hcache.txt section 2.3); the paper
   // gives no spread. People's messages scatter more than answers do.
   double mean_input = 66.8;
