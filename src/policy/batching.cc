@@ -72,6 +72,10 @@ StepPlan plan_step(const BatchSnapshot& snapshot, const BatchLimits& limits) {
   return plan;
 }
 
+double restore_compute_share(bool decoding, const RestoreLimits& limits) {
+  return decoding && !limits.exclusive ? limits.share / (1 + limits.share) : 1;
+}
+
 double restore_budget_s(bool decoding, double step_s, double debt_s, const RestoreLimits& limits) {
   return decoding ? limits.share * step_s - debt_s : limits.idle_slice_s;
 }

@@ -102,6 +102,9 @@ Status validate(const RestoreCosts& costs) {
   if (costs.slice_rows < 1) return invalid_argument("costs: slice_rows must be positive");
   if (costs.batch_rows < 1) return invalid_argument("costs: batch_rows must be positive");
   if (costs.ring_bytes < 0) return invalid_argument("costs: ring_bytes is negative");
+  if (!(costs.compute_share > 0 && costs.compute_share <= 1)) {
+    return invalid_argument(fmt::format("costs: compute_share is {}", costs.compute_share));
+  }
   return {};
 }
 

@@ -54,7 +54,8 @@ SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method
     g.lag = std::min(link_s(read, g.bytes),
                      static_cast<double>(g.bytes) / costs.link.upload_bytes_per_s);
   }
-  g.compute = (method == Method::kHidden ? layer.project : layer.load_kv).at(rows);
+  g.compute =
+      (method == Method::kHidden ? layer.project : layer.load_kv).at(rows) / costs.compute_share;
   return g;
 }
 
@@ -88,13 +89,16 @@ double following_prefill_s(const RestoreCosts& costs, const LayerCosts& layer, i
                          costs.batch_rows);
 }
 
+double recompute_whole_layer_s(const RestoreCosts& costs, int32_t l, int64_t rows) {
+  return prefill_layer_s(costs.layer(l), rows, 0, costs.batch_rows) / costs.compute_share;
+}
+
 double recompute_layer_s(const RestoreCosts& costs, int32_t l, int32_t recompute_layers,
                          int64_t rows) {
-  const LayerCosts& layer = costs.layer(l);
   if (costs.re_tail_projects && l == recompute_layers - 1) {
-    return sliced_s(layer.project, rows, costs.slice_rows);
+    return sliced_s(costs.layer(l).project, rows, costs.slice_rows) / costs.compute_share;
   }
-  return prefill_layer_s(layer, rows, 0, costs.batch_rows);
+  return recompute_whole_layer_s(costs, l, rows);
 }
 
 namespace {
@@ -176,8 +180,8 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
     if (rows > 0 && l < plan.recompute_layers) {
       const double seconds = recompute_layer_s(costs, l, plan.recompute_layers, rows);
       state.compute += seconds;
-      total.compute_busy_s += seconds;
-      if (plan.recompute_layers > 1) total.project_busy_s += seconds;
+      total.compute_busy_s += seconds * costs.compute_share;
+      if (plan.recompute_layers > 1) total.project_busy_s += seconds * costs.compute_share;
     } else if (rows > 0) {
       segments.clear();
       for (const PlanRun& run : plan.runs) {
@@ -195,8 +199,9 @@ Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
           }
           times.io_end = t.usable;
           total.io_busy_s += g.io;
-          total.compute_busy_s += g.compute;
-          if (g.method == Method::kHidden) total.project_busy_s += g.compute;
+          const double busy_s = g.compute * costs.compute_share;
+          total.compute_busy_s += busy_s;
+          if (g.method == Method::kHidden) total.project_busy_s += busy_s;
           if (g.io > 0) total.bytes_read += g.bytes;
         }
       }

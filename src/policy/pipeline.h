@@ -94,7 +94,9 @@ SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, PipelineState* stat
 [[nodiscard]] double following_prefill_s(const RestoreCosts& costs, const LayerCosts& layer,
                                          int64_t prefill_rows, int64_t history);
 
-// History rows of layer l when the first recompute_layers layers are recomputed.
+// History rows of layer l, every one through the whole layer.
+[[nodiscard]] double recompute_whole_layer_s(const RestoreCosts& costs, int32_t l, int64_t rows);
+// The same when the first recompute_layers layers are recomputed.
 [[nodiscard]] double recompute_layer_s(const RestoreCosts& costs, int32_t l,
                                        int32_t recompute_layers, int64_t rows);
 

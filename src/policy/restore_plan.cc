@@ -259,7 +259,7 @@ class Search {
       if (a == 0 || costs_.layers.size() != 1) {
         layer_prefill =
             following_prefill_s(costs_, costs_.layer(a), prefill_rows(rows_[r]), rows_[r]);
-        layer_full = prefill_layer_s(costs_.layer(a), rows_[r], 0, costs_.batch_rows);
+        layer_full = recompute_whole_layer_s(costs_, a, rows_[r]);
       }
       below += full;
       full = layer_full;

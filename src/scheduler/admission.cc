@@ -342,7 +342,11 @@ void Core::begin_restore(Task& task, int64_t rows) {
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
   task.restore_alone = true;
-  const Status status = executor_.begin_restore(task.seq, task.chain, rows);
+  const bool decoding = std::any_of(active_.begin(), active_.end(), [](const auto& other) {
+    return other->phase == Phase::kDecoding;
+  });
+  const Status status = executor_.begin_restore(
+      task.seq, task.chain, rows, policy::restore_compute_share(decoding, options_.restore));
   if (!status.ok()) return restore_failed(task, status);
   task.reserved = rows;
   enter(task, Phase::kFetching);

@@ -271,21 +271,23 @@ std::vector<SimExecutor::Slice> SimExecutor::cut(const std::vector<Method>& laye
 }
 
 // Which method each layer uses, for a history of about so many tokens that come from this tier.
-Result<const SimExecutor::Methods*> SimExecutor::plan(int64_t tokens, size_t tier) {
+Result<const SimExecutor::Methods*> SimExecutor::plan(int64_t tokens, size_t tier,
+                                                      double compute_share) {
   const int64_t rounded = (tokens + kPlanTokens - 1) / kPlanTokens * kPlanTokens;
-  const auto [place, is_new] = plans_.try_emplace({rounded, tier});
+  const auto [place, is_new] = plans_.try_emplace({rounded, tier, compute_share});
   if (!is_new) return &place->second;
   policy::RestoreRequest request;
   request.available.runs = {{rounded, saved_.layers}};
   request.mode = mode_of(setup_.method);
-  HCACHE_ASSIGN_OR_RETURN(
-      const policy::Plan plan,
-      plan_restore(behind(costs_, setup_.tiers[tier].read_bytes_per_s), request));
+  policy::RestoreCosts costs = behind(costs_, setup_.tiers[tier].read_bytes_per_s);
+  costs.compute_share = compute_share;
+  HCACHE_ASSIGN_OR_RETURN(const policy::Plan plan, plan_restore(costs, request));
   if (!plan.runs.empty()) place->second = {plan.runs[0].layers, plan.schedule};
   return &place->second;
 }
 
-Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) {
+Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                                  double compute_share) {
   Sequence& sequence = at(seq);
   Restore restore;
   restore.tokens.assign(tokens.begin(), tokens.begin() + upto);
@@ -296,7 +298,7 @@ Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, in
     for (size_t t = 0; t < links_.size(); ++t) {
       if (restore.found.by_tier[t] > 0) slowest = t;
     }
-    HCACHE_ASSIGN_OR_RETURN(const Methods* methods, plan(n, slowest));
+    HCACHE_ASSIGN_OR_RETURN(const Methods* methods, plan(n, slowest, compute_share));
     // A plan without runs: prefilling all of it is faster.
     if (methods->layers.empty()) restore.found.tokens = 0;
     restore.schedule = methods->schedule;

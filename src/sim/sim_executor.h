@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -62,7 +63,8 @@ class SimExecutor final : public scheduler::Executor {
   Status trim(SeqId seq, int64_t n_tokens) override;
   void release(SeqId seq) override;
   Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
-  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override;
+  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                       double compute_share) override;
   Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;
@@ -118,7 +120,7 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] bool begin_fetch(uint64_t place);
   void end_fetch();
   [[nodiscard]] bool arrived(const Restore& restore);
-  [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier);
+  [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier, double compute_share);
   [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
                                        int64_t tokens) const;
   [[nodiscard]] double step_s(std::span<const StepShape> items) const;
@@ -129,8 +131,9 @@ class SimExecutor final : public scheduler::Executor {
   const double memory_bytes_per_s_;
   scheduler::ExecutorLimits limits_;
   SavedChains chains_;
-  std::vector<SharedLink> links_;                        // by tier
-  std::map<std::pair<int64_t, size_t>, Methods> plans_;  // by rounded length and tier
+  std::vector<SharedLink> links_;  // by tier
+  // By rounded length, tier and share of the arithmetic.
+  std::map<std::tuple<int64_t, size_t, double>, Methods> plans_;
   std::unordered_map<SeqId, Sequence> sequences_;
   // By place in the queue: what may be read ahead into the first tier.
   std::unordered_map<uint64_t, std::span<const int32_t>> ahead_;

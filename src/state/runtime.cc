@@ -262,6 +262,7 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
 
   policy::RestoreRequest request;
   policy::RestoreCosts prices = costs(options.link_bytes_per_s);
+  prices.compute_share = options.compute_share;
   TierSlowness slowness;
   if (store_ && (options_.dram_bytes > 0 || !options_.remote.url.empty())) {
     slowness.store = store_.get();

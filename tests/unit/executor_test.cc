@@ -121,7 +121,7 @@ class Process {
   // Restores in the smallest slices; `between` runs after each of them.
   RestoreStatus restore(SeqId seq, const Tokens& tokens, int upto,
                         const std::function<void()>& between = {}) {
-    const Status begun = executor_->begin_restore(seq, tokens, upto);
+    const Status begun = executor_->begin_restore(seq, tokens, upto, 1);
     EXPECT_TRUE(begun.ok()) << begun.to_string();
     while (begun.ok()) {
       auto status = executor_->advance_restore(seq, 0);
@@ -234,8 +234,8 @@ TEST_F(ExecutorTest, RestoresNoMoreThanAskedAndLeavesTheLastToken) {
   EXPECT_EQ(p->restore(part, history, 128).tokens, 128);
   const SeqId unknown = p->create();
   EXPECT_EQ(p->restore(unknown, random_tokens(100, 9), 99).tokens, 0);
-  EXPECT_EQ((*p)->begin_restore(unknown, history, 0).code(), Code::kOutOfRange);
-  EXPECT_EQ((*p)->begin_restore(unknown, history, 201).code(), Code::kOutOfRange);
+  EXPECT_EQ((*p)->begin_restore(unknown, history, 0, 1).code(), Code::kOutOfRange);
+  EXPECT_EQ((*p)->begin_restore(unknown, history, 201, 1).code(), Code::kOutOfRange);
 }
 
 TEST_F(ExecutorTest, ForksAreSavedFromWhereTheyPart) {
@@ -411,11 +411,11 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
     Tokens others = {7};
     std::vector<float> logits = p.append(other, others);
     const SeqId cancelled = p.create();
-    ASSERT_TRUE(p->begin_restore(cancelled, chain, 300).ok());
+    ASSERT_TRUE(p->begin_restore(cancelled, chain, 300, 1).ok());
     for (int i = 0; i < 200; ++i) ASSERT_TRUE(p->advance_restore(cancelled, 1).ok());
     p->release(cancelled);
     const SeqId back = p.create();
-    const Status begun = p->begin_restore(back, chain, 300);
+    const Status begun = p->begin_restore(back, chain, 300, 1);
     ASSERT_TRUE(begun.ok()) << begun.to_string();
     RestoreStatus done;
     while (done.phase != RestoreStatus::Phase::kDone) {
@@ -457,7 +457,7 @@ TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
   auto p = process();
   const int64_t free_cells = (*p)->free_cells();
   const SeqId seq = p->create();
-  ASSERT_TRUE((*p)->begin_restore(seq, history, 299).ok());
+  ASSERT_TRUE((*p)->begin_restore(seq, history, 299, 1).ok());
   EXPECT_EQ((*p)->free_cells(), free_cells - 299);
   ASSERT_TRUE((*p)->advance_restore(seq, 0).ok());
   (*p)->release(seq);

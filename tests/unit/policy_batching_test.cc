@@ -120,6 +120,14 @@ TEST(RestoreBudget, IsAShareOfTheStepLessTheDebt) {
   EXPECT_DOUBLE_EQ(restore_debt_s(false, 0.05, 0.3), 0);
 }
 
+TEST(RestoreBudget, SaysWhatPlansMayCountOn) {
+  RestoreLimits limits{.share = 0.25};
+  EXPECT_DOUBLE_EQ(restore_compute_share(false, limits), 1);
+  EXPECT_DOUBLE_EQ(restore_compute_share(true, limits), 0.2);
+  limits.exclusive = true;
+  EXPECT_DOUBLE_EQ(restore_compute_share(true, limits), 1);
+}
+
 // Over any stretch of steps, slices take at most the share and one slice more.
 TEST(RestoreBudget, HoldsOverEveryWindow) {
   Random random(2);

@@ -72,6 +72,25 @@ TEST(PlanRestore, ExtremesUseOneMethod) {
   EXPECT_EQ(plan_of(fast_link, everything_saved(256, 8)).schedule, "KV:8");
 }
 
+TEST(PlanRestore, LoadsWhatItWouldComputeWhereOthersComputeToo) {
+  RestoreCosts costs = multi_head(32, 0.4);
+  const RestoreRequest request = everything_saved(1024, 32);
+  const Plan idle = plan_of(costs, request);
+  EXPECT_GT(idle.recompute_layers, 0);
+  costs.compute_share = 0.2;
+  const Plan beside = plan_of(costs, request);
+  EXPECT_EQ(beside.recompute_layers, 0);
+  EXPECT_GT(beside.predicted.bytes_read, idle.predicted.bytes_read);
+  // What the device computes is what it would compute alone; it takes longer.
+  const Prediction slowed = simulate(costs, idle).value().total;
+  EXPECT_NEAR(slowed.compute_busy_s, idle.predicted.compute_busy_s, 1e-12);
+  EXPECT_NEAR(slowed.project_busy_s, idle.predicted.project_busy_s, 1e-12);
+  EXPECT_GT(slowed.makespan_s, idle.predicted.makespan_s);
+  EXPECT_LT(beside.predicted.makespan_s, slowed.makespan_s);
+  costs.compute_share = 0;
+  EXPECT_EQ(plan_restore(costs, request).code(), Code::kInvalidArgument);
+}
+
 TEST(PlanRestore, NoHistoryIsAPrefill) {
   RestoreRequest request;
   request.new_tokens = 100;

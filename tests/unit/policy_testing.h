@@ -73,6 +73,7 @@ class Random {
     c.batch_rows = integer(8, 40);
     c.finish_s = coin() ? 0 : real(0, 1e-4);
     c.re_tail_projects = coin();
+    c.compute_share = coin() ? 1 : real(0.1, 1);
     return c;
   }
 
@@ -116,6 +117,7 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
   for (int32_t l = 0; l < plan.n_layer; ++l) {
     const LayerCosts& layer = costs.layer(l);
     if (l < plan.recompute_layers) {
+      const double begin = compute_free;
       if (costs.re_tail_projects && l == plan.recompute_layers - 1) {
         for (int64_t at = 0; at < plan.restored_tokens; at += costs.slice_rows) {
           compute_free += layer.project.at(std::min(costs.slice_rows, plan.restored_tokens - at));
@@ -128,6 +130,7 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
                                       (static_cast<double>(at) + (static_cast<double>(n) + 1) / 2);
         }
       }
+      compute_free = begin + (compute_free - begin) / costs.compute_share;
     } else {
       // Row by row: a slice ends at slice_rows or where the method changes.
       std::vector<Method> rows;
@@ -167,7 +170,7 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
                             : 0;
         s.io = std::max(read, upload);
         s.lag = std::min(read, upload);
-        s.compute = hidden ? layer.project.at(n) : layer.load_kv.at(n);
+        s.compute = (hidden ? layer.project : layer.load_kv).at(n) / costs.compute_share;
         // The ring: the read waits until what is held in front leaves room, oldest first.
         double begin = link_free;
         if (costs.ring_bytes > 0) {

@@ -210,7 +210,8 @@ class FakeExecutor final : public Executor {
 
   void completed(uint64_t place) override { EXPECT_EQ(admitted_from.erase(place), 1U); }
 
-  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) override {
+  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                       double /*compute_share*/) override {
     calls.push_back("restore " + std::to_string(upto));
     Sequence& sequence = at(seq);
     EXPECT_TRUE(sequence.tokens.empty() && sequence.restore.empty());

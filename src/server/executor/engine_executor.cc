@@ -57,6 +57,7 @@ std::vector<scheduler::RestoreSpan> timeline(const std::vector<state::LayerTimes
 struct EngineExecutor::Restore {
   std::vector<int32_t> tokens;  // of the whole request
   int64_t n_upto = 0;           // of them: how many are restored at most
+  double compute_share = 1;     // policy::RestoreCosts'
   state::PlannedRestore planned;
   std::unique_ptr<Restoration> work;  // null: there is nothing to restore
   int attempts = 0;
@@ -204,7 +205,8 @@ void EngineExecutor::end_fetch() {
 
 // ---- Restores
 
-Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) {
+Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                                     double compute_share) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   if (upto < 1 || upto > n_tokens) {
@@ -213,6 +215,7 @@ Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens,
   sequence->restore = std::make_unique<Restore>();
   sequence->restore->tokens.assign(tokens.begin(), tokens.end());
   sequence->restore->n_upto = upto;
+  sequence->restore->compute_share = compute_share;
   const Status status = open_restore(seq, *sequence);
   if (!status.ok()) sequence->restore.reset();
   return status;
@@ -224,6 +227,7 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   options.mode = restore.attempts < kMaxAttempts ? options_.restore_mode : policy::Mode::kRecompute;
   options.link_bytes_per_s = options_.link_bytes_per_s;
   options.save = sequence.save;
+  options.compute_share = restore.compute_share;
   const std::span<const int32_t> tokens = restore.tokens;
   // The planner leaves the last token to be computed.
   const size_t n_planned = std::min(static_cast<size_t>(restore.n_upto) + 1, tokens.size());

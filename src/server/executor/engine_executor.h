@@ -46,8 +46,8 @@ class EngineExecutor : public scheduler::Executor {
   void release(scheduler::SeqId seq) override;
 
   Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
-  Status begin_restore(scheduler::SeqId seq, std::span<const int32_t> tokens,
-                       int64_t upto) override;
+  Status begin_restore(scheduler::SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                       double compute_share) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq, double budget_s) override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;

@@ -65,6 +65,9 @@ struct RestoreLimits {
   bool exclusive = false;
 };
 
+// Of the device's time, what the arithmetic of a restore gets that begins now: to plan with.
+[[nodiscard]] double restore_compute_share(bool decoding, const RestoreLimits& limits);
+
 // Seconds that restores may take in this iteration; not above 0: none. step_s is what the
 // step of this iteration took, which held decode rows iff `decoding`. debt_s is what was overdrawn
 // before.

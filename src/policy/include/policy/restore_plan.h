@@ -88,7 +88,10 @@ struct RestoreCosts {
   int64_t batch_rows = 512;  // rows of one prefill step (recompute and new tokens); > 0
   int64_t ring_bytes = 0;    // read-ahead limit: bytes read but not yet consumed; 0: unlimited.
                              // A slice larger than the ring is still read, alone.
-  double finish_s = 0;       // after the last layer: final norm, output head, sampling
+  // Of the compute resource, for the history's rows, while somebody else uses the rest; what is
+  // prefilled behind them has all of it. In (0, 1].
+  double compute_share = 1;
+  double finish_s = 0;  // after the last layer: final norm, output head, sampling
   // The restorer stops recomputing history rows after projecting K and V in the last RE layer
   // (nothing reads that layer's output for them), so that layer costs C_H instead of C_RE.
   bool re_tail_projects = false;

@@ -135,9 +135,10 @@ class Executor {
   virtual Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) = 0;
   // Starts to restore the first `upto` tokens into an empty sequence: reading begins, and
   // free_cells() has `upto` cells fewer from now on, or some more: the prefill of what is behind
-  // them may begin as well. The tokens are copied. After an error the
-  // sequence is empty and usable.
-  virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto) = 0;
+  // them may begin as well. The tokens are copied. It is planned with compute_share of the device's
+  // time for its arithmetic, in (0, 1]. After an error the sequence is empty and usable.
+  virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
+                               double compute_share) = 0;
   // Works on a restore for about budget_s seconds: whole slices whose bytes are there, the first in
   // any case and further ones as long as they are expected to fit. Never waits. One restore is
   // worked on at a time, in the order of their beginnings: the next one's first call comes after

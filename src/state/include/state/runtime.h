@@ -53,7 +53,8 @@ struct StartOptions {
   double link_bytes_per_s = 0;  // throttles real reads; 0: none
   int64_t token_rounding = 1;   // of Mode::kTokenPartition
   bool save = true;             // capture this sequence
-  bool ahead = false;  // planned as if all of it lay in host memory, where it will be read to
+  bool ahead = false;        // planned as if all of it lay in host memory, where it will be read to
+  double compute_share = 1;  // policy::RestoreCosts'
   std::function<bool(double)> progress;
 };
 
