@@ -139,6 +139,7 @@ TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
   EXPECT_EQ(running.phases.back(), Phase::kDecoding);
   EXPECT_TRUE(restored.outcome.restores.empty() || restored.outcome.restores[0].alone);
   ASSERT_TRUE(bench.run_all());
+  EXPECT_THAT(bench.executor.compute_shares, ElementsAre(1));
   EXPECT_EQ(running.answer, bench.expected(running));
   EXPECT_EQ(restored.answer, bench.expected(restored));
 }
@@ -170,6 +171,7 @@ TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
   // And it takes its share: about 0.27 ms of every step.
   EXPECT_LE(stats.restore_steps, static_cast<uint64_t>(400 * 1e-4 / (0.25 * 1.1e-3)) + 15);
   ASSERT_TRUE(bench.run_all());
+  EXPECT_THAT(bench.executor.compute_shares, ElementsAre(0.25 / 1.25));  // planned with it
   EXPECT_EQ(restored.answer, bench.expected(restored));
 }
 
@@ -191,6 +193,7 @@ TEST(SchedulerRestore, TakesLargeSlicesWhenNothingDecodes) {
   }
   EXPECT_LE(iterations, 10);
   ASSERT_TRUE(bench.run_all());
+  EXPECT_THAT(bench.executor.compute_shares, ElementsAre(1));
 }
 
 TEST(SchedulerRestore, IoStallsNobody) {

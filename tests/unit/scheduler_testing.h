@@ -140,6 +140,7 @@ class FakeExecutor final : public Executor {
   };
   Trace trace;
   std::vector<std::string> calls;          // "create", "fork 12", …
+  std::vector<double> compute_shares;      // of the restores that began
   std::optional<Status> next_step_status;  // of the next step() alone
   uint64_t injected_step_failures = 0;
   std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by place
@@ -211,7 +212,8 @@ class FakeExecutor final : public Executor {
   void completed(uint64_t place) override { EXPECT_EQ(admitted_from.erase(place), 1U); }
 
   Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                       double /*compute_share*/) override {
+                       double compute_share) override {
+    compute_shares.push_back(compute_share);
     calls.push_back("restore " + std::to_string(upto));
     Sequence& sequence = at(seq);
     EXPECT_TRUE(sequence.tokens.empty() && sequence.restore.empty());
