@@ -128,6 +128,10 @@ void read_state(Settings s, sim::ServingSetup* setup) {
         row.parsed("evict", row.get<std::string>("evict", "lru"), policy::parse_evict_policy);
     tier.whole_chains = row.get("evict_whole", false);
     tier.chain_tokens = row.integer("conversation_tokens", 0, 0, 1 << 30);
+    if (tier.chain_tokens > 0 && !tier.whole_chains) {
+      row.fail(
+          "'conversation_tokens' needs 'evict_whole': only whole conversations leave such room");
+    }
     row.refuse_others();
     setup->tiers.push_back(std::move(tier));
   }

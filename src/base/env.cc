@@ -33,7 +33,7 @@ Result<std::string> read_whole_file(Env& env, const std::string& path) {
 Status write_whole_file(Env& env, const std::string& path, const std::string& content) {
   // A name that no other process writes at the same time.
   const std::string temporary = path + "." + std::to_string(::getpid()) + ".tmp";
-  {
+  const auto put = [&]() -> Status {
     OpenOptions options;
     options.write = true;
     options.create = true;
@@ -41,8 +41,12 @@ Status write_whole_file(Env& env, const std::string& path, const std::string& co
     HCACHE_ASSIGN_OR_RETURN(auto file, env.open_file(temporary, options));
     HCACHE_RETURN_IF_ERROR(file->write_at(0, std::as_bytes(std::span<const char>(content))));
     HCACHE_RETURN_IF_ERROR(file->sync());
+    return env.rename_file(temporary, path);
+  };
+  if (Status status = put(); !status.ok()) {
+    (void)env.remove_path(temporary);  // it may not be there; what failed is said below
+    return status;
   }
-  HCACHE_RETURN_IF_ERROR(env.rename_file(temporary, path));
   const std::size_t slash = path.rfind('/');
   return env.sync_dir(slash == std::string::npos ? "." : path.substr(0, slash));
 }

@@ -140,6 +140,8 @@ class Sim(unittest.TestCase):
         self.assert_refused({**SERVING, "hardware": {"ssds": 2000}}, "'ssds' is 2000", "1024")
         self.assert_refused({**SERVING, "methods": ["magic"]}, "methods", "recompute")
         self.assert_refused({**SERVING, "state": {"tiers": [{"name": "disk"}]}}, "gb_per_s")
+        room = {"name": "disk", "gb_per_s": 1, "conversation_tokens": 4096}
+        self.assert_refused({**SERVING, "state": {"tiers": [room]}}, "tiers", "'evict_whole'")
         self.assert_refused({**SERVING, "cases": [{"model": "opt-30b"}]}, "no memory for KV")
         self.assert_refused({k: v for k, v in PREFIX_CACHE.items() if k != "trace"}, "--trace")
         self.assert_refused({**PREFIX_CACHE, "capacities": [2]}, "capacities")

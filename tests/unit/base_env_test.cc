@@ -230,5 +230,18 @@ TEST(FaultEnvTest, CapacityCountsBlocks) {
   ASSERT_OK((*file)->write_at(8192, bytes_of(1, 0)));
 }
 
+TEST(FaultEnvTest, AFileThatCannotBeReplacedStaysAsItWas) {
+  FaultEnv env;
+  ASSERT_OK(env.make_dirs("/d"));
+  ASSERT_OK(write_whole_file(env, "/d/text", "old"));
+  env.set_capacity(8192);
+  EXPECT_EQ(write_whole_file(env, "/d/text", std::string(8192, 'x')).code(),
+            Code::kResourceExhausted);
+  env.set_failing_syncs(true);
+  EXPECT_EQ(write_whole_file(env, "/d/text", "new").code(), Code::kDataLoss);
+  EXPECT_EQ(*env.list_dir("/d"), std::vector<std::string>{"text"});
+  EXPECT_EQ(*read_whole_file(env, "/d/text"), "old");
+}
+
 }  // namespace
 }  // namespace hcache
