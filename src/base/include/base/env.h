@@ -165,8 +165,9 @@ class Env {
 [[nodiscard]] std::string join_path(const std::string& dir, const std::string& name);
 // A whole small file.
 [[nodiscard]] Result<std::string> read_whole_file(Env& env, const std::string& path);
-// Replaces a file durably: a temporary neighbour is written, synced and renamed over it. On an
-// error the file is as it was and the neighbour is gone.
+// Replaces a file durably: a temporary neighbour is written, synced and renamed over it. If
+// that fails the file is as it was and the neighbour is removed; only when the directory can't be
+// synced after it, the new content is there and may not survive a power cut.
 [[nodiscard]] Status write_whole_file(Env& env, const std::string& path,
                                       const std::string& content);
 
