@@ -7,6 +7,7 @@
 #include <deque>
 #include <utility>
 
+#include "planned_pages.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -19,124 +20,6 @@ using policy::Method;
 
 // Rows of a recomputation through several layers whose cost isn't known yet.
 constexpr int64_t kFewRows = 16;
-
-// Where a chunk's rows stand in the history.
-struct ChunkSpan {
-  const store::MatchedChunk* chunk = nullptr;
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
-std::vector<ChunkSpan> chunk_spans(const store::Match& match, int64_t max_rows) {
-  std::vector<ChunkSpan> spans;
-  int64_t begin = 0;
-  for (const store::MatchedChunk& chunk : match.chunks) {
-    if (begin >= max_rows) break;
-    const int64_t end = std::min<int64_t>(begin + chunk.usable_rows, max_rows);
-    spans.push_back({&chunk, begin, end});
-    begin = end;
-  }
-  return spans;
-}
-
-// The chunk's page for a method, or nullptr where this engine can't use what is stored.
-const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info, int layer,
-                                   Method method) {
-  for (const store::PageInfo& page : info.pages) {
-    if (page.layer != layer) continue;
-    const size_t n_tokens = info.tokens.size();
-    if (method == Method::kKv && page.encoding == store::Encoding::kKv) {
-      const auto type = element_type(engine.options().kv_type);
-      const bool fits = page.bytes == 2 * engine.kv_row_bytes() * n_tokens;
-      if (info.k_type == type && info.v_type == type && fits) return &page;
-    }
-    if (method == Method::kHidden && store::is_hidden(page.encoding)) {
-      const auto type = hidden_type(page.encoding);
-      if (type && page.bytes == engine.hidden_row_bytes(*type) * n_tokens &&
-          engine.can_project(*type)) {
-        return &page;
-      }
-    }
-  }
-  return nullptr;
-}
-
-// One page of the schedule and the rows of it that are used.
-struct PlannedPage {
-  const store::PageInfo* info = nullptr;
-  const store::ChunkRef* chunk = nullptr;
-  int64_t begin = 0;  // position of the first used row
-  int64_t n_rows = 0;
-  int64_t row = 0;  // of the page
-};
-
-// The pages of one layer in one run, in order, and what is done with them.
-struct Segment {
-  Method method = Method::kKv;
-  std::vector<PlannedPage> pages;
-};
-
-// What the plan reads, in its order: by layer.
-Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const store::Match* match,
-                                                        const policy::Plan& plan) {
-  const int n_layer = engine.n_layer();
-  std::vector<std::vector<Segment>> layers(n_layer);
-  if (plan.runs.empty()) return layers;
-  const std::vector<ChunkSpan> spans = chunk_spans(*match, plan.restored_tokens);
-  for (int layer = plan.recompute_layers; layer < n_layer; ++layer) {
-    for (const policy::PlanRun& run : plan.runs) {
-      Segment segment{.method = run.layers[layer], .pages = {}};
-      for (const ChunkSpan& span : spans) {
-        const int64_t begin = std::max(span.begin, run.begin);
-        const int64_t end = std::min(span.end, run.begin + run.tokens);
-        if (begin >= end) continue;
-        const store::ChunkInfo& info = span.chunk->chunk.info();
-        const store::PageInfo* page = usable_page(engine, info, layer, segment.method);
-        if (page == nullptr) {
-          return internal_error(
-              fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
-                          policy::method_name(segment.method), layer, to_hex(info.id)));
-        }
-        segment.pages.push_back({page, &span.chunk->chunk, begin, end - begin, begin - span.begin});
-      }
-      if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));
-    }
-  }
-  return layers;
-}
-
-std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segment>>& layers) {
-  std::vector<store::PageRequest> requests;
-  for (const std::vector<Segment>& segments : layers) {
-    for (const Segment& segment : segments) {
-      for (const PlannedPage& page : segment.pages) {
-        requests.push_back({*page.chunk, page.info->layer, page.info->encoding});
-      }
-    }
-  }
-  return requests;
-}
-
-// Null when there is nothing to read. The ring is larger than asked for where pages are large.
-Result<std::unique_ptr<store::PageReader>> open_reader_of(
-    store::Store* store, std::span<const store::PageRequest> requests, uint64_t ring_bytes,
-    double link_bytes_per_s, double remote_timeout_s, bool background = false) {
-  std::unique_ptr<store::PageReader> reader;
-  if (requests.empty()) return reader;
-  size_t largest = 0;
-  for (const store::PageRequest& request : requests) {
-    const store::PageInfo* page = request.chunk.info().find_page(request.layer, request.encoding);
-    largest = std::max<size_t>(largest, page->bytes);
-  }
-  store::ReaderOptions options;
-  options.ring_bytes = std::max<uint64_t>(ring_bytes, 8 * (largest + kDirectAlignment));
-  options.link_bytes_per_s = link_bytes_per_s;
-  options.remote_timeout_s = remote_timeout_s;
-  options.background = background;
-  HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
-  HCACHE_RETURN_IF_ERROR(reader->submit(requests));
-  return reader;
-}
 
 // The prefill of what is not restored, the first batch of it layer by layer behind the restore.
 class NewTokens {
@@ -315,8 +198,11 @@ class RestorationImpl : public Restoration {
 Status RestorationImpl::open() {
   start_ns_ = env_.monotonic_ns();
   HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
-  HCACHE_ASSIGN_OR_RETURN(reader_, open_reader_of(store_, requests_of(layers_), run_.ring_bytes,
-                                                  run_.link_bytes_per_s, run_.remote_timeout_s));
+  store::ReaderOptions options;
+  options.ring_bytes = run_.ring_bytes;
+  options.link_bytes_per_s = run_.link_bytes_per_s;
+  options.remote_timeout_s = run_.remote_timeout_s;
+  HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(layers_), options));
   report_.layers.resize(engine_.n_layer());
   for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
     report_.layers[layer].method = plan_.runs[0].layers[layer];
@@ -663,47 +549,6 @@ Status check_run(const store::Store* store, const RestoreRun& run) {
 
 }  // namespace
 
-policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,
-                                  const TierSlowness& slowness) {
-  policy::Availability result;
-  for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
-    policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
-    const store::ChunkInfo& info = span.chunk->chunk.info();
-    std::vector<store::PageOrigin> origins;
-    if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
-    bool all_disk = true;
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      int mask = policy::kNoEncoding;
-      double slowest = -1;  // of its pages, where one is here and another one there
-      const auto add = [&](Method method, policy::Encoding encoding) {
-        const store::PageInfo* page = usable_page(engine, info, layer, method);
-        if (page == nullptr) return;
-        mask |= encoding;
-        double factor = 1;
-        if (!origins.empty()) {
-          const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
-          if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
-          if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
-        }
-        slowest = std::max(slowest, factor);
-      };
-      add(Method::kHidden, policy::kHasHidden);
-      add(Method::kKv, policy::kHasKv);
-      run.layers.push_back(static_cast<policy::Encoding>(mask));
-      run.slowness.push_back(slowest < 0 ? 1 : slowest);
-      all_disk = all_disk && run.slowness.back() == 1;
-    }
-    if (all_disk) run.slowness.clear();
-    if (!result.runs.empty() && result.runs.back().layers == run.layers &&
-        result.runs.back().slowness == run.slowness) {
-      result.runs.back().tokens += run.tokens;
-    } else {
-      result.runs.push_back(std::move(run));
-    }
-  }
-  return result;
-}
-
 Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine,
                                                         store::Store* store,
                                                         const RestoreRun& run) {
@@ -715,49 +560,7 @@ Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine
 
 // ---- Reading ahead
 
-namespace {
-
-class ReadAheadImpl : public ReadAhead {
- public:
-  explicit ReadAheadImpl(std::unique_ptr<store::PageReader> reader, size_t pages)
-      : reader_(std::move(reader)), left_(pages) {}
-
-  Result<bool> poll() override {
-    while (left_ > 0) {
-      HCACHE_ASSIGN_OR_RETURN(const std::optional<store::PageView> view, reader_->try_next());
-      if (!view) return false;
-      // A page that can't be read is the restore's to deal with.
-      reader_->release(view->index);
-      --left_;
-    }
-    return true;
-  }
-  [[nodiscard]] uint64_t bytes_read() const override {
-    if (!reader_) return 0;
-    const store::ReaderStats stats = reader_->stats();
-    return stats.disk_bytes + stats.remote_bytes;
-  }
-
- private:
-  std::unique_ptr<store::PageReader> reader_;
-  size_t left_;
-};
-
-}  // namespace
-
-Result<std::unique_ptr<ReadAhead>> ReadAhead::begin(Engine& engine, store::Store& store,
-                                                    const store::Match& match,
-                                                    const policy::Plan& plan, uint64_t ring_bytes,
-                                                    double link_bytes_per_s,
-                                                    double remote_timeout_s) {
-  HCACHE_ASSIGN_OR_RETURN(const auto layers, planned_pages(engine, &match, plan));
-  const std::vector<store::PageRequest> requests = requests_of(layers);
-  HCACHE_ASSIGN_OR_RETURN(
-      auto reader, open_reader_of(&store, requests, ring_bytes, link_bytes_per_s, remote_timeout_s,
-                                  /*background=*/true));
-  return std::unique_ptr<ReadAhead>(
-      std::make_unique<ReadAheadImpl>(std::move(reader), requests.size()));
-}
+namespace {}  // namespace
 
 Result<RestoreOutcome> run_restore(Env& env, Engine& engine, store::Store* store,
                                    const RestoreRun& run) {

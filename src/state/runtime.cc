@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "base/units.h"
+#include "planned_pages.h"
 #include "state/identity.h"
 
 namespace hcache::state {

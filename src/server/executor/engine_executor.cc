@@ -20,8 +20,8 @@ using state::Restoration;
 constexpr int64_t kMinSliceRows = 32;
 // Each attempt beyond the first drops a damaged page.
 constexpr int kMaxAttempts = 16;
-// Small, so that a restore that can't wait does not queue behind much of what can.
-constexpr uint64_t kFetchRingBytes = 8U << 20;
+// Requests whose state is read ahead at a time: one, and one to go on with while a step computes.
+constexpr size_t kMaxAhead = 2;
 constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
 
 // Neighbours with the same method in groups, few enough to look at.
@@ -75,6 +75,11 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   limits_.context = std::min<int64_t>(runtime.model().hparams().n_ctx_train, limits_.arena_cells);
   limits_.max_step_rows = engine.max_batch_rows;
   limits_.max_sequences = options.max_sequences;
+  store::Store* store = runtime.store();
+  if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
+      store != nullptr) {
+    read_ahead_ = state::ReadAhead::begin(*store, {.link_bytes_per_s = options.link_bytes_per_s});
+  }
 }
 
 EngineExecutor::~EngineExecutor() {
@@ -161,7 +166,7 @@ void EngineExecutor::dequeued(uint64_t place, bool admitted) {
   }
   ahead_.erase(place);
   window_.remove(place);
-  if (fetch_ && fetch_place_ == place) end_fetch();
+  if (read_ahead_) read_ahead_->drop(place);
 }
 
 void EngineExecutor::completed(uint64_t place) {
@@ -169,21 +174,17 @@ void EngineExecutor::completed(uint64_t place) {
 }
 
 void EngineExecutor::fetch() {
-  if (fetch_) {
-    const Result<bool> done = fetch_->poll();
-    if (done.ok() && !*done) return;
-    end_fetch();
-  }
-  while (const std::optional<uint64_t> place = window_.next()) {
-    fetch_place_ = *place;
-    if (const Status status = begin_fetch(ahead_.at(*place)); !status.ok()) {
+  while (read_ahead_ && read_ahead_->pending() < kMaxAhead) {
+    const std::optional<uint64_t> place = window_.next();
+    if (!place) return;
+    if (const Status status = begin_fetch(*place); !status.ok()) {
       log::warn("nothing is read ahead for a request: {}", status.to_string());
     }
-    if (fetch_) return;
   }
 }
 
-Status EngineExecutor::begin_fetch(const Ahead& ahead) {
+Status EngineExecutor::begin_fetch(uint64_t place) {
+  const Ahead& ahead = ahead_.at(place);
   state::StartOptions options;
   options.mode = options_.restore_mode;
   options.link_bytes_per_s = options_.link_bytes_per_s;
@@ -191,16 +192,12 @@ Status EngineExecutor::begin_fetch(const Ahead& ahead) {
   HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
                           runtime_.plan(ahead.tokens, ahead.salt, options));
   if (planned.plan.restored_tokens == 0) return {};
-  HCACHE_ASSIGN_OR_RETURN(
-      fetch_, state::ReadAhead::begin(runtime_.engine(), *runtime_.store(), planned.match,
-                                      planned.plan, kFetchRingBytes, options_.link_bytes_per_s,
-                                      planned.remote_timeout_s));
-  return {};
+  return read_ahead_->add(place, runtime_.engine(), planned.match, planned.plan,
+                          planned.remote_timeout_s);
 }
 
-void EngineExecutor::end_fetch() {
-  bytes_read_ahead_ += fetch_->bytes_read();
-  fetch_.reset();
+uint64_t EngineExecutor::bytes_read_ahead() const {
+  return read_ahead_ ? read_ahead_->bytes_read() : 0;
 }
 
 // ---- Restores

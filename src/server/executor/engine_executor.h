@@ -3,7 +3,6 @@
 // Threading: the scheduler's owner thread, which becomes the engine's (Runtime: one thread).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -15,6 +14,7 @@
 #include "base/status.h"
 #include "policy/fetch.h"
 #include "scheduler/executor.h"
+#include "state/read_ahead.h"
 #include "state/restorer.h"
 #include "state/runtime.h"
 
@@ -58,7 +58,7 @@ class EngineExecutor : public scheduler::Executor {
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
 
   // Read from disks for requests that waited; any thread.
-  [[nodiscard]] uint64_t bytes_read_ahead() const { return bytes_read_ahead_; }
+  [[nodiscard]] uint64_t bytes_read_ahead() const;
 
  private:
   struct Restore;
@@ -82,10 +82,9 @@ class EngineExecutor : public scheduler::Executor {
                     store::ChunkRef tail);
   [[nodiscard]] int64_t slice_rows(double budget_s) const;
   [[nodiscard]] int64_t follow_rows(double budget_s) const;
-  // Takes note of what was read ahead by now, and begins to read what comes next.
+  // Has what comes next read ahead.
   void fetch();
-  [[nodiscard]] Status begin_fetch(const Ahead& ahead);
-  void end_fetch();
+  [[nodiscard]] Status begin_fetch(uint64_t place);
 
   Env& env_;
   state::Runtime& runtime_;
@@ -94,9 +93,7 @@ class EngineExecutor : public scheduler::Executor {
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
   std::unordered_map<uint64_t, Ahead> ahead_;  // by place in the queue
   policy::FetchWindow window_;
-  std::unique_ptr<state::ReadAhead> fetch_;
-  uint64_t fetch_place_ = 0;
-  std::atomic<uint64_t> bytes_read_ahead_ = 0;
+  std::unique_ptr<state::ReadAhead> read_ahead_;  // null: nothing is
 };
 
 }  // namespace hcache::server

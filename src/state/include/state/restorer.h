@@ -90,20 +90,6 @@ struct RestoreOutcome {
   std::vector<float> logits;           // of the last token; empty after a failure
 };
 
-// Seconds per byte of a tier, over those of the disks.
-struct TierSlowness {
-  const store::Store* store = nullptr;  // knows where a page would come from; null: the disks
-  double memory = 0;
-  double remote = 1;
-};
-
-// What the store offers of a match to this engine, as the planner wants it: runs of chunks with
-// equal encodings, layers x {hidden, kv}; encodings that this engine can't use are left out.
-// What comes from host memory or from afar is marked so.
-// `max_rows` cuts it (the last token is always computed).
-policy::Availability availability(engine::Engine& engine, const store::Match& match,
-                                  int64_t max_rows, const TierSlowness& slowness);
-
 // A restore in slices, so that other sequences' steps can run between them ("a phase of the
 // request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's,
 // but for what is done of it while pages are waited for: then some of the new tokens run through
@@ -145,23 +131,6 @@ class Restoration {
   // Complete when done; ttft_s is the caller's.
   [[nodiscard]] virtual const RestoreReport& report() const = 0;
   [[nodiscard]] virtual const std::optional<PageFailure>& failure() const = 0;
-};
-
-// Brings what a restore would read into the store's host memory, in the background.
-// Threading: one thread. The store must outlive it.
-class ReadAhead {
- public:
-  // The match's chunks stay pinned while it reads.
-  static Result<std::unique_ptr<ReadAhead>> begin(engine::Engine& engine, store::Store& store,
-                                                  const store::Match& match,
-                                                  const policy::Plan& plan, uint64_t ring_bytes,
-                                                  double link_bytes_per_s, double remote_timeout_s);
-  // Stops reading.
-  virtual ~ReadAhead() = default;
-  // Takes note of what has arrived and makes room for more; call it now and then. Never waits. True
-  // when everything that could be read is there.
-  virtual Result<bool> poll() = 0;
-  [[nodiscard]] virtual uint64_t bytes_read() const = 0;  // not those of host memory
 };
 
 // Restores the plan's rows and prefills the rest. The sequence must be empty; after any error it

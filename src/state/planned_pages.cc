@@ -1,0 +1,156 @@
+#include "planned_pages.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "state/identity.h"
+
+namespace hcache::state {
+namespace {
+
+using engine::Engine;
+using policy::Method;
+
+// Where a chunk's rows stand in the history.
+struct ChunkSpan {
+  const store::MatchedChunk* chunk = nullptr;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+std::vector<ChunkSpan> chunk_spans(const store::Match& match, int64_t max_rows) {
+  std::vector<ChunkSpan> spans;
+  int64_t begin = 0;
+  for (const store::MatchedChunk& chunk : match.chunks) {
+    if (begin >= max_rows) break;
+    const int64_t end = std::min<int64_t>(begin + chunk.usable_rows, max_rows);
+    spans.push_back({&chunk, begin, end});
+    begin = end;
+  }
+  return spans;
+}
+
+// The chunk's page for a method, or nullptr where this engine can't use what is stored.
+const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info, int layer,
+                                   Method method) {
+  for (const store::PageInfo& page : info.pages) {
+    if (page.layer != layer) continue;
+    const size_t n_tokens = info.tokens.size();
+    if (method == Method::kKv && page.encoding == store::Encoding::kKv) {
+      const auto type = element_type(engine.options().kv_type);
+      const bool fits = page.bytes == 2 * engine.kv_row_bytes() * n_tokens;
+      if (info.k_type == type && info.v_type == type && fits) return &page;
+    }
+    if (method == Method::kHidden && store::is_hidden(page.encoding)) {
+      const auto type = hidden_type(page.encoding);
+      if (type && page.bytes == engine.hidden_row_bytes(*type) * n_tokens &&
+          engine.can_project(*type)) {
+        return &page;
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,
+                                  const TierSlowness& slowness) {
+  policy::Availability result;
+  for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
+    policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
+    const store::ChunkInfo& info = span.chunk->chunk.info();
+    std::vector<store::PageOrigin> origins;
+    if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
+    bool all_disk = true;
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      int mask = policy::kNoEncoding;
+      double slowest = -1;  // of its pages, where one is here and another one there
+      const auto add = [&](Method method, policy::Encoding encoding) {
+        const store::PageInfo* page = usable_page(engine, info, layer, method);
+        if (page == nullptr) return;
+        mask |= encoding;
+        double factor = 1;
+        if (!origins.empty()) {
+          const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
+          if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
+          if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
+        }
+        slowest = std::max(slowest, factor);
+      };
+      add(Method::kHidden, policy::kHasHidden);
+      add(Method::kKv, policy::kHasKv);
+      run.layers.push_back(static_cast<policy::Encoding>(mask));
+      run.slowness.push_back(slowest < 0 ? 1 : slowest);
+      all_disk = all_disk && run.slowness.back() == 1;
+    }
+    if (all_disk) run.slowness.clear();
+    if (!result.runs.empty() && result.runs.back().layers == run.layers &&
+        result.runs.back().slowness == run.slowness) {
+      result.runs.back().tokens += run.tokens;
+    } else {
+      result.runs.push_back(std::move(run));
+    }
+  }
+  return result;
+}
+
+Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const store::Match* match,
+                                                        const policy::Plan& plan) {
+  const int n_layer = engine.n_layer();
+  std::vector<std::vector<Segment>> layers(n_layer);
+  if (plan.runs.empty()) return layers;
+  const std::vector<ChunkSpan> spans = chunk_spans(*match, plan.restored_tokens);
+  for (int layer = plan.recompute_layers; layer < n_layer; ++layer) {
+    for (const policy::PlanRun& run : plan.runs) {
+      Segment segment{.method = run.layers[layer], .pages = {}};
+      for (const ChunkSpan& span : spans) {
+        const int64_t begin = std::max(span.begin, run.begin);
+        const int64_t end = std::min(span.end, run.begin + run.tokens);
+        if (begin >= end) continue;
+        const store::ChunkInfo& info = span.chunk->chunk.info();
+        const store::PageInfo* page = usable_page(engine, info, layer, segment.method);
+        if (page == nullptr) {
+          return internal_error(
+              fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
+                          policy::method_name(segment.method), layer, to_hex(info.id)));
+        }
+        segment.pages.push_back({page, &span.chunk->chunk, begin, end - begin, begin - span.begin});
+      }
+      if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));
+    }
+  }
+  return layers;
+}
+
+std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segment>>& layers) {
+  std::vector<store::PageRequest> requests;
+  for (const std::vector<Segment>& segments : layers) {
+    for (const Segment& segment : segments) {
+      for (const PlannedPage& page : segment.pages) {
+        requests.push_back({*page.chunk, page.info->layer, page.info->encoding});
+      }
+    }
+  }
+  return requests;
+}
+
+Result<std::unique_ptr<store::PageReader>> open_reader(store::Store* store,
+                                                       std::span<const store::PageRequest> pages,
+                                                       store::ReaderOptions options) {
+  std::unique_ptr<store::PageReader> reader;
+  if (pages.empty()) return reader;
+  size_t largest = 0;
+  for (const store::PageRequest& page : pages) {
+    largest =
+        std::max<size_t>(largest, page.chunk.info().find_page(page.layer, page.encoding)->bytes);
+  }
+  options.ring_bytes = std::max<uint64_t>(options.ring_bytes, 8 * (largest + kDirectAlignment));
+  HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
+  HCACHE_RETURN_IF_ERROR(reader->submit(pages));
+  return reader;
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,60 @@
+// Which pages of the store a restore could read, which of them a plan does read, and a reader for
+// these: what planning, restoring and reading ahead have in common.
+//
+// Threading: the engine's thread; open_reader() any.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/engine.h"
+#include "policy/restore_plan.h"
+#include "store/store.h"
+
+namespace hcache::state {
+
+// Seconds per byte of a tier, over those of the disks.
+struct TierSlowness {
+  const store::Store* store = nullptr;  // knows where a page would come from; null: the disks
+  double memory = 0;
+  double remote = 1;
+};
+
+// What the store offers of a match to this engine, as the planner wants it: runs of chunks with
+// equal encodings, layers x {hidden, kv}; encodings that this engine can't use are left out.
+// What comes from host memory or from afar is marked so.
+// `max_rows` cuts it (the last token is always computed).
+[[nodiscard]] policy::Availability availability(engine::Engine& engine, const store::Match& match,
+                                                int64_t max_rows, const TierSlowness& slowness);
+
+// One page of the schedule and the rows of it that are used.
+struct PlannedPage {
+  const store::PageInfo* info = nullptr;
+  const store::ChunkRef* chunk = nullptr;
+  int64_t begin = 0;  // position of the first used row
+  int64_t n_rows = 0;
+  int64_t row = 0;  // of the page
+};
+
+// The pages of one layer in one run, in order, and what is done with them.
+struct Segment {
+  policy::Method method = policy::Method::kKv;
+  std::vector<PlannedPage> pages;
+};
+
+// What the plan reads, in its order: by layer. The pages point into the match.
+[[nodiscard]] Result<std::vector<std::vector<Segment>>> planned_pages(engine::Engine& engine,
+                                                                      const store::Match* match,
+                                                                      const policy::Plan& plan);
+[[nodiscard]] std::vector<store::PageRequest> requests_of(
+    const std::vector<std::vector<Segment>>& layers);
+
+// A reader that has been asked for the pages; null when there are none. The ring is larger than
+// asked for where pages are large.
+[[nodiscard]] Result<std::unique_ptr<store::PageReader>> open_reader(
+    store::Store* store, std::span<const store::PageRequest> pages, store::ReaderOptions options);
+
+}  // namespace hcache::state
