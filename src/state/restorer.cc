@@ -558,10 +558,6 @@ Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine
   return std::unique_ptr<Restoration>(std::move(restoration));
 }
 
-// ---- Reading ahead
-
-namespace {}  // namespace
-
 Result<RestoreOutcome> run_restore(Env& env, Engine& engine, store::Store* store,
                                    const RestoreRun& run) {
   HCACHE_RETURN_IF_ERROR(check_run(store, run));

@@ -346,7 +346,8 @@ TEST_F(ExecutorTest, DamagedStateIsLeftToThePrefill) {
   EXPECT_EQ(p->state(seq, 300), state);
 }
 
-// Two requests wait and nothing is computed; the memory holds the state of one.
+// Two requests wait; the memory holds the state of one. Reading goes on though nothing is computed;
+// on demand not even steps bring it about.
 TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
   const Tokens one = random_tokens(300, 1);
   const Tokens two = random_tokens(300, 2);
@@ -364,9 +365,12 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     const Tokens second = two + Tokens{7};
     p->enqueued({.place = 5, .salt = salt, .tokens = first, .restore = 300});
     p->enqueued({.place = 9, .salt = salt, .tokens = second, .restore = 300});
-    while (ahead && p->bytes_read_ahead() == 0) {
+    const SeqId other = p.create("", false);
+    for (int i = 0; ahead ? p->bytes_read_ahead() == 0 : i < 300; ++i) {
+      if (!ahead) p.append(other, {i});
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    EXPECT_EQ(p->bytes_read_ahead() > 0, ahead);
     const SeqId seq = p.create();
     const RestoreStatus done = p.restore(seq, first, 300);
     p->dequeued(5, true);
