@@ -66,6 +66,14 @@ std::uint64_t page_bytes(const ChunkRecord& record) {
   return sum;
 }
 
+bool page_before(const PageInfo& a, const PageInfo& b) {
+  return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
+}
+
+bool same_family(const ChunkInfo& a, const ChunkInfo& b) {
+  return a.parent == b.parent && a.fingerprint == b.fingerprint && a.salt == b.salt;
+}
+
 ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt, const ChunkId& parent) {
   if (!parent.is_zero()) return parent;
   return Hasher("hcache root 1").add(fingerprint).add(salt).finish<ChunkId>();

@@ -46,6 +46,10 @@ struct ChunkRecord {
 
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> bytes);
 [[nodiscard]] std::uint64_t page_bytes(const ChunkRecord& record);
+// The order of a chunk's pages: by layer, then by encoding.
+[[nodiscard]] bool page_before(const PageInfo& a, const PageInfo& b);
+// Whether both continue the same chunk, for the same model and salt.
+[[nodiscard]] bool same_family(const ChunkInfo& a, const ChunkInfo& b);
 
 // The `parent` column: what siblings share.
 [[nodiscard]] ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt,

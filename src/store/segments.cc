@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstring>
+
 #include "base/log.h"
 
 namespace hcache::store {
@@ -80,6 +82,22 @@ Result<std::shared_ptr<File>> Segments::create(std::uint32_t disk, std::uint32_t
   MutexLock lock(mutex_);
   remember({disk, segment}, file);
   return file;
+}
+
+std::shared_ptr<const AlignedBuffer> Segments::read_page(const PagePlace& place,
+                                                         std::uint32_t bytes) {
+  const auto file = open(place.disk, place.segment);
+  if (!file.ok()) return nullptr;
+  const std::uint64_t from = place.offset / kBlock * kBlock;
+  AlignedBuffer blocks(round_up(place.offset + bytes - from, kBlock));
+  const auto got = (*file)->read_at(from, blocks.span());
+  const std::uint64_t within = place.offset - from;
+  if (!got.ok() || *got < within + bytes) return nullptr;
+  const auto page = blocks.span().subspan(within, bytes);
+  if (checksum(page) != place.checksum) return nullptr;
+  auto out = std::make_shared<AlignedBuffer>(bytes);
+  std::memcpy(out->data(), page.data(), bytes);
+  return out;
 }
 
 Status Segments::remove(std::uint32_t disk, std::uint32_t segment) {

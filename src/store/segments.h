@@ -36,6 +36,10 @@ class Segments {
   // A new one with a durable header and directory entry; replaces a leftover file.
   [[nodiscard]] Result<std::shared_ptr<File>> create(std::uint32_t disk, std::uint32_t segment)
       HCACHE_EXCLUDES(mutex_);
+  // A page's bytes as the disk has them; null: it can't be read, or fails its check.
+  [[nodiscard]] std::shared_ptr<const AlignedBuffer> read_page(const PagePlace& place,
+                                                               std::uint32_t bytes)
+      HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] Status remove(std::uint32_t disk, std::uint32_t segment) HCACHE_EXCLUDES(mutex_);
 
  private:

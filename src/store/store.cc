@@ -2,50 +2,25 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 
 #include "base/log.h"
-#include "base/tokens.h"
+#include "disks.h"
 #include "store_impl.h"
 
 namespace hcache::store {
 namespace {
 
 constexpr const char* kLockName = "hcache-store.lock";
-constexpr const char* kDiskFileName = "hcache-disk";
 constexpr std::uint64_t kMinSegmentBytes = 16ULL << 10;
 constexpr std::uint64_t kMaxSegmentBytes = 64ULL << 30;
 constexpr std::uint64_t kMinRingBytes = 256ULL << 10;
-// Blocks beyond its pages that a file system may count for a segment (its own extent tree, say).
-constexpr std::uint64_t kAllocationSlack = 64ULL << 10;
 constexpr int kMatchAttempts = 8;
 // A gigabit per second, until something has been read.
 constexpr double kGuessedRemoteSpeed = 125e6;
 constexpr std::uint64_t kMinMeasuredBytes = 4ULL << 20;
 // For what waits to be written to the remote tier, when the store closes.
 constexpr std::int64_t kRemoteCloseNs = 5'000'000'000;
-
-// Pages of `there` that `here`, the same chunk, lacks.
-void add_missing_pages(const ChunkRecord& there, ChunkRecord* here) {
-  ChunkInfo& info = here->info;
-  for (std::size_t i = 0; i < there.info.pages.size(); ++i) {
-    const PageInfo& page = there.info.pages[i];
-    if (info.find_page(page.layer, page.encoding) != nullptr) continue;
-    if (page.encoding == Encoding::kKv) {
-      // All kv pages of a chunk have the same types.
-      const bool other = info.k_type != ElementType::kNone &&
-                         (info.k_type != there.info.k_type || info.v_type != there.info.v_type);
-      if (other) continue;
-      info.k_type = there.info.k_type;
-      info.v_type = there.info.v_type;
-    }
-    const auto at = std::lower_bound(
-        info.pages.begin(), info.pages.end(), page, [](const PageInfo& a, const PageInfo& b) {
-          return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
-        });
-    here->places.insert(here->places.begin() + (at - info.pages.begin()), there.places[i]);
-    info.pages.insert(at, page);
-  }
-}
 
 std::string without_slash(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -75,7 +50,7 @@ Status check_options(const StoreOptions& options) {
 
 struct StoreImpl::Pin : PinnedChunk {
   StoreImpl* owner = nullptr;
-  ~Pin() { owner->unpin(record.info.id); }
+  ~Pin() { owner->pins_.unpin(record.info.id); }
 };
 
 Result<std::unique_ptr<Store>> Store::open(Env& env, StoreOptions options) {
@@ -155,20 +130,7 @@ Status StoreImpl::open() {
   catalog.read_only = options_.read_only;
   HCACHE_ASSIGN_OR_RETURN(auto opened, Catalog::open(env_, catalog));
   catalog_ = std::move(opened);
-  auto ready = [&]() HCACHE_REQUIRES(write_mutex_) -> Status {
-    HCACHE_ASSIGN_OR_RETURN(std::vector<std::string> dirs, resolve_disks());
-    segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), std::move(dirs),
-                                           options_.read_only, options_.direct_io);
-    if (!options_.remote.url.empty()) {
-      HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote));
-      remote_ = std::make_unique<Remote>(env_, options_.remote, std::move(tier));
-    }
-    if (options_.read_only) return {};
-    HCACHE_RETURN_IF_ERROR(rebuild_free_space());
-    std::uint64_t removed = 0;
-    return reclaim(false, &removed);
-  };
-  Status status = ready();
+  Status status = prepare();
   if (!status.ok()) {
     catalog_.reset();
     lock_.reset();
@@ -176,111 +138,43 @@ Status StoreImpl::open() {
   return status;
 }
 
-// Which directory is which disk. New directories become new disks.
-Result<std::vector<std::string>> StoreImpl::resolve_disks() {
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<std::uint32_t> known, catalog_->disks());
-  std::vector<std::string> dirs;      // by disk
-  std::vector<std::string> unmarked;  // no disk file
-  std::vector<std::string> damaged;   // an unreadable one
-  auto place = [&](std::uint32_t disk, const std::string& dir) -> Status {
-    if (disk >= kMaxDisks) return data_loss(fmt::format("{}: disk {} is too high", dir, disk));
-    if (dirs.size() <= disk) dirs.resize(disk + std::size_t{1});
-    if (!dirs[disk].empty()) {
-      return failed_precondition(
-          fmt::format("{} and {} both say they are disk {} of the store", dirs[disk], dir, disk));
-    }
-    dirs[disk] = dir;
-    return {};
-  };
-  for (const std::string& dir : options_.dirs) {
-    const std::string path = join_path(dir, kDiskFileName);
-    HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env_.file_info(path));
-    if (!info.exists) {
-      unmarked.push_back(dir);
-      continue;
-    }
-    HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(env_, path));
-    const auto file = decode_disk_file(text);
-    if (!file.ok()) {
-      if (file.code() != Code::kDataLoss) return file.status().with_context(path);
-      damaged.push_back(dir);
-      continue;
-    }
-    if (file->store != catalog_->store_id()) {
-      return failed_precondition(
-          fmt::format("{} belongs to store {}, the catalog in {} to store {}", dir,
-                      to_hex(file->store), options_.catalog_dir, to_hex(catalog_->store_id())));
-    }
-    HCACHE_RETURN_IF_ERROR(place(file->disk, dir));
+Status StoreImpl::prepare() {
+  HCACHE_ASSIGN_OR_RETURN(std::vector<std::string> dirs, resolve_disks(env_, *catalog_, options_));
+  segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), std::move(dirs),
+                                         options_.read_only, options_.direct_io);
+  if (!options_.remote.url.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote));
+    remote_ = std::make_unique<Remote>(env_, options_.remote, std::move(tier));
   }
-  std::vector<std::uint32_t> missing;
-  for (const std::uint32_t disk : known) {
-    if (disk >= dirs.size() || dirs[disk].empty()) missing.push_back(disk);
-  }
-  if (missing.size() == 1 && damaged.size() == 1) {
-    // It can only be this one. Pages have checksums of their own, so a wrong guess shows.
-    log::warn("{} is damaged; taking {} as disk {}", join_path(damaged[0], kDiskFileName),
-              damaged[0], missing[0]);
-    HCACHE_RETURN_IF_ERROR(place(missing[0], damaged[0]));
-    if (!options_.read_only) {
-      HCACHE_RETURN_IF_ERROR(
-          write_whole_file(env_, join_path(damaged[0], kDiskFileName),
-                           encode_disk_file({catalog_->store_id(), missing[0]})));
-    }
-    missing.clear();
-    damaged.clear();
-  }
-  if (!damaged.empty()) {
-    return data_loss(fmt::format("{} is damaged", join_path(damaged[0], kDiskFileName)));
-  }
-  if (!missing.empty()) {
-    return failed_precondition(
-        fmt::format("disk {} of the store in {} is not among the given directories (not mounted?)",
-                    missing[0], options_.catalog_dir));
-  }
-  if (options_.read_only) {
-    if (dirs.empty())
-      return not_found(fmt::format("the store in {} has no disks", options_.dirs[0]));
-    return dirs;
-  }
-  for (const std::string& dir : unmarked) {
-    const auto disk = static_cast<std::uint32_t>(dirs.size());
-    HCACHE_RETURN_IF_ERROR(env_.make_dirs(dir));
-    HCACHE_RETURN_IF_ERROR(write_whole_file(env_, join_path(dir, kDiskFileName),
-                                            encode_disk_file({catalog_->store_id(), disk})));
-    HCACHE_RETURN_IF_ERROR(place(disk, dir));
-  }
-  if (dirs.size() > known.size()) {
-    HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-    for (std::uint32_t disk = 0; disk < dirs.size(); ++disk) {
-      HCACHE_RETURN_IF_ERROR(transaction.add_disk(disk, env_.wall_ns()));
-    }
-    HCACHE_RETURN_IF_ERROR(transaction.commit());
-  }
-  return dirs;
+  chains_ = std::make_unique<Chains>(*catalog_, remote_.get());
+  space_ = std::make_unique<Space>(env_, *segments_, options_.segment_bytes);
+  writer_ = std::make_unique<SegmentWriter>(env_, *segments_, *space_);
+  removal_ = std::make_unique<Removal>(*catalog_, pins_, *space_, owners_, remote_.get());
+  copies_ = std::make_unique<TierCopies>(cache_, remote_.get(), *segments_);
+  const QuotaLimits limits = {options_.quota_bytes, options_.owner_quota_bytes};
+  quota_ = std::make_unique<Quota>(env_, limits, least_recently_used, *catalog_, pins_, *space_,
+                                   owners_, *removal_, *copies_);
+  sessions_ =
+      std::make_unique<Sessions>(env_, *catalog_, *chains_, pins_, *removal_, remote_.get());
+  if (options_.read_only) return {};
+  HCACHE_RETURN_IF_ERROR(space_->list_segments());
+  HCACHE_RETURN_IF_ERROR(count_pages());
+  std::uint64_t removed = 0;
+  return space_->reclaim(false, &removed);
 }
 
-Status StoreImpl::rebuild_free_space() {
-  free_space_.assign(segments_->disks(), Allocator(options_.segment_bytes));
-  for (std::uint32_t disk = 0; disk < segments_->disks(); ++disk) {
-    HCACHE_ASSIGN_OR_RETURN(const auto numbers, segments_->list(disk));
-    for (const std::uint32_t number : numbers) free_space_[disk].add_segment(number);
-  }
-  HCACHE_ASSIGN_OR_RETURN(owners_, catalog_->owners());
+Status StoreImpl::count_pages() {
+  HCACHE_ASSIGN_OR_RETURN(auto owners, catalog_->owners());
+  owners_.load(std::move(owners));
   std::uint64_t damaged = 0;
   HCACHE_RETURN_IF_ERROR(catalog_->scan([&](ChunkRow&& row) HCACHE_REQUIRES(write_mutex_) {
     if (!row.record.ok()) {
       ++damaged;
       return true;
     }
-    owned_bytes_[owner_of(row.record->info.salt)] += page_bytes(*row.record);
+    owners_.add(row.record->info.salt, page_bytes(*row.record));
     for (std::size_t i = 0; i < row.record->places.size(); ++i) {
-      const PagePlace& place = row.record->places[i];
-      if (place.disk >= free_space_.size() ||
-          !free_space_[place.disk].add_page(place.segment, place.offset,
-                                            row.record->info.pages[i].bytes)) {
-        ++damaged;
-      }
+      if (!space_->add_page(row.record->places[i], row.record->info.pages[i].bytes)) ++damaged;
     }
     return true;
   }));
@@ -292,40 +186,7 @@ Status StoreImpl::rebuild_free_space() {
   return {};
 }
 
-Status StoreImpl::reclaim(bool always, std::uint64_t* segments_removed) {
-  for (std::uint32_t disk = 0; disk < segments_->disks(); ++disk) {
-    Allocator& space = free_space_[disk];
-    for (const std::uint32_t number : space.segments()) {
-      if (space.used_bytes(number) == 0) {
-        const Status status = segments_->remove(disk, number);
-        if (!status.ok() && status.code() != Code::kNotFound) return status;
-        space.remove_segment(number);
-        ++*segments_removed;
-        continue;
-      }
-      const auto info = env_.file_info(segments_->path(disk, number));
-      if (!info.ok() || !info->exists) continue;  // its pages will be found missing when read
-      const std::uint64_t end = space.end_of_use(number);
-      const std::uint64_t expected = space.used_bytes(number) + kSegmentHeaderBytes;
-      if (!always && info->allocated_bytes <= expected + kAllocationSlack && info->size <= end) {
-        continue;
-      }
-      const auto file = segments_->open(disk, number);
-      if (!file.ok()) {
-        log::warn("cannot reclaim space: {}", file.status().to_string());
-        continue;
-      }
-      if (info->size > end) HCACHE_RETURN_IF_ERROR((*file)->truncate(end));
-      for (const Extent& hole : space.holes(number)) {
-        HCACHE_RETURN_IF_ERROR((*file)->punch_hole(hole.offset, hole.bytes));
-      }
-    }
-  }
-  return {};
-}
-
 Status StoreImpl::check_open() const {
-  MutexLock lock(mutex_);
   if (closed_) return failed_precondition("the store is closed");
   return {};
 }
@@ -341,11 +202,11 @@ Status StoreImpl::close() {
   HCACHE_RETURN_IF_ERROR(check_open());
   Status status;
   if (!options_.read_only) {
-    settle_deferred();
+    removal_->finish_unpinned();
     promote();
     auto flush = [&]() -> Status {
       HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-      HCACHE_RETURN_IF_ERROR(flush_touches(&transaction));
+      HCACHE_RETURN_IF_ERROR(save_uses(&pins_, &transaction));
       HCACHE_RETURN_IF_ERROR(transaction.commit());
       return catalog_->checkpoint();
     };
@@ -355,12 +216,11 @@ Status StoreImpl::close() {
     const Status there = remote_->flush(env_.monotonic_ns() + kRemoteCloseNs);
     if (!there.ok()) log::warn("the remote store lacks what was saved last: {}", there.message());
   }
-  {
-    MutexLock state(mutex_);
-    closed_ = true;
-    if (!pins_.empty()) log::warn("{} chunks are pinned in a store that closes", pins_.size());
+  closed_ = true;
+  if (const std::size_t pinned = pins_.count(); pinned > 0) {
+    log::warn("{} chunks are pinned in a store that closes", pinned);
   }
-  write_queue_.reset();
+  writer_.reset();
   catalog_.reset();
   lock_.reset();
   return status;
@@ -368,105 +228,28 @@ Status StoreImpl::close() {
 
 // ---- Matching and pinning ---------------------------------------------------------------------
 
-Result<std::optional<ChunkRecord>> StoreImpl::find_record(const ChunkId& id, Where where) {
-  auto found = catalog_->find(id);
-  if (remote_ == nullptr || where == Where::kDisks) return found;
-  if (!found.ok() && found.code() != Code::kDataLoss) return found;
-  std::optional<ChunkRecord> there = remote_->find(id);
-  if (!there.has_value()) return found;
-  if (!found.ok() || !found->has_value()) return there;
-  add_missing_pages(*there, &**found);
-  return found;
-}
-
-Result<std::vector<ChunkRecord>> StoreImpl::walk(const Fingerprint& fingerprint, const SaltId& salt,
-                                                 std::span<const std::int32_t> tokens, Where where,
-                                                 std::vector<std::uint32_t>* rows) {
-  std::vector<ChunkRecord> chain;
-  ChunkId parent;
-  auto fits = [&](const ChunkInfo& info) {
-    return info.parent == parent && info.fingerprint == fingerprint && info.salt == salt;
-  };
-  rows->clear();
-  while (!tokens.empty()) {
-    if (tokens.size() >= kChunkTokens) {
-      const auto wanted = tokens.first(kChunkTokens);
-      auto found = find_record(chunk_id(fingerprint, salt, parent, wanted), where);
-      if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
-      if (!found.ok()) log::warn("{}", found.status().to_string());
-      if (found.ok() && found->has_value() && fits((*found)->info) &&
-          common_prefix((*found)->info.tokens, wanted) == kChunkTokens) {
-        parent = (*found)->info.id;
-        chain.push_back(std::move(**found));
-        rows->push_back(kChunkTokens);
-        tokens = tokens.subspan(kChunkTokens);
-        continue;
-      }
-    }
-    auto siblings = catalog_->children(sibling_key(fingerprint, salt, parent), tokens[0]);
-    if (!siblings.ok()) {
-      if (siblings.code() != Code::kDataLoss) return siblings.status();
-      log::warn("{}", siblings.status().to_string());
-      break;
-    }
-    if (remote_ != nullptr && where == Where::kEverywhere) {
-      const ChunkId key = sibling_key(fingerprint, salt, parent);
-      for (ChunkRecord& there : remote_->children(key, tokens[0])) {
-        const auto here =
-            std::find_if(siblings->begin(), siblings->end(),
-                         [&](const ChunkRecord& s) { return s.info.id == there.info.id; });
-        if (here == siblings->end()) {
-          siblings->push_back(std::move(there));
-        } else {
-          add_missing_pages(there, &*here);
-        }
-      }
-    }
-    ChunkRecord* best = nullptr;
-    std::uint32_t best_rows = 0;
-    for (ChunkRecord& sibling : *siblings) {
-      if (!fits(sibling.info)) continue;
-      const auto n = static_cast<std::uint32_t>(common_prefix(sibling.info.tokens, tokens));
-      if (n > best_rows || (n == best_rows && best != nullptr &&
-                            sibling.info.pages.size() > best->info.pages.size())) {
-        best = &sibling;
-        best_rows = n;
-      }
-    }
-    if (best != nullptr && best_rows > 0) {
-      chain.push_back(std::move(*best));
-      rows->push_back(best_rows);
-    }
-    break;
-  }
-  return chain;
-}
-
 Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint,
                                                   const SaltId& salt,
                                                   std::span<const std::int32_t> tokens) {
-  std::uint64_t epoch = 0;
-  {
-    MutexLock lock(mutex_);
-    if (closed_) return failed_precondition("the store is closed");
-    epoch = epoch_;
-  }
-  std::vector<std::uint32_t> rows;
-  HCACHE_ASSIGN_OR_RETURN(auto chain, walk(fingerprint, salt, tokens, Where::kEverywhere, &rows));
-  const std::int64_t now = env_.wall_ns();
+  HCACHE_RETURN_IF_ERROR(check_open());
+  const std::uint64_t epoch = pins_.epoch();
+  HCACHE_ASSIGN_OR_RETURN(Chain chain,
+                          chains_->walk(fingerprint, salt, tokens, Where::kEverywhere));
+  std::vector<ChunkId> ids;
+  for (const ChunkRecord& record : chain.chunks) ids.push_back(record.info.id);
+  std::optional<std::int64_t> used_ns;
+  if (!options_.read_only) used_ns = env_.wall_ns();
+  const auto pinned = pins_.pin(ids, epoch, used_ns);
+  if (!pinned.has_value()) return std::optional<Match>();
   Match match;
-  MutexLock lock(mutex_);
-  if (epoch != epoch_) return std::optional<Match>();
-  for (std::size_t i = 0; i < chain.size(); ++i) {
-    const ChunkId id = chain[i].info.id;
-    if (dying_.contains(id)) break;
-    match.n_tokens += rows[i];
-    if (!options_.read_only) touched_[id] = now;
-    const auto& places = chain[i].places;
-    const bool afar = std::any_of(places.begin(), places.end(),
-                                  [](const PagePlace& place) { return place.disk == kRemoteDisk; });
-    if (afar) remote_->keep(chain[i]);
-    match.chunks.push_back({make_ref(std::move(chain[i])), rows[i]});
+  for (std::size_t i = 0; i < *pinned; ++i) {
+    match.n_tokens += chain.rows[i];
+    const auto& places = chain.chunks[i].places;
+    const bool remote = std::any_of(places.begin(), places.end(), [](const PagePlace& place) {
+      return place.disk == kRemoteDisk;
+    });
+    if (remote) remote_->keep(chain.chunks[i]);
+    match.chunks.push_back({make_ref(std::move(chain.chunks[i])), chain.rows[i]});
   }
   return std::optional<Match>(std::move(match));
 }
@@ -486,45 +269,20 @@ Result<Match> StoreImpl::match(const Fingerprint& fingerprint, const SaltId& sal
 
 void StoreImpl::look_up(const Fingerprint& fingerprint, const SaltId& salt,
                         std::span<const std::int32_t> tokens) {
-  if (remote_ == nullptr || !check_open().ok()) return;
-  std::vector<std::uint32_t> rows;
-  const auto chain = walk(fingerprint, salt, tokens, Where::kDisks, &rows);
-  if (!chain.ok()) return;
-  // Up to the first chunk that has fewer pages than another the disks have it all.
-  std::size_t most = 0;
-  for (const ChunkRecord& record : *chain) most = std::max(most, record.info.pages.size());
-  ChunkId parent;
-  std::size_t at = 0;
-  std::size_t have_tail = 0;
-  for (std::size_t i = 0; i < chain->size(); ++i) {
-    const ChunkInfo& info = (*chain)[i].info;
-    if (info.pages.empty() || info.pages.size() < most) break;
-    if (rows[i] < kChunkTokens) {
-      have_tail = rows[i];
-      break;
-    }
-    parent = info.id;
-    at += kChunkTokens;
-  }
-  if (at + have_tail < tokens.size()) {
-    remote_->look_up(fingerprint, salt, parent, tokens.subspan(at), have_tail);
-  }
+  if (check_open().ok()) chains_->look_up_remote(fingerprint, salt, tokens);
 }
 
 Result<ChunkRef> StoreImpl::find(const ChunkId& id) {
   HCACHE_RETURN_IF_ERROR(check_open());
   while (true) {
-    std::uint64_t epoch = 0;
-    {
-      MutexLock lock(mutex_);
-      epoch = epoch_;
-    }
+    const std::uint64_t epoch = pins_.epoch();
     HCACHE_ASSIGN_OR_RETURN(auto record, catalog_->find(id));
-    MutexLock lock(mutex_);
-    if (!record.has_value() || dying_.contains(id)) {
-      return not_found(fmt::format("there is no chunk {}", to_hex(id)));
+    if (record.has_value()) {
+      const auto pinned = pins_.pin({&id, 1}, epoch, std::nullopt);
+      if (!pinned.has_value()) continue;
+      if (*pinned == 1) return make_ref(std::move(*record));
     }
-    if (epoch == epoch_) return make_ref(std::move(*record));
+    return not_found(fmt::format("there is no chunk {}", to_hex(id)));
   }
 }
 
@@ -533,22 +291,10 @@ ChunkRef StoreImpl::make_ref(ChunkRecord record) {
   pin->record = std::move(record);
   pin->store = this;
   pin->owner = this;
-  ++pins_[pin->record.info.id];
   ChunkRef ref;
   ref.info_ = &pin->record.info;
   ref.pin_ = std::shared_ptr<const PinnedChunk>(std::move(pin));
   return ref;
-}
-
-void StoreImpl::unpin(const ChunkId& id) {
-  MutexLock lock(mutex_);
-  const auto at = pins_.find(id);
-  if (at != pins_.end() && --at->second == 0) pins_.erase(at);
-}
-
-bool StoreImpl::pinned(const ChunkId& id) const {
-  MutexLock lock(mutex_);
-  return pins_.contains(id);
 }
 
 Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options) {
@@ -633,122 +379,27 @@ void StoreImpl::want(std::uint64_t place, const Match& match) {
 // ---- Sessions ---------------------------------------------------------------------------------
 
 Status StoreImpl::put_session(const Session& session) {
-  if (session.name.empty()) return invalid_argument("a session needs a name");
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
-  Session saved = session;
-  saved.updated_ns = env_.wall_ns();
-  saved.created_ns = saved.updated_ns;
-  const auto before = catalog_->find_session(session.name);
-  if (before.ok() && before->has_value()) saved.created_ns = (*before)->created_ns;
-  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-  HCACHE_RETURN_IF_ERROR(transaction.put_session(saved));
-  return transaction.commit();
+  return sessions_->put(session);
 }
 
 Result<Session> StoreImpl::get_session(std::string_view name) {
   HCACHE_RETURN_IF_ERROR(check_open());
-  HCACHE_ASSIGN_OR_RETURN(auto session, catalog_->find_session(name));
-  if (!session.has_value()) return not_found(fmt::format("there is no session '{}'", name));
-  return std::move(*session);
+  return sessions_->get(name);
 }
 
 Result<std::vector<SessionSummary>> StoreImpl::list_sessions() {
   HCACHE_RETURN_IF_ERROR(check_open());
-  HCACHE_ASSIGN_OR_RETURN(const auto names, catalog_->session_names());
-  std::vector<SessionSummary> out;
-  for (const std::string& name : names) {
-    const auto session = catalog_->find_session(name);
-    if (!session.ok()) {
-      if (session.code() != Code::kDataLoss) return session.status();
-      log::warn("{}", session.status().to_string());
-      continue;
-    }
-    if (!session->has_value()) continue;
-    const Session& s = **session;
-    out.push_back({s.name, s.fingerprint, s.tokens.size(), s.created_ns, s.updated_ns});
-  }
-  return out;
+  return sessions_->list();
 }
 
 Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
-  settle_deferred();
+  removal_->finish_unpinned();
   cache_.clear();  // what is deleted is nowhere
-  auto found = catalog_->find_session(name);
-  if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
-  if (found.ok() && !found->has_value()) {
-    return not_found(fmt::format("there is no session '{}'", name));
-  }
-  std::vector<ChunkRecord> own;
-  std::vector<ChunkId> elsewhere;  // of the remote tier, which may have more of it than the disks
-  if (found.ok()) {                // of a damaged session only the row goes
-    const Session& session = **found;
-    std::vector<std::uint32_t> rows;
-    HCACHE_ASSIGN_OR_RETURN(
-        own, walk(session.fingerprint, session.salt, session.tokens, Where::kDisks, &rows));
-    // A last chunk that goes on differently is somebody else's.
-    if (!own.empty() && rows.back() < own.back().info.tokens.size()) own.pop_back();
-    // Tokens up to which some other session needs the chain.
-    std::uint64_t shared = 0;
-    HCACHE_ASSIGN_OR_RETURN(const auto names, catalog_->session_names());
-    for (const std::string& other_name : names) {
-      if (other_name == name) continue;
-      const auto other = catalog_->find_session(other_name);
-      if (!other.ok() || !other->has_value()) continue;
-      const Session& o = **other;
-      if (o.fingerprint != session.fingerprint || o.salt != session.salt) continue;
-      auto common = static_cast<std::uint64_t>(common_prefix(session.tokens, o.tokens));
-      // One that ends inside of a chunk has its state there.
-      if (common == o.tokens.size()) common = round_up(common, kChunkTokens);
-      shared = std::max(shared, common);
-    }
-    std::uint64_t end = 0;
-    std::size_t keep = 0;
-    for (const ChunkRecord& record : own) {
-      end += record.info.tokens.size();
-      if (round_up(end, kChunkTokens) > shared) break;
-      ++keep;
-    }
-    own.erase(own.begin(), own.begin() + static_cast<std::ptrdiff_t>(keep));
-    ChunkId parent;
-    auto left = std::span<const std::int32_t>(session.tokens);
-    const auto id_of = [&](std::size_t n) {
-      return chunk_id(session.fingerprint, session.salt, parent, left.first(n));
-    };
-    std::uint64_t at = 0;
-    for (; left.size() >= kChunkTokens; at += kChunkTokens) {
-      parent = id_of(kChunkTokens);
-      if (at >= shared) elsewhere.push_back(parent);
-      left = left.subspan(kChunkTokens);
-    }
-    // The last token is never computed, and an answer may have been saved as it grew.
-    for (std::size_t n = 1; n <= left.size() && at >= shared; ++n) elsewhere.push_back(id_of(n));
-  }
-  // From the end on, as long as no other chain goes through and nobody uses it.
-  std::vector<ChunkRecord> victims;
-  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-  bool existed = false;
-  HCACHE_RETURN_IF_ERROR(transaction.erase_session(name, &existed));
-  Status status;
-  while (!own.empty() && status.ok()) {
-    const auto followed = transaction.has_children(own.back().info.id);
-    if (!followed.ok()) status = followed.status();
-    if (!followed.ok() || *followed) break;
-    std::vector<ChunkRecord> one;
-    one.push_back(std::move(own.back()));
-    own.pop_back();
-    mark_dying(&one);
-    if (one.empty()) break;
-    status = transaction.erase(one[0].info.id);
-    victims.push_back(std::move(one[0]));
-  }
-  if (status.ok()) status = transaction.commit();
-  bury(victims, status.ok());
-  HCACHE_RETURN_IF_ERROR(status);
-  if (remote_ != nullptr) remote_->erase(elsewhere);
-  return static_cast<std::uint64_t>(victims.size());
+  return sessions_->erase(name);
 }
 
 }  // namespace hcache::store

@@ -1,0 +1,50 @@
+// Chunks on their way out: marked, removed from the catalog in one transaction, their space freed.
+//
+// Threading: one thread at a time (the store's writer).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "catalog.h"
+#include "owners.h"
+#include "pins.h"
+#include "remote.h"
+#include "space.h"
+
+namespace hcache::store {
+
+class Removal {
+ public:
+  // `remote` may be null.
+  Removal(Catalog& catalog, Pins& pins, Space& space, Owners& owners, Remote* remote)
+      : catalog_(catalog), pins_(pins), space_(space), owners_(owners), remote_(remote) {}
+
+  // Removes chunks in one transaction of their own, except pinned ones. Returns how many.
+  [[nodiscard]] Result<std::uint64_t> erase(std::vector<ChunkRecord> victims);
+  // After the removal of chunks that Pins::mark_dying() marked, or its failure: clears the marks
+  // and, if it was committed, frees their space.
+  void finish(std::span<const ChunkRecord> victims, bool committed);
+  // Tails that are needless but pinned: they go when they are not.
+  void erase_when_unpinned(std::span<const ChunkId> tails) {
+    superseded_.insert(superseded_.end(), tails.begin(), tails.end());
+  }
+  // Does what waited for pins that are gone now: dropped pages and superseded tails.
+  void finish_unpinned();
+  // Whether a longer sibling has all of a tail's tokens and pages.
+  [[nodiscard]] Result<bool> redundant(const ChunkRecord& record);
+
+ private:
+  Catalog& catalog_;
+  Pins& pins_;
+  Space& space_;
+  Owners& owners_;
+  Remote* const remote_;
+  std::vector<ChunkId> superseded_;
+};
+
+// Writes times of use that the catalog does not have yet.
+[[nodiscard]] Status save_uses(Pins* pins, Catalog::Transaction* transaction);
+
+}  // namespace hcache::store

@@ -1,0 +1,133 @@
+#include "sessions.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/tokens.h"
+
+namespace hcache::store {
+
+Status Sessions::put(const Session& session) {
+  if (session.name.empty()) return invalid_argument("a session needs a name");
+  Session saved = session;
+  saved.updated_ns = env_.wall_ns();
+  saved.created_ns = saved.updated_ns;
+  const auto before = catalog_.find_session(session.name);
+  if (before.ok() && before->has_value()) saved.created_ns = (*before)->created_ns;
+  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
+  HCACHE_RETURN_IF_ERROR(transaction.put_session(saved));
+  return transaction.commit();
+}
+
+Result<Session> Sessions::get(std::string_view name) {
+  HCACHE_ASSIGN_OR_RETURN(auto session, catalog_.find_session(name));
+  if (!session.has_value()) return not_found(fmt::format("there is no session '{}'", name));
+  return std::move(*session);
+}
+
+Result<std::vector<SessionSummary>> Sessions::list() {
+  HCACHE_ASSIGN_OR_RETURN(const auto names, catalog_.session_names());
+  std::vector<SessionSummary> out;
+  for (const std::string& name : names) {
+    const auto session = catalog_.find_session(name);
+    if (!session.ok()) {
+      if (session.code() != Code::kDataLoss) return session.status();
+      log::warn("{}", session.status().to_string());
+      continue;
+    }
+    if (!session->has_value()) continue;
+    const Session& s = **session;
+    out.push_back({s.name, s.fingerprint, s.tokens.size(), s.created_ns, s.updated_ns});
+  }
+  return out;
+}
+
+Result<std::uint64_t> Sessions::shared_tokens(const Session& session) {
+  std::uint64_t shared = 0;
+  HCACHE_ASSIGN_OR_RETURN(const auto names, catalog_.session_names());
+  for (const std::string& other_name : names) {
+    if (other_name == session.name) continue;
+    const auto other = catalog_.find_session(other_name);
+    if (!other.ok() || !other->has_value()) continue;
+    const Session& o = **other;
+    if (o.fingerprint != session.fingerprint || o.salt != session.salt) continue;
+    auto common = static_cast<std::uint64_t>(common_prefix(session.tokens, o.tokens));
+    // One that ends inside of a chunk has its state there.
+    if (common == o.tokens.size()) common = round_up(common, kChunkTokens);
+    shared = std::max(shared, common);
+  }
+  return shared;
+}
+
+Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
+  OwnPart out;
+  HCACHE_ASSIGN_OR_RETURN(
+      Chain chain, chains_.walk(session.fingerprint, session.salt, session.tokens, Where::kDisks));
+  out.chunks = std::move(chain.chunks);
+  // A last chunk that goes on differently is another chain's.
+  if (!out.chunks.empty() && chain.rows.back() < out.chunks.back().info.tokens.size()) {
+    out.chunks.pop_back();
+  }
+  HCACHE_ASSIGN_OR_RETURN(const std::uint64_t shared, shared_tokens(session));
+  std::uint64_t end = 0;
+  std::size_t keep = 0;
+  for (const ChunkRecord& record : out.chunks) {
+    end += record.info.tokens.size();
+    if (round_up(end, kChunkTokens) > shared) break;
+    ++keep;
+  }
+  out.chunks.erase(out.chunks.begin(), out.chunks.begin() + static_cast<std::ptrdiff_t>(keep));
+  ChunkId parent;
+  auto left = std::span<const std::int32_t>(session.tokens);
+  const auto id_of = [&](std::size_t n) {
+    return chunk_id(session.fingerprint, session.salt, parent, left.first(n));
+  };
+  std::uint64_t at = 0;
+  for (; left.size() >= kChunkTokens; at += kChunkTokens) {
+    parent = id_of(kChunkTokens);
+    if (at >= shared) out.ids.push_back(parent);
+    left = left.subspan(kChunkTokens);
+  }
+  // The last token is never computed, and an answer may have been saved as it grew.
+  for (std::size_t n = 1; n <= left.size() && at >= shared; ++n) out.ids.push_back(id_of(n));
+  return out;
+}
+
+Result<std::uint64_t> Sessions::erase(std::string_view name) {
+  auto found = catalog_.find_session(name);
+  if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
+  if (found.ok() && !found->has_value()) {
+    return not_found(fmt::format("there is no session '{}'", name));
+  }
+  OwnPart own;
+  if (found.ok()) {  // of a damaged session only the row goes
+    HCACHE_ASSIGN_OR_RETURN(own, own_part(**found));
+  }
+  // From the end on, as long as no other chain goes through and nobody uses it.
+  std::vector<ChunkRecord> victims;
+  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
+  bool existed = false;
+  HCACHE_RETURN_IF_ERROR(transaction.erase_session(name, &existed));
+  Status status;
+  while (!own.chunks.empty() && status.ok()) {
+    const auto followed = transaction.has_children(own.chunks.back().info.id);
+    if (!followed.ok()) status = followed.status();
+    if (!followed.ok() || *followed) break;
+    std::vector<ChunkRecord> one;
+    one.push_back(std::move(own.chunks.back()));
+    own.chunks.pop_back();
+    pins_.mark_dying(&one);
+    if (one.empty()) break;
+    status = transaction.erase(one[0].info.id);
+    victims.push_back(std::move(one[0]));
+  }
+  if (status.ok()) status = transaction.commit();
+  removal_.finish(victims, status.ok());
+  HCACHE_RETURN_IF_ERROR(status);
+  if (remote_ != nullptr) remote_->erase(own.ids);
+  return static_cast<std::uint64_t>(victims.size());
+}
+
+}  // namespace hcache::store
