@@ -226,11 +226,7 @@ class Bars:
     def bar6(self) -> None:
         """The sweep: `plan` is the lowest curve, and the planner knows it."""
         out = self.args.work / "sweep.json"
-        options = ["--reps", self.args.reps, "--json", out]
-        if self.args.quick:
-            options += ["--points", 3, "--history", 128, "--layers", self.args.layers, "--png",
-                        self.args.work / "sweep.png"]
-        self.script("sweep.py", *options)
+        self.script("sweep.py", "--reps", self.args.reps, "--json", out)
         self.details["sweep"] = json.loads(out.read_text())
         summary = self.details["sweep"]["summary"]
         self.check(5, "sweep: plan / lowest other curve, worst link",
@@ -258,17 +254,16 @@ class Bars:
         command = [sys.executable, str(lib.ROOT / "bench" / name), "--program",
                    str(self.args.program), "--device", self.args.device, "--threads",
                    str(self.args.threads), "--work", str(self.args.work), *map(str, options)]
+        if self.args.quick:
+            command.append("--quick")
         lib.say("+ " + " ".join(command))
         subprocess.run(command, check=True)
 
     def peer(self, what: str, *options: object) -> dict:
         out = self.args.work / f"peer-{what}.json"
         model = self.big("f16") if self.args.gpu else self.model("smollm2")
-        extra = list(options)
-        if self.args.quick:
-            extra += ["--prompt", "64", "--gen", 8, "--history", 256]
         self.script("peer.py", "-m", model, "--what", what, "--depth", self.args.depth, "--new",
-                    self.args.new, "--json", out, *extra)
+                    self.args.new, "--json", out, *options)
         results = json.loads(out.read_text())
         self.details[what] = results[what]
         self.machine = results["machine"]
@@ -281,14 +276,14 @@ def main() -> None:
     lib.add_common_options(parser)
     parser.add_argument("--bars", help="which ones (default: all that the device allows)")
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--gpu", action="store_true",
                         help="the GPU's set of bars, on any device (default: with cuda)")
-    parser.add_argument("--shape", default="llama2-7b", help="shape of the random-weight models")
+    parser.add_argument("--shape", help="shape of the random-weight models (default: llama2-7b)")
     parser.add_argument("--layers", type=int, help="its layers (default: 8, with --gpu 32)")
     args = parser.parse_args()
     args.gpu = args.gpu or args.device.startswith("cuda")
-    args.layers = args.layers or (32 if args.gpu else 8)
+    args.shape = args.shape or (lib.QUICK_SHAPE if args.quick else "llama2-7b")
+    args.layers = args.layers or (lib.QUICK_LAYERS if args.quick else 32 if args.gpu else 8)
     args.reps = 1 if args.quick else args.reps
     args.depth = 128 if args.quick else 4096
     args.new = 50

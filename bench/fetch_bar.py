@@ -3,6 +3,7 @@
 
     bench/fetch_bar.py                     (some minutes)
     bench/fetch_bar.py --policy car-timer  (CaR section III-B.2; the arena has room for two)
+    bench/fetch_bar.py --quick             tiny settings: proves the script, measures nothing
 
 Conversations of three blocks of 512 tokens are held, the server is killed, and all come back at once
 with one more message: one is answered at a time, the others wait. `--link` makes loading one take as
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace, shape: Shape, held: Path, policy: str, link: f
         return {"policy": policy, "link_bytes_per_s": link,
                 "ttft_p50_ms": statistics.median(r["ttft_ms"] for r in result["requests"]),
                 "duration_s": result["summary"]["duration_s"],
-                "bytes": statistics.median(a + b for a, b in zip(disk, dram)),
+                "bytes": statistics.median(a + b for a, b in zip(disk, dram, strict=True)),
                 "from_dram": sum(dram) / max(1, sum(dram) + sum(disk)),
                 "answers": (folder / "answers").read_text(encoding="utf-8")}
 
@@ -139,7 +140,6 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--policy", default="scheduler-aware", help="compared with on-demand")
     args = parser.parse_args()
     args.model = args.model or lib.default_model()
@@ -158,10 +158,9 @@ def main() -> None:
     target = "; target >= 1.5" if args.policy == "scheduler-aware" else ""
     print(f"TTFT p50 on-demand / {args.policy}: {lib.median(ratios):.2f} "
           f"({min(ratios):.2f} - {max(ratios):.2f}){target}")
-    if args.json_file:
-        args.json_file.write_text(json.dumps(
-            {"machine": serve_bars.machine(args), "shape": dataclasses.asdict(shape),
-             "pairs": pairs, "ratios": ratios}, indent=1) + "\n", encoding="utf-8")
+    lib.write_results(args.json_file, {"machine": serve_bars.machine(args),
+                                       "shape": dataclasses.asdict(shape), "pairs": pairs,
+                                       "ratios": ratios})
 
 
 if __name__ == "__main__":

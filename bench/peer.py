@@ -39,6 +39,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-server", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.reps, args.prompt, args.gen, args.depth, args.history = 1, "64", 8, 128, 256
     args.model = args.model or lib.default_model()
     if not (args.llama_bench and args.llama_server):
         cuda = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
@@ -85,7 +87,7 @@ def engine(args: argparse.Namespace, plan: list[tuple]) -> list[dict]:
     theirs: dict = {flash: {} for flash in FLASH}
     for rep in range(args.reps):
         lib.say(f"engine: repetition {rep + 1} of {args.reps}")
-        for run, (lengths, depth) in zip(runs, plan):
+        for run, (lengths, depth) in zip(runs, plan, strict=True):
             flashes = list(FLASH) if depth > 0 else ["0", "1"]
             for flash in flashes:
                 speeds = llama_bench(args, ["-p", ",".join(map(str, lengths)), "-n",
@@ -205,7 +207,7 @@ def restart(args: argparse.Namespace) -> list[dict]:
         row = lib.compare(f"TTFT plan / {peer}", samples["plan"], theirs)
         # Smaller is better here: the bound that matters is the upper one.
         row["upper_bound"] = 1 / lib.lower_bound(
-            [b / a for a, b in zip(samples["plan"], theirs)])
+            [b / a for a, b in zip(samples["plan"], theirs, strict=True)])
         row.update(peer=peer, history=args.history, new=args.new,
                    schedule=results["store"]["schedule"])
         rows.append(row)

@@ -26,7 +26,8 @@ import benchlib as lib
 import servers
 
 sys.path.insert(0, str(lib.ROOT / "tests/e2e"))
-import hostile  # noqa: E402: it lies with the tests, which share it
+# It lies with the tests, which share it.
+import hostile  # noqa: E402
 
 SCENARIOS = {"a": "four times the memory", "b": "all fits", "c": "restart half way"}
 MIB = 1 << 20
@@ -232,7 +233,7 @@ class ServeBars:
         def pairs(key):
             ours, theirs = ([run[key] for run in runs if run["server"] == name]
                             for name in ("hcache", "llama-server"))
-            return list(zip(ours, theirs))
+            return list(zip(ours, theirs, strict=True))
 
         title = f"({scenario}) {SCENARIOS[scenario]}: "
         for name, column in (("hcache", 0), ("llama-server", 1)):
@@ -262,7 +263,7 @@ class ServeBars:
         with_, without = ([run for run in runs if run["kind"] == kind] for kind in sizes)
         self.note(4, "restores of a run", [run["restores"] for run in with_])
         self.check(4, "mean time between tokens, with restores / without",
-                   [a["tbt_ms"] / b["tbt_ms"] for a, b in zip(with_, without)], "<=", 1.04)
+                   [a["tbt_ms"] / b["tbt_ms"] for a, b in zip(with_, without, strict=True)], "<=", 1.04)
         self.check(4, "longest step of replies beside a restore / the same without it",
                    [max(run["stretch"] for run in with_)], "<=", 1.3)
 
@@ -338,7 +339,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--think", type=float, default=Load.think_s,
                         help="of bar 3: seconds between rounds; slower machines need more (default: 150)")
     parser.add_argument("--seed", type=int, default=1, help="of bar 5's crowd")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--llama-server", type=Path)
     args = parser.parse_args()
     args.model = args.model or lib.default_model()

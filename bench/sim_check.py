@@ -3,6 +3,7 @@
 
     bench/sim_check.py                    both scenarios (about 25 minutes)
     bench/sim_check.py --only memory      one of them
+    bench/sim_check.py --quick            tiny settings: proves the script, measures nothing
 
 The simulator is given what `hcache profile --json` measured here, the server's limits, and the load
 with the seed that the server gets. Compared are the median time to first token of returning rounds
@@ -122,6 +123,8 @@ def main() -> None:
         for name, case in CASES.items():
             if args.only not in name:
                 continue
+            if args.quick:
+                case = dataclasses.replace(case, load=serve_bars.QUICK)
             template, real = serve(args, case, args.seed)
             simulated = simulate(args, case, args.seed, profile, template)
             for what, value in real.items():
@@ -132,8 +135,9 @@ def main() -> None:
                     [[r["case"], r["what"], f"{r['server']:.4g}", f"{r['simulated']:.4g}",
                       f"{r['ratio']:.3f}"] for r in results["rows"]]))
     lib.write_results(args.json_file, results)
-    if any(abs(r["ratio"] - 1) > 0.2 for r in results["rows"]
-           if r["what"] in ("ttft_p50_ms", "found")):
+    off = [r for r in results["rows"]
+           if r["what"] in ("ttft_p50_ms", "found") and abs(r["ratio"] - 1) > 0.2]
+    if off and not args.quick:
         sys.exit(1)
 
 

@@ -39,9 +39,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--points", type=int, default=9)
     parser.add_argument("--slowest", type=float, default=0.25, help="times the paper's link")
     parser.add_argument("--decades", type=float, default=2.0)
-    parser.add_argument("--png", type=Path, default=lib.ROOT / "docs/img/link-sweep.png")
+    parser.add_argument("--png", type=Path, help="(default: docs/img/link-sweep.png)")
     parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw earlier results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    folder = args.work if args.quick else lib.ROOT / "docs/img"
+    args.png = args.png or folder / "link-sweep.png"
+    if args.quick:
+        args.shape, args.layers = lib.QUICK_SHAPE, lib.QUICK_LAYERS
+        args.history, args.points, args.reps = 128, 3, 1
+    return args
 
 
 def synth(hcache: lib.Hcache, work: Path, shape: str, layers: int, kind: str) -> Path:

@@ -5,6 +5,7 @@
     bench/paper/figures.py --only fig10       some
     bench/paper/figures.py --only attentionstore     AttentionStore's (some minutes a case)
     bench/paper/figures.py --png docs/img     also as plots (needs matplotlib)
+    bench/paper/figures.py --quick            a few sessions each: proves the script
 
 Every figure is a scenario in this folder (docs/simulator.md), run by `hcache sim`; the JSON goes to
 --work. docs/paper-results.md says what the figures mean and where they differ.
@@ -57,9 +58,26 @@ TOO_LARGE = {("llama2-13b", "a30"), ("llama2-13b", "rtx4090"), ("opt-30b", "a30"
              ("opt-30b", "rtx4090")}
 
 
+def shrink(scenario: Path, small: Path) -> Path:
+    """The same scenario for a handful of sessions, in a file of its own."""
+    settings = json.loads(scenario.read_text())
+    if "workload" in settings:
+        settings["workload"] |= {"sessions": 30, "warmup": 0}
+        settings["rates"] = settings["rates"][:1]
+        settings.pop("warmup_requests", None)
+        for case in settings["cases"]:
+            if "rates" in case:
+                case["rates"] = case["rates"][:1]
+    small.write_text(json.dumps(settings))
+    return small
+
+
 def simulate(args: argparse.Namespace, name: str) -> list[dict]:
     out = args.work / f"{name}.json"
-    subprocess.run([args.program, "sim", "--scenario", HERE / f"{name}.json", "--json", out],
+    scenario = HERE / f"{name}.json"
+    if args.quick:
+        scenario = shrink(scenario, args.work / f"{name}-quick.json")
+    subprocess.run([args.program, "sim", "--scenario", scenario, "--json", out],
                    check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text())["rows"]
 
@@ -279,8 +297,8 @@ def plot(name: str, rows: list[dict], folder: Path) -> None:
         axis.set_yscale("log")
         axis.legend()
     else:
-        figure, axes = plt.subplots(1, len(cases), figsize=(4 * len(cases), 3.5))
-        for axis, case in zip(axes, cases):
+        figure, axes = plt.subplots(1, len(cases), figsize=(4 * len(cases), 3.5), squeeze=False)
+        for axis, case in zip(axes.flat, cases, strict=True):
             for method in methods:
                 line = [r for r in rows if r["case"] == case and r["method"] == method]
                 axis.plot([r["requests_per_s"] for r in line], [ttft(r) for r in line], "o-",
@@ -288,8 +306,8 @@ def plot(name: str, rows: list[dict], folder: Path) -> None:
             axis.set_title(case)
             axis.set_xlabel("requests/s")
             axis.set_yscale("log")
-        axes[0].set_ylabel("median TTFT of returning requests, ms")
-        axes[0].legend()
+        axes[0, 0].set_ylabel("median TTFT of returning requests, ms")
+        axes[0, 0].legend()
     figure.tight_layout()
     figure.savefig(folder / f"{name}.png", dpi=110)
 
@@ -301,6 +319,8 @@ def main() -> None:
     parser.add_argument("--program", type=Path, default=ROOT / "build/release/bin/hcache")
     parser.add_argument("--work", type=Path, default=ROOT / "build/paper", help="folder for JSON")
     parser.add_argument("--png", type=Path, help="folder for plots")
+    parser.add_argument("--quick", action="store_true",
+                        help="a few sessions each: proves that the script works, shows nothing")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for name in PAPER:

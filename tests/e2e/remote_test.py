@@ -67,7 +67,7 @@ class Cluster:
              "--cluster-replicas", "1", "--cluster-yes"],
             check=True, stdout=subprocess.DEVNULL)
         for node in self.nodes:
-            wait_until(lambda: "cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster")
+            wait_until(lambda node=node: "cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster")
         self.url = f"redis://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
 
     def wait_for_replicas(self) -> None:
@@ -190,7 +190,7 @@ class Shared(unittest.TestCase):
             for thread in threads:
                 thread.join()
             self.assertEqual(errors, [])
-            for mine, theirs in zip(talks, undisturbed):
+            for mine, theirs in zip(talks, undisturbed, strict=True):
                 self.assertEqual(mine.answers, theirs.answers)
             self.assertEqual(first.stop(), 0, first.errors())
             self.assertEqual(second.stop(), 0, second.errors())

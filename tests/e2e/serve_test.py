@@ -254,7 +254,7 @@ class Returning(unittest.TestCase):
             for thread in threads:
                 thread.join()
             self.assertFalse(failures)
-            for ours, theirs in zip(conversations, undisturbed):
+            for ours, theirs in zip(conversations, undisturbed, strict=True):
                 self.assertEqual(ours.answers, theirs.answers)
             cached = sum(c.cached for c in conversations)
             returned = sum(c.returned for c in conversations)

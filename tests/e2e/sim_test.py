@@ -66,7 +66,7 @@ class Sim(unittest.TestCase):
             self.assertEqual(row["requests"], 24)
             self.assertEqual(row["ttft_ms"]["returning"]["n"], 16)
             self.assertEqual(row["restored_share"] > 0, row["method"] != "recompute")
-        for ideal, plan, recompute in zip(*[iter(rows)] * 3):
+        for ideal, plan, recompute in zip(*[iter(rows)] * 3, strict=True):
             means = [r["ttft_ms"]["returning"]["mean"] for r in (ideal, plan, recompute)]
             self.assertEqual(means, sorted(means))
         self.assertEqual(rows, self.figures(SERVING)["rows"])  # the same every time
@@ -77,7 +77,7 @@ class Sim(unittest.TestCase):
         with open(file, encoding="utf-8") as text:
             lines = list(csv.DictReader(text))
         self.assertEqual(len(lines), len(rows))
-        for line, row in zip(lines, rows):
+        for line, row in zip(lines, rows, strict=True):
             self.assertEqual(line["method"], row["method"])
             self.assertEqual(float(line["ttft_ms.returning.p50"]),
                              row["ttft_ms"]["returning"]["p50"])

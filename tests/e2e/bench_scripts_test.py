@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Runs the demo and every script of bench/ once, as its documentation writes it, with tiny settings.
+
+What is measured does not matter here, but every script must come to its end. They run the program
+in build/release and llama.cpp's from `make peer`.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class BenchScripts(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.work = Path(folder.name)
+
+    def run_script(self, *command, **environment):
+        done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True,
+                              check=False, env={**os.environ, **environment})
+        self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr[-4000:]}")
+        self.assertNotIn("Traceback", done.stderr)
+        return done.stdout
+
+    def results(self, pattern):
+        """Figures that a script has written into its folder without being told where."""
+        [file] = self.work.glob(pattern)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def test_every_script_is_here(self):
+        scripts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "bench").rglob("*")
+                   if path.suffix in (".py", ".sh") and os.access(path, os.X_OK)}
+        text = Path(__file__).read_text(encoding="utf-8")
+        self.assertEqual([name for name in sorted(scripts) if f'"{name}"' not in text], [])
+
+    def test_bars(self):
+        self.run_script("bench/bars.py", "--quick", "--work", self.work)
+        found = self.results("*-threads.json")
+        self.assertTrue(found["quick"])
+        self.assertEqual({row["bar"] for row in found["rows"]}, {1, 2, 3, 4, 5, 6, 7})
+
+    def test_gpu(self):
+        self.run_script("bench/gpu.sh", "--quick", "--work", self.work, PRESET="release",
+                        DEVICE="cpu")
+        self.assertEqual({row["bar"] for row in self.results("*-threads.json")["rows"]}, {1, 2, 3, 5})
+
+    def test_serve_bars(self):
+        self.run_script("bench/serve_bars.py", "--quick", "--work", self.work)
+        self.assertEqual({row["bar"] for row in self.results("*-serve.json")["rows"]}, {3, 4, 5})
+
+    def test_fetch_bar(self):
+        for policy in ("scheduler-aware", "car-timer"):
+            self.run_script("bench/fetch_bar.py", "--quick", "--policy", policy, "--work", self.work)
+
+    def test_peer(self):
+        self.run_script("bench/peer.py", "--quick", "--work", self.work, "--json",
+                        self.work / "peer.json")
+        self.assertEqual({"engine", "short", "restart"} - set(self.results("peer.json")), set())
+
+    def test_sweep(self):
+        self.run_script("bench/sweep.py", "--quick", "--work", self.work, "--json",
+                        self.work / "sweep.json")
+        self.assertEqual(self.results("sweep.json")["summary"]["links"], 3)
+
+    def test_sim_check(self):
+        self.run_script("bench/sim_check.py", "--quick", "--work", self.work, "--json",
+                        self.work / "check.json")
+        self.assertEqual({row["case"] for row in self.results("check.json")["rows"]},
+                         {"memory", "arena"})
+
+    def test_pair(self):
+        self.assertIn("decode 8", self.run_script("bench/pair.py", "--quick", "--work", self.work))
+
+    def test_figures(self):
+        out = self.run_script("bench/paper/figures.py", "--quick", "--work", self.work)
+        self.assertIn("hcache-fig9", out)
+        for name in ("attentionstore-fig13", "attentionstore-fig23"):
+            self.assertIn(name, self.run_script("bench/paper/figures.py", "--quick", "--only", name,
+                                                "--work", self.work))
+
+    def test_demo(self):
+        out = self.run_script("scripts/demo.py", "--turns", "1")
+        self.assertIn("(resident)", out)
+        self.assertIn("identical", out)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
