@@ -21,25 +21,37 @@ help:  ## List the targets
 	  awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 .PHONY: release debug
-release debug: deps  ## Build the program: build/release/bin/hcache (or build/debug/…)
-	@scripts/build.sh $@
+release debug: build-deps  ## Build the program: build/release/bin/hcache (or build/debug/…)
+	@scripts/build.sh $@ hcache
 
 .PHONY: demo
-demo: release  ## Show the main job on the default model
-	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" scripts/demo.sh
+demo: build-deps  ## Show the main job on the default model (builds the program the fastest way)
+	@scripts/build.sh demo hcache
+	@$(PYTHON) scripts/demo.py --program build/demo/bin/hcache $(if $(HCACHE_MODEL),-m "$(HCACHE_MODEL)")
+
+.PHONY: install package
+PREFIX ?= /usr/local
+install: build-deps  ## Install the program under PREFIX (default /usr/local; DESTDIR is honoured)
+	@HCACHE_INSTALL_PREFIX="$(abspath $(PREFIX))" scripts/build.sh release hcache man
+	@cmake --install build/release --strip
+package: build-deps  ## Build a Debian package for any x86-64 machine: build/package/hcache_*.deb
+	@scripts/build.sh package hcache man
+	@cd build/package && rm -f hcache_*.deb && cpack >cpack.log || { cat cpack.log; exit 1; }
+	@ls build/package/hcache_*.deb
 
 .PHONY: serve
 serve: release  ## Serve the default model with its page on http://127.0.0.1:8080
 	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" build/release/bin/hcache serve
 
 .PHONY: test
-test: deps  ## Build everything and run all tests, the format and the layering check
+test: deps  ## Build everything and run all tests, the checks of docs, format and layering
 	@scripts/build.sh release
 	@scripts/run_tests.sh release $(CTEST_FLAGS)
 	@$(MAKE) check-format check-layering
 
 .PHONY: test-clients
-test-clients: release build/clients/ready  ## Run official clients, made-up requests and an S3 server against it
+test-clients: build/clients/ready  ## Run official clients, made-up requests and an S3 server against it
+	@scripts/build.sh release hcache store_s3_test
 	@build/clients/bin/python tests/e2e/clients_test.py build/release/bin/hcache
 	@build/clients/bin/python tests/e2e/openapi_test.py build/release/bin/hcache
 	@HCACHE_TEST_MOTO=build/clients/bin/moto_server build/release/tests/store_s3_test --gtest_brief=1
@@ -51,6 +63,25 @@ test-page: release build/clients/ready  ## Run the page in a browser (installs D
 	@scripts/deps.sh chromium
 	@HCACHE_REQUIRE_BROWSER=1 build/clients/bin/python tests/e2e/page_test.py \
 	  build/release/bin/hcache "$$($(MAKE) -s print-model)"
+
+.PHONY: test-package test-bench
+test-package: release package  ## Install the package in a folder of its own, serve with it, remove it
+	@scripts/deps.sh groff-base qemu-user
+	@$(PYTHON) tests/e2e/package_test.py build/package/hcache_*.deb build/release/bin/hcache \
+	  "$$($(MAKE) -s print-model)"
+test-bench: release peer  ## Run the demo and every script of bench/ once, with tiny settings
+	@scripts/build.sh demo hcache
+	@$(PYTHON) tests/e2e/bench_scripts_test.py
+
+.PHONY: lint
+lint: build/lint/ready  ## Lint the Python scripts (ruff.toml)
+	@build/lint/bin/ruff check --quiet . && echo "lint: ok"
+
+RUFF = ruff==0.17.6
+build/lint/ready: Makefile | deps
+	@$(PYTHON) -m venv build/lint
+	@build/lint/bin/python -m pip install -q --disable-pip-version-check $(RUFF)
+	@touch $@
 
 build/clients/ready: tests/e2e/requirements.txt | deps
 	@$(PYTHON) -m venv build/clients
@@ -70,24 +101,28 @@ cuda: deps  ## Build with ggml's CUDA backend (HCACHE_CUDA_ARCHS, default 90)
 	@scripts/build.sh cuda
 
 .PHONY: print-model
-print-model: deps  ## Print the default model's path, fetching it if needed
+print-model: build-deps  ## Print the default model's path, fetching it if needed
 	@$(PYTHON) scripts/third_party.py model
 
 .PHONY: peer
-peer: deps  ## Build llama-server and llama-bench from the same tree; print their paths
+peer: build-deps  ## Build llama-server and llama-bench from the same tree; print their paths
 	@$(PYTHON) scripts/third_party.py peer
 
-.PHONY: deps
-deps:  ## Install the Debian packages that the build needs, or print the line that does
+.PHONY: deps build-deps
+deps:  ## Install the Debian packages that building and testing need, or print the line that does
 	@scripts/deps.sh
+build-deps:  ## Only those that building the program needs
+	@scripts/deps.sh build
 
-.PHONY: format check-format check-layering tidy
+.PHONY: format check-format check-layering check-docs tidy
 format:  ## Format all sources
 	@clang-format -i $(SOURCES)
 check-format:
 	@clang-format --dry-run -Werror $(SOURCES) && echo "format: ok"
 check-layering:
 	@$(PYTHON) scripts/check_layering.py
+check-docs: release
+	@$(PYTHON) scripts/check_docs.py build/release/bin/hcache
 tidy: release  ## Run clang-tidy on all sources (minutes)
 	@scripts/tidy.sh build/release
 

@@ -1,22 +1,33 @@
 #!/bin/bash
-# deps.sh [PACKAGE...]: installs the Debian packages that building and testing need, or those named,
-# when running as root or where sudo asks for no password; otherwise prints the exact line to run
-# and fails. All output goes to stderr, so that callers may capture what a later step prints.
+# deps.sh [build | PACKAGE...]: installs the Debian packages that building and testing need, those
+# that building the program needs (build), or those named, when running as root or where sudo asks
+# for no password; otherwise prints the exact line to run and fails. All output goes to stderr, so
+# that callers may capture what a later step prints.
 set -euo pipefail
 exec 1>&2
 
-packages=(
+build=(
   # tools
-  build-essential cmake ninja-build ccache git python3 python3-pip python3-venv pkg-config
-  clang-format clang-tidy
-  # libraries
+  build-essential cmake ninja-build ccache python3 python3-pip pkg-config
+  # libraries; the build of tests is configured always
   libsqlite3-dev liburing-dev libnuma-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
-  libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev
-  libbenchmark-dev libssl-dev libcurl4-openssl-dev
+  libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev libssl-dev
+  libcurl4-openssl-dev
+)
+test=(
+  # tools
+  git python3-venv clang-format clang-tidy
+  # libraries
+  libbenchmark-dev
   # a server for the tests of the remote tier
   redis-server openssl
 )
-[ $# -eq 0 ] || packages=("$@")
+packages=("${build[@]}" "${test[@]}")
+if [ "${1:-}" = build ]; then
+  packages=("${build[@]}")
+elif [ $# -gt 0 ]; then
+  packages=("$@")
+fi
 
 if ! command -v dpkg-query >/dev/null; then
   echo "deps: not a Debian system; make sure that the like of these is installed: ${packages[*]}"

@@ -2,7 +2,7 @@
 """Runs the demo and every script of bench/ once, as its documentation writes it, with tiny settings.
 
 What is measured does not matter here, but every script must come to its end. They run the program
-in build/release and llama.cpp's from `make peer`.
+in build/release, the demo's in build/demo, and llama.cpp's from `make peer`.
 """
 
 import json
@@ -85,7 +85,7 @@ class BenchScripts(unittest.TestCase):
                                                 "--work", self.work))
 
     def test_demo(self):
-        out = self.run_script("scripts/demo.py", "--turns", "1")
+        out = self.run_script("scripts/demo.py", "--turns", "1", "--program", "build/demo/bin/hcache")
         self.assertIn("(resident)", out)
         self.assertIn("identical", out)
 
