@@ -86,6 +86,12 @@ Result<std::vector<ExtentAllocator::Move>> ExtentAllocator::resize(int32_t id, i
   return compact(id, length);
 }
 
+void ExtentAllocator::drop_front(int32_t id, int64_t n) {
+  Extent& extent = extents_.at(id);
+  extent.first += n;
+  extent.length -= n;
+}
+
 // Slides all extents, keeping their order, so that the free cells that remain are shared evenly
 // as room to grow behind each. Left moves in ascending and right moves in descending order never
 // overwrite rows that have yet to move.

@@ -34,6 +34,8 @@ class ExtentAllocator {
   // Changes the extent's length; growing may move this and other extents. kResourceExhausted, with
   // nothing changed, when the free cells do not suffice.
   Result<std::vector<Move>> resize(int32_t id, int64_t length);
+  // Frees the extent's first n cells; nothing moves.
+  void drop_front(int32_t id, int64_t n);
 
   [[nodiscard]] Extent extent(int32_t id) const { return extents_.at(id); }
   [[nodiscard]] bool contains(int32_t id) const { return extents_.count(id) != 0; }

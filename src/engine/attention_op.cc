@@ -22,20 +22,17 @@ bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
 
 }  // namespace
 
-AttentionOp::AttentionOp(const model::Model& model, bool ours) : model_(model) {
-  const model::HParams& hp = model.hparams();
+AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours)
+    : graphs_(graphs) {
   shape_ = {.n_head = hp.n_head,
             .n_head_kv = hp.n_head_kv,
             .head_dim_k = hp.head_dim,
             .head_dim_v = hp.head_dim,
             .scale = hp.attention_scale};
-  if (ours) plan_ = std::make_unique<AttentionPlan>(shape_, model.device().n_threads());
+  if (ours) plan_ = std::make_unique<AttentionPlan>(shape_, graphs.device().n_threads());
 }
 
-AttentionOp::~AttentionOp() {
-  ggml_free(mask_ctx_);
-  ggml_backend_buffer_free(mask_buffer_);
-}
+AttentionOp::~AttentionOp() { ggml_backend_buffer_free(mask_buffer_); }
 
 Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
   // The layer ranges of one step share what the first of them set up.
@@ -45,6 +42,7 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
   }
   segments_.assign(segments.begin(), segments.end());
   if (plan_ != nullptr) {
+    graphs_.synchronize();  // the plan belongs to a graph that runs
     plan_->set_batch(segments_);
     return {};
   }
@@ -54,13 +52,10 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
 }
 
 Status AttentionOp::upload_masks() {
-  ggml_free(mask_ctx_);
-  mask_ctx_ = ggml_init({.mem_size = ggml_tensor_overhead() * (segments_.size() + 1),
-                         .mem_buffer = nullptr,
-                         .no_alloc = true});
+  mask_tensors_ = std::make_unique<Graph>(graphs_, segments_.size());
   masks_.clear();
   size_t n_bytes = 0;
-  const size_t alignment = ggml_backend_buft_get_alignment(model_.device().buffer_type());
+  const size_t alignment = ggml_backend_buft_get_alignment(graphs_.device().buffer_type());
   for (const AttentionSegment& s : segments_) {
     Mask mask;
     const bool prefill = s.n_rows > 1;
@@ -68,16 +63,16 @@ Status AttentionOp::upload_masks() {
     mask.n_kv = round_up(s.n_past + s.n_rows, kKvPadding);
     mask.n_rows =
         prefill ? std::max<int64_t>(static_cast<int64_t>(s.n_rows) * mask.group, kTiledRows) : 1;
-    mask.tensor = ggml_new_tensor_2d(mask_ctx_, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
+    mask.tensor = ggml_new_tensor_2d(mask_tensors_->ctx, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
     n_bytes +=
         round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
     masks_.push_back(mask);
   }
   if (n_bytes > mask_capacity_) {
-    ggml_backend_synchronize(model_.device().compute());
+    graphs_.synchronize();
     ggml_backend_buffer_free(mask_buffer_);
     mask_capacity_ = 0;
-    mask_buffer_ = ggml_backend_buft_alloc_buffer(model_.device().buffer_type(), n_bytes);
+    mask_buffer_ = ggml_backend_buft_alloc_buffer(graphs_.device().buffer_type(), n_bytes);
     if (mask_buffer_ == nullptr) {
       return resource_exhausted(
           fmt::format("no {} bytes of device memory for attention masks", n_bytes));
@@ -106,8 +101,7 @@ Status AttentionOp::upload_masks() {
       std::fill_n(values.begin() + row * mask.n_kv, visible, zero);
     }
     // In the compute queue, behind graphs that still read the masks of another step.
-    ggml_backend_tensor_set_async(model_.device().compute(), mask.tensor, values.data(), 0,
-                                  values.size() * sizeof(ggml_fp16_t));
+    graphs_.set(mask.tensor, values);
   }
   return {};
 }

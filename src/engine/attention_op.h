@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/attention.h"
+#include "graph_runner.h"
 #include "model/model.h"
 
 namespace hcache::engine {
@@ -18,7 +19,7 @@ namespace hcache::engine {
 // Threading: the engine's thread; the kernel itself uses the device's threads.
 class AttentionOp {
  public:
-  AttentionOp(const model::Model& model, bool ours);
+  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours);
   ~AttentionOp();
   AttentionOp(const AttentionOp&) = delete;
   AttentionOp& operator=(const AttentionOp&) = delete;
@@ -45,12 +46,12 @@ class AttentionOp {
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                           ggml_tensor* v_arena);
 
-  const model::Model& model_;
+  GraphRunner& graphs_;
   AttentionShape shape_;
   std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
   std::vector<AttentionSegment> segments_;
   std::vector<Mask> masks_;
-  ggml_context* mask_ctx_ = nullptr;
+  std::unique_ptr<Graph> mask_tensors_;  // holds them, as long as a graph may read them
   ggml_backend_buffer_t mask_buffer_ = nullptr;
   size_t mask_capacity_ = 0;
 };

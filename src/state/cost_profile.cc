@@ -261,7 +261,8 @@ class Measurement {
     double total_s = 0;
     for (int layer = 0; layer < layers; ++layer) {
       int64_t begun = env_.monotonic_ns();
-      HCACHE_RETURN_IF_ERROR(engine_.stage_hidden(0, n_rows, state_type_, host_.data()).status());
+      HCACHE_RETURN_IF_ERROR(
+          engine_.stage_hidden(seq_, layer, 0, n_rows, state_type_, host_.data()).status());
       if (async_) {
         HCACHE_RETURN_IF_ERROR(engine_.synchronize());
         begun = env_.monotonic_ns();

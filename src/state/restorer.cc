@@ -318,7 +318,8 @@ Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
   const std::byte* rows =
       view_->bytes.data() + (page.row + cursor_.row) * engine_.hidden_row_bytes(type);
   HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_projection(cursor_.layer, [&] {
-                            return engine_.stage_hidden(static_cast<int>(staged_.rows),
+                            return engine_.stage_hidden(run_.seq, cursor_.layer,
+                                                        static_cast<int>(staged_.rows),
                                                         static_cast<int>(n), type, rows);
                           }));
   staged_.rows += n;

@@ -569,12 +569,13 @@ TEST(Limits, RestorationChecksItsRows) {
 
   const ggml_type type = engine->native_hidden_type();
   EXPECT_EQ(engine->project_staged(a, 0, 0, 8, type).code(), Code::kFailedPrecondition);
-  EXPECT_EQ(engine->stage_hidden(0, 33, type, data).status().code(), Code::kOutOfRange);
-  EXPECT_EQ(engine->stage_hidden(30, 3, type, data).status().code(), Code::kOutOfRange);
-  EXPECT_EQ(engine->stage_hidden(-1, 3, type, data).status().code(), Code::kOutOfRange);
-  EXPECT_EQ(engine->stage_hidden(0, 0, type, data).status().code(), Code::kOutOfRange);
-  EXPECT_EQ(engine->stage_hidden(0, 8, GGML_TYPE_Q4_K, data).status().code(), Code::kUnimplemented);
-  ASSERT_TRUE(engine->stage_hidden(0, 32, type, data).ok());
+  EXPECT_EQ(engine->stage_hidden(a, 0, 0, 33, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(a, 0, 30, 3, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(a, 0, -1, 3, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(a, 0, 0, 0, type, data).status().code(), Code::kOutOfRange);
+  EXPECT_EQ(engine->stage_hidden(a, 0, 0, 8, GGML_TYPE_Q4_K, data).status().code(),
+            Code::kUnimplemented);
+  ASSERT_TRUE(engine->stage_hidden(a, 0, 0, 32, type, data).ok());
   EXPECT_EQ(engine->project_staged(a, 0, 0, 33, type).code(), Code::kOutOfRange);
   EXPECT_EQ(engine->project_staged(a, 0, 90, 32, type).code(), Code::kOutOfRange);
   EXPECT_EQ(engine->project_staged(a, n_layer, 0, 32, type).code(), Code::kOutOfRange);

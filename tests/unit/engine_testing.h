@@ -119,8 +119,8 @@ inline Tokens random_tokens(const model::Model& model, int n, unsigned seed) {
 
 inline std::unique_ptr<Engine> make_engine(const model::Model& model,
                                            const EngineOptions& options = {},
-                                           std::unique_ptr<CopyQueue> queue = nullptr) {
-  return Engine::create(model, options, std::move(queue)).value();
+                                           const MakeQueues& make_queues = nullptr) {
+  return Engine::create(model, options, make_queues).value();
 }
 
 inline SeqId new_sequence(Engine& engine) { return engine.create_sequence().value(); }

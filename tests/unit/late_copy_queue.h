@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/copy_queue.h"
+#include "late_compute_queue.h"
 
 namespace hcache::engine::testing {
 
@@ -30,6 +31,7 @@ namespace hcache::engine::testing {
 //    test failure, as is host memory that changes before its upload ran.
 //
 // One queue may serve one engine that sets its capture up once: source tensors must live as long.
+// Beside a late compute queue its fences are all that makes that one do anything.
 // Threading: one thread.
 class LateCopyQueue : public CopyQueue {
  public:
@@ -41,8 +43,10 @@ class LateCopyQueue : public CopyQueue {
     int out_of_order = 0;  // copies that ran before an older one
     int early_reads = 0;
   };
-  // `stats` may be null; it outlives the queue otherwise.
-  explicit LateCopyQueue(unsigned seed, Stats* stats = nullptr) : random_(seed), stats_(stats) {}
+  // `stats` may be null; it outlives the queue otherwise. So does `compute`; null: the device's
+  // own, which has always done what it was given.
+  explicit LateCopyQueue(unsigned seed, Stats* stats = nullptr, LateComputeQueue* compute = nullptr)
+      : random_(seed), stats_(stats), compute_(compute) {}
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
     for (const Region& r : being_read_) {
@@ -82,13 +86,25 @@ class LateCopyQueue : public CopyQueue {
   using CopyQueue::after_compute;
   Mark mark_compute() override {
     Sources& now = marks_[++last_mark_];
-    for (const auto& [tensor, bytes] : sources_) {
-      now[tensor].resize(bytes.size());
-      ggml_backend_tensor_get(tensor, now[tensor].data(), 0, bytes.size());
+    for (const auto& [tensor, bytes] : sources_) now[tensor].resize(bytes.size());
+    const auto look = [&now] {
+      for (auto& [tensor, bytes] : now) {
+        ggml_backend_tensor_get(tensor, bytes.data(), 0, bytes.size());
+      }
+    };
+    if (compute_ == nullptr) {
+      look();
+    } else {
+      compute_->give(look);
+      given_[last_mark_] = compute_->n_given();
     }
     return last_mark_;
   }
   void after_compute(Mark mark) override {
+    if (const auto given = given_.find(mark); given != given_.end()) {
+      compute_->run_to(given->second);
+      given_.erase(given_.begin(), std::next(given));
+    }
     std::erase_if(being_read_, [&](const Region& r) { return r.given_at < mark; });
     const auto taken = marks_.find(mark);
     if (taken == marks_.end()) return;  // an earlier fence covers it
@@ -175,6 +191,8 @@ class LateCopyQueue : public CopyQueue {
 
   std::mt19937 random_;
   Stats* stats_;
+  LateComputeQueue* compute_;
+  std::map<Mark, uint64_t> given_;  // of the compute queue, when marks not fenced yet were taken
   Ticket last_ = 0;
   std::deque<Copy> pending_;              // oldest first
   std::vector<Region> finished_uploads_;  // not yet given to a graph

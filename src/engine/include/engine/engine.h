@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "engine/copy_queue.h"
+#include "engine/compute_queue.h"
 #include "model/model.h"
 
 namespace hcache::engine {
@@ -39,6 +39,10 @@ struct EngineOptions {
   ggml_type kv_type = GGML_TYPE_F16;  // F32, F16, BF16 or Q8_0
   int max_batch_rows = 512;           // most rows (tokens) of one step
   AttentionKind attention = AttentionKind::kAuto;
+  // Layers per stage: a run of layers with queues, an arena and buffers of its own. Steps go from
+  // stage to stage; what is computed does not depend on it. Empty: one stage. All stages are on the
+  // model's device.
+  std::vector<int> stage_layers{};
 };
 
 // One sequence's rows in a step.
@@ -106,6 +110,9 @@ struct Logits {
   std::vector<std::span<const float>> rows;  // n_vocab each, in the order of the wanted outputs
 };
 
+struct StepState;
+struct EngineParts;
+
 // A prepared step; obtained from prepare(), used once.
 class Step {
  public:
@@ -116,19 +123,18 @@ class Step {
 
  private:
   friend class Engine;
-  struct Impl;
-  explicit Step(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit Step(std::unique_ptr<StepState> state);
+  std::unique_ptr<StepState> state_;
 };
 
 class Engine {
  public:
   // Allocates the arena and the compute buffers. kResourceExhausted names the bytes that were
-  // wanted. The model and its device must outlive the engine. `queue` is for tests: the copy queue
-  // to use instead of the device's own.
+  // wanted. The model and its device must outlive the engine. `make_queues` is for tests: what each
+  // stage uses instead of the device's own queues.
   static Result<std::unique_ptr<Engine>> create(const model::Model& model,
                                                 const EngineOptions& options,
-                                                std::unique_ptr<CopyQueue> queue = nullptr);
+                                                const MakeQueues& make_queues = nullptr);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -188,11 +194,16 @@ class Engine {
   // rows [first_pos, first_pos + n_rows) of a layer.
   Result<Ticket> load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, const std::byte* k,
                          const std::byte* v);
-  // Stages hidden rows for a projection; row_in_slice counts from the slice's first row. A slice
-  // has at most max_batch_rows rows; rows may be staged in any order and number of calls.
-  Result<Ticket> stage_hidden(int row_in_slice, int n_rows, ggml_type type, const std::byte* rows);
-  // Projects the staged rows to K and V of `layer` at [first_pos, first_pos + n_rows) and opens the
-  // next slice. Ordered behind the staging copies and before every later step.
+  // Stages hidden rows of a layer for a projection; row_in_slice counts from the slice's first row.
+  // A slice has at most max_batch_rows rows; rows may be staged in any order and number of calls.
+  // Each sequence has a slice of its own, so several can be restored at once, call by call. Device
+  // memory is taken for as many as are open, and two more.
+  Result<Ticket> stage_hidden(SeqId seq, int layer, int row_in_slice, int n_rows, ggml_type type,
+                              const std::byte* rows);
+  // Projects the sequence's staged rows to K and V of the layer that they were staged for, at
+  // [first_pos, first_pos + n_rows), and ends the slice. Ordered behind the staging copies and
+  // before every later step. A slice that is not projected goes with release_sequence() or
+  // trim_sequence().
   Status project_staged(SeqId seq, int layer, int64_t first_pos, int n_rows, ggml_type type);
   // Blocks until the host memory of `ticket` (and of all before it) is no longer read.
   Status wait(Ticket ticket);
@@ -213,10 +224,8 @@ class Engine {
   [[nodiscard]] size_t device_bytes() const;
 
  private:
-  friend class Step;
-  struct Impl;
-  explicit Engine(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit Engine(std::unique_ptr<EngineParts> parts);
+  std::unique_ptr<EngineParts> parts_;
 };
 
 }  // namespace hcache::engine

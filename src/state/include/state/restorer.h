@@ -97,8 +97,7 @@ struct RestoreOutcome {
 // Reads run ahead in the background from begin() on, as far as the ring has room, which is the read
 // buffer of that section.
 //
-// Of the restorations of one engine only one may be between begin's first advance() and its end
-// with hidden rows to project: they share the engine's staging slice.
+// Several restorations of one engine may be under way, each of another sequence.
 // Threading: the engine's thread. The engine and what `run` points to must outlive it.
 class Restoration {
  public:

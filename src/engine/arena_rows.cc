@@ -1,0 +1,137 @@
+#include "arena_rows.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace hcache::engine {
+
+Status ArenaRows::move_rows(int group, const ExtentAllocator::Move& move) {
+  for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
+    if (sequences_.group_of(layer) != group) continue;
+    HCACHE_RETURN_IF_ERROR(stages_.of(layer).arena().move_rows(layer, move));
+  }
+  return {};
+}
+
+// Later copies start behind the moves.
+void ArenaRows::fence_copies() {
+  for (const auto& stage : stages_) stage->queue().after_compute();
+}
+
+Status ArenaRows::resize(SeqId seq, int64_t n_tokens) {
+  HCACHE_ASSIGN_OR_RETURN(const auto all, sequences_.resize(seq, n_tokens));
+  if (all.empty()) return {};
+  // Restored rows may still be on their way to where they were.
+  stages_.wait_for_uploads();
+  for (const Sequences::GroupMoves& moves : all) {
+    for (const ExtentAllocator::Move& move : moves.moves) {
+      HCACHE_RETURN_IF_ERROR(move_rows(moves.group, move));
+    }
+  }
+  fence_copies();
+  return {};
+}
+
+Result<SeqId> ArenaRows::fork(SeqId src, int64_t n_tokens) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(src));
+  const int64_t length = sequences_.length(src);
+  if (n_tokens < 0 || n_tokens > length) {
+    return out_of_range(
+        fmt::format("can't fork {} tokens of sequence {}, which has {}", n_tokens, src, length));
+  }
+  const SeqId seq = sequences_.add();
+  const auto copy = [&]() -> Status {
+    HCACHE_RETURN_IF_ERROR(reserve(seq, n_tokens));
+    stages_.wait_for_uploads();
+    for (int group = 0; group < sequences_.n_groups(); ++group) {
+      sequences_.drop_before(seq, group, sequences_.held(src, group).first_pos);
+      const HeldRows from = sequences_.held(src, group);
+      const HeldRows to = sequences_.held(seq, group);
+      HCACHE_RETURN_IF_ERROR(move_rows(group, {from.first_cell, to.first_cell, to.n_rows}));
+    }
+    return {};
+  };
+  if (Status status = copy(); !status.ok()) {
+    release(seq).ignore("it exists: it was created above");
+    return status;
+  }
+  fence_copies();
+  return seq;
+}
+
+Status ArenaRows::trim(SeqId seq, int64_t n_tokens) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  const int64_t length = sequences_.length(seq);
+  if (n_tokens < 0 || n_tokens > length) {
+    return out_of_range(
+        fmt::format("can't keep {} tokens of sequence {}, which has {}", n_tokens, seq, length));
+  }
+  // Copies still under way into rows that go must not land in their next owner's.
+  stages_.wait_for_uploads();
+  sequences_.set_length(seq, n_tokens);
+  return resize(seq, n_tokens);
+}
+
+Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  const int64_t length = sequences_.length(seq);
+  if (from < 0 || from > to || to > length) {
+    return out_of_range(fmt::format("can't erase [{}, {}) of sequence {}, which has {} tokens",
+                                    from, to, seq, length));
+  }
+  if (to == length || from == to) return trim(seq, length - (to - from));
+  if (model_.spec().learned_positions) {
+    return unimplemented("positions can't be shifted in a model with learned positions");
+  }
+  stages_.wait_for_uploads();
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    const HeldRows held = sequences_.held(seq, group);
+    const int64_t source = held.cell(std::max(to, held.first_pos));
+    const int64_t target = held.cell(std::max(from, held.first_pos));
+    const int64_t n = length - std::max(to, held.first_pos);
+    HCACHE_RETURN_IF_ERROR(move_rows(group, {source, target, n}));
+    HCACHE_RETURN_IF_ERROR(shift_k(group, target, n, static_cast<int32_t>(from - to)));
+  }
+  fence_copies();
+  sequences_.erase_positions(seq, from, to);
+  sequences_.set_length(seq, length - (to - from));
+  return resize(seq, length - (to - from));
+}
+
+Status ArenaRows::shift_k(int group, int64_t cell, int64_t n, int32_t delta) {
+  const std::vector<int32_t> deltas(options_.max_batch_rows, delta);
+  for (const auto& stage : stages_) {
+    stage->inputs_overwritten();
+    stage->graphs().set(stage->positions(), deltas);
+    for (int layer = stage->begin(); layer < stage->end(); ++layer) {
+      if (sequences_.group_of(layer) != group) continue;
+      HCACHE_RETURN_IF_ERROR(stage->arena().shift_k(layer, cell, n, stage->positions()));
+    }
+  }
+  return {};
+}
+
+Status ArenaRows::release(SeqId seq) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  // Copies still under way into the extent must not land in its next owner's rows.
+  stages_.wait_for_uploads();
+  sequences_.remove(seq);
+  return {};
+}
+
+Status ArenaRows::reserve(SeqId seq, int64_t n_tokens) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  if (n_tokens <= sequences_.length(seq)) return {};
+  if (n_tokens > model_.hparams().n_ctx_train) {
+    return out_of_range(fmt::format("{} tokens are more than the model's context of {}", n_tokens,
+                                    model_.hparams().n_ctx_train));
+  }
+  HCACHE_RETURN_IF_ERROR(resize(seq, n_tokens));
+  fence_copies();
+  sequences_.set_length(seq, n_tokens);
+  return {};
+}
+
+}  // namespace hcache::engine

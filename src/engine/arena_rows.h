@@ -1,0 +1,43 @@
+// What happens to sequences as a whole: rows are reserved, moved, copied and given up in all stages
+// at once, as the bookkeeping in Sequences decides.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "engine/engine.h"
+#include "model/model.h"
+#include "sequences.h"
+#include "stage.h"
+
+namespace hcache::engine {
+
+// Threading: the engine's thread.
+class ArenaRows {
+ public:
+  ArenaRows(const model::Model& model, const EngineOptions& options, Sequences& sequences,
+            const Stages& stages)
+      : model_(model), options_(options), sequences_(sequences), stages_(stages) {}
+
+  // See Engine.
+  Result<SeqId> fork(SeqId src, int64_t n_tokens);
+  Status trim(SeqId seq, int64_t n_tokens);
+  Status erase_range(SeqId seq, int64_t from, int64_t to);
+  Status release(SeqId seq);
+  Status reserve(SeqId seq, int64_t n_tokens);
+
+  // Room for n_tokens; the sequence's length stays.
+  Status resize(SeqId seq, int64_t n_tokens);
+
+ private:
+  Status move_rows(int group, const ExtentAllocator::Move& move);
+  Status shift_k(int group, int64_t cell, int64_t n, int32_t delta);
+  void fence_copies();
+
+  const model::Model& model_;
+  const EngineOptions& options_;
+  Sequences& sequences_;
+  const Stages& stages_;
+};
+
+}  // namespace hcache::engine

@@ -1,0 +1,202 @@
+#include "capture_tap.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace hcache::engine {
+namespace {
+
+constexpr size_t kAlignment = 64;  // of a layer's rows within a block
+
+size_t align_up(size_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+CaptureTap::CaptureTap(const model::Model& model, const EngineOptions& options,
+                       const Stages& stages, HiddenTypes& types)
+    : model_(model), options_(options), stages_(stages), types_(types) {
+  for (size_t i = 0; i < stages.size(); ++i) blocks_.push_back(std::make_unique<Block>());
+}
+
+Status CaptureTap::set(CaptureSink* sink, const CaptureOptions& options) {
+  while (!steps_.empty()) abandon(*steps_.back());
+  poll(true);
+  sink_ = nullptr;
+  masks_.clear();
+  const auto any = [&](uint8_t wanted) {
+    return std::any_of(options.layers.begin(), options.layers.end(),
+                       [wanted](uint8_t mask) { return (mask & wanted) != 0; });
+  };
+  if (sink == nullptr || !any(kTapHidden | kTapKv)) return {};
+  const auto n_layer = static_cast<size_t>(model_.hparams().n_layer);
+  if (options.layers.size() != n_layer) {
+    return invalid_argument(
+        fmt::format("a save plan of {} layers for a model of {}", options.layers.size(), n_layer));
+  }
+  const ggml_type type =
+      options.hidden_type == GGML_TYPE_COUNT ? types_.native() : options.hidden_type;
+  if (any(kTapHidden) && !types_.can_project(type)) {
+    return unimplemented(
+        fmt::format("device {} can't save and project hidden states as {} for {} "
+                    "weights; choose another --state-type or --save kv",
+                    stages_.front().device().name(), ggml_type_name(type), model_.type_name()));
+  }
+  masks_ = options.layers;
+  hidden_type_ = type;
+  for (const auto& stage : stages_) {
+    if (Status status = allocate(*stage); !status.ok()) {
+      masks_.clear();
+      return status;
+    }
+  }
+  sink_ = sink;
+  return {};
+}
+
+// Makes the stage's block large enough for what the masks capture of its layers.
+Status CaptureTap::allocate(Stage& stage) {
+  Block& block = *blocks_[stage.index()];
+  size_t row_bytes = 0;
+  size_t n_parts = 0;
+  for (int layer = stage.begin(); layer < stage.end(); ++layer) {
+    if ((masks_[layer] & kTapHidden) != 0) row_bytes += types_.row_bytes(hidden_type_), ++n_parts;
+    if ((masks_[layer] & kTapKv) != 0) row_bytes += 2 * stage.arena().row_bytes(), n_parts += 2;
+  }
+  const size_t capacity = row_bytes * options_.max_batch_rows + n_parts * kAlignment;
+  if (capacity == 0 || (block.bytes != nullptr && ggml_nbytes(block.bytes) >= capacity)) return {};
+  stage.graphs().synchronize();
+  block.bytes = nullptr;
+  block.pool.open(1);
+  ggml_tensor* bytes =
+      ggml_new_tensor_1d(block.pool.ctx(), GGML_TYPE_I8, static_cast<int64_t>(capacity));
+  HCACHE_RETURN_IF_ERROR(block.pool.allocate(stage.device().buffer_type(), "the capture buffer"));
+  block.bytes = bytes;
+  return {};
+}
+
+void CaptureTap::lay_out(StepState& step) {
+  if (sink_ == nullptr) return;
+  size_t offset = 0;
+  const auto take = [&](size_t row_bytes) {
+    const size_t at = offset;
+    offset = align_up(offset + row_bytes * step.n_rows);
+    return static_cast<int64_t>(at);
+  };
+  const size_t kv_row_bytes = stages_.front().arena().row_bytes();
+  for (const uint8_t mask : masks_) {
+    CapturedLayer layer;
+    if ((mask & kTapHidden) != 0) layer.hidden_offset = take(types_.row_bytes(hidden_type_));
+    if ((mask & kTapKv) != 0) {
+      layer.k_offset = take(kv_row_bytes);
+      layer.v_offset = take(kv_row_bytes);
+    }
+    step.capture.push_back(layer);
+    step.capture_ends.push_back(offset);
+  }
+  for (const auto& stage : stages_) step.captured_to.push_back(stage->begin());
+  step.capture_tickets.assign(stages_.size(), 0);
+  steps_.push_back(&step);
+}
+
+void CaptureTap::own_block(Stage& stage, StepState& step) {
+  Block& block = *blocks_[stage.index()];
+  if (step.capture.empty() || block.owner == &step) return;
+  if (block.owner != nullptr) download(stage, *block.owner);
+  block.owner = &step;
+  stage.queue().before_compute(block.ticket);
+}
+
+ggml_tensor* CaptureTap::tensor(ggml_context* ctx, const Stage& stage, const StepState& step,
+                                ggml_type type, int64_t width, int64_t offset) const {
+  const auto stage_begin = static_cast<int64_t>(layer_begin(step, stage.begin()));
+  return tensor_in_block(ctx, blocks_[stage.index()]->bytes, offset - stage_begin, type, width,
+                         step.n_rows);
+}
+
+// Copies what the stage's block holds of the step to the sink's memory: all of it in one copy,
+// unless another step ran between the layers of this one.
+void CaptureTap::download(Stage& stage, StepState& step) {
+  int& captured_to = step.captured_to[stage.index()];
+  const int computed_to = std::clamp(step.next_layer, stage.begin(), stage.end());
+  const size_t begin = layer_begin(step, captured_to);
+  const size_t end = layer_begin(step, computed_to);
+  if (begin >= end) return;
+  if (step.capture_host == nullptr) step.capture_host = sink_->reserve(step.capture_ends.back());
+  if (step.capture_host == nullptr) return abandon(step);
+  Block& block = *blocks_[stage.index()];
+  stage.queue().after_compute();
+  block.ticket = stage.queue().download(block.bytes, begin - layer_begin(step, stage.begin()),
+                                        step.capture_host + begin, end - begin);
+  step.capture_tickets[stage.index()] = block.ticket;
+  captured_to = computed_to;
+}
+
+void CaptureTap::abandon(StepState& step) {
+  if (step.capture.empty()) return;
+  if (step.capture_host != nullptr) {
+    for (const auto& stage : stages_) stage->queue().wait(step.capture_tickets[stage->index()]);
+    sink_->drop(std::exchange(step.capture_host, nullptr));
+  }
+  step.capture.clear();
+  std::erase(steps_, &step);
+  for (const auto& block : blocks_) {
+    if (block->owner == &step) block->owner = nullptr;
+  }
+}
+
+void CaptureTap::publish(StepState& step) {
+  for (const auto& stage : stages_) {
+    if (blocks_[stage->index()]->owner == &step) download(*stage, step);
+  }
+  if (step.capture.empty()) return;
+  Pending p;
+  p.tickets = step.capture_tickets;
+  p.block = std::exchange(step.capture_host, nullptr);
+  p.layers = step.capture;
+  for (const StepState::Segment& s : step.segments) {
+    p.rows.push_back(
+        {.seq = s.seq, .first_pos = s.first_pos, .first_row = s.first_row, .n_rows = s.n_rows});
+  }
+  p.capture = {.layers = {},
+               .rows = {},
+               .n_rows = step.n_rows,
+               .hidden_type = hidden_type_,
+               .kv_type = options_.kv_type,
+               .hidden_row_bytes = types_.row_bytes(hidden_type_),
+               .kv_row_bytes = stages_.front().arena().row_bytes(),
+               .n_bytes = step.capture_ends.back()};
+  pending_.push_back(std::move(p));
+  abandon(step);  // nothing of it is left here
+}
+
+void CaptureTap::poll(bool all) {
+  while (!pending_.empty()) {
+    Pending& p = pending_.front();
+    const bool done = std::all_of(stages_.begin(), stages_.end(), [&](const auto& stage) {
+      return stage->queue().done(p.tickets[stage->index()]);
+    });
+    if (!done) {
+      // One block may stay in flight beside the step that follows it.
+      if (!all && pending_.size() < 2) return;
+      for (const auto& stage : stages_) stage->queue().wait(p.tickets[stage->index()]);
+    }
+    p.capture.layers = p.layers;
+    p.capture.rows = p.rows;
+    sink_->publish(p.block, p.capture);
+    pending_.pop_front();
+  }
+}
+
+void CaptureTap::wait() {
+  for (const auto& stage : stages_) stage->queue().wait(blocks_[stage->index()]->ticket);
+}
+
+size_t CaptureTap::n_bytes() const {
+  size_t n = 0;
+  for (const auto& block : blocks_) n += block->pool.n_bytes();
+  return n;
+}
+
+}  // namespace hcache::engine

@@ -1,0 +1,127 @@
+#include "engine_parts.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace hcache::engine {
+namespace {
+
+using model::Model;
+
+// Whether our kernel applies, as the options say.
+Result<bool> choose_attention(const Model& model, const EngineOptions& options) {
+  const model::HParams& hp = model.hparams();
+  const AttentionShape shape = {.n_head = hp.n_head,
+                                .n_head_kv = hp.n_head_kv,
+                                .head_dim_k = hp.head_dim,
+                                .head_dim_v = hp.head_dim,
+                                .scale = hp.attention_scale};
+  const bool applies =
+      model.device().is_cpu() && options.kv_type == GGML_TYPE_F16 && attention_supports(shape);
+  if (options.attention == AttentionKind::kOurs && !applies) {
+    return unimplemented(
+        fmt::format("our attention kernel needs the CPU and "
+                    "an F16 KV cache (device {}, KV type "
+                    "{}); use --attention auto",
+                    model.device().name(), ggml_type_name(options.kv_type)));
+  }
+  return applies && options.attention != AttentionKind::kGgml;
+}
+
+Status check_options(const Model& model, const EngineOptions& options) {
+  const model::HParams& hp = model.hparams();
+  if (options.arena_tokens < 1 || options.max_batch_rows < 1) {
+    return invalid_argument("the arena and the batch need at least one token");
+  }
+  switch (options.kv_type) {
+    case GGML_TYPE_F32:
+    case GGML_TYPE_F16:
+    case GGML_TYPE_BF16: break;
+    case GGML_TYPE_Q8_0:
+      if (hp.head_dim % ggml_blck_size(GGML_TYPE_Q8_0) != 0) {
+        return unimplemented(
+            fmt::format("a Q8_0 KV cache needs heads divisible "
+                        "by 32, this model's have {}; use f16",
+                        hp.head_dim));
+      }
+      break;
+    default:
+      return unimplemented(fmt::format("KV type {} is not supported; use f16, f32, bf16 or q8_0",
+                                       ggml_type_name(options.kv_type)));
+  }
+  return {};
+}
+
+// Layers per stage.
+Result<std::vector<int>> stage_lengths(const Model& model, const EngineOptions& options) {
+  const int n_layer = model.hparams().n_layer;
+  if (options.stage_layers.empty()) return std::vector<int>{n_layer};
+  const std::vector<int>& lengths = options.stage_layers;
+  if (*std::min_element(lengths.begin(), lengths.end()) < 1 ||
+      std::accumulate(lengths.begin(), lengths.end(), 0) != n_layer) {
+    return invalid_argument(
+        fmt::format("the stages must have one layer each "
+                    "at least, and the model's {} together",
+                    n_layer));
+  }
+  return lengths;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
+                                                         const EngineOptions& options,
+                                                         const MakeQueues& make_queues,
+                                                         std::vector<int> row_groups) {
+  HCACHE_RETURN_IF_ERROR(check_options(model, options));
+  HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(model, options));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int> lengths, stage_lengths(model, options));
+  constexpr int64_t kPadding = AttentionOp::kKvPadding;
+  const int64_t n_cells =
+      (options.arena_tokens + kPadding - 1) / kPadding * kPadding + (ours ? 0 : kPadding);
+  const int n_groups = 1 + *std::max_element(row_groups.begin(), row_groups.end());
+  std::vector<std::unique_ptr<Stage>> stages;
+  int begin = 0;
+  for (const int length : lengths) {
+    stages.push_back(std::make_unique<Stage>(
+        model, options,
+        StageOptions{.index = static_cast<int>(stages.size()),
+                     .begin = begin,
+                     .end = begin + length,
+                     .device = &model.device(),
+                     .queues = make_queues ? make_queues(model.device())
+                                           : make_device_queues(model.device()),
+                     .own_attention = ours,
+                     .n_groups = n_groups,
+                     .n_cells = n_cells}));
+    HCACHE_RETURN_IF_ERROR(stages.back()->allocate());
+    begin += length;
+  }
+  std::unique_ptr<EngineParts> parts(
+      new EngineParts(model, options, std::move(row_groups), std::move(stages)));
+  HCACHE_RETURN_IF_ERROR(parts->table.allocate(options.max_batch_rows));
+  return parts;
+}
+
+EngineParts::EngineParts(const Model& m, const EngineOptions& o, std::vector<int> row_groups,
+                         std::vector<std::unique_ptr<Stage>> s)
+    : model(m),
+      options(o),
+      sequences(std::move(row_groups), options.arena_tokens),
+      stages(std::move(s)),
+      rows(model, options, sequences, stages),
+      types(model, options, stages),
+      tap(model, options, stages, types),
+      table(model, stages.front()),
+      steps(model, options, sequences, rows, stages, types, tap, table),
+      restore(model, options, sequences, stages, types) {}
+
+// The parts' device memory is in use until then.
+EngineParts::~EngineParts() {
+  for (const auto& stage : stages) stage->close();
+}
+
+}  // namespace hcache::engine

@@ -1,0 +1,65 @@
+// K and V of a stage's layers: one tensor each per layer, [n_embd_kv, cells], and what is done to
+// rows of them outside of steps. Which cells are whose is decided by Sequences.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "arena.h"
+#include "base/status.h"
+#include "engine/copy_queue.h"
+#include "engine/engine.h"
+#include "graph_runner.h"
+#include "model/model.h"
+#include "tensor_pool.h"
+
+namespace hcache::engine {
+
+// Threading: the engine's thread.
+class KvArena {
+ public:
+  // Of layers [begin, end). What is passed must outlive it.
+  KvArena(const model::Model& model, const EngineOptions& options, int begin, int end,
+          GraphRunner& graphs, CopyQueue& queue);
+  Status allocate(int64_t n_cells);
+
+  [[nodiscard]] ggml_tensor* k(int layer) const { return k_[layer - begin_]; }
+  [[nodiscard]] ggml_tensor* v(int layer) const { return v_[layer - begin_]; }
+  // Rows [cell, cell + n) of one of them.
+  static ggml_tensor* rows(ggml_context* ctx, ggml_tensor* arena, int64_t cell, int64_t n);
+
+  // Moves rows of a layer; source and target may overlap.
+  Status move_rows(int layer, const ExtentAllocator::Move& move);
+  // Re-rotates K of cells [cell, cell + n) of a layer. `deltas`: I32, at least max_batch_rows of
+  // the same number of positions.
+  Status shift_k(int layer, int64_t cell, int64_t n, ggml_tensor* deltas);
+
+  // Host to arena, through the copy queue: n rows of K and of V.
+  CopyQueue::Ticket upload(int layer, int64_t cell, int n, const std::byte* k, const std::byte* v);
+  // The last upload into any of layers [begin, end).
+  [[nodiscard]] CopyQueue::Ticket last_upload(int begin, int end) const;
+  // Blocks until no upload is under way.
+  void wait_for_uploads();
+  // Arena to host, at once; what was enqueued must be complete.
+  void read(int layer, int64_t cell, int n, std::byte* k, std::byte* v) const;
+
+  [[nodiscard]] size_t row_bytes() const;  // of K, and of V
+  [[nodiscard]] size_t n_bytes() const { return pool_.n_bytes(); }
+
+ private:
+  const model::Model& model_;
+  const EngineOptions& options_;
+  int begin_;
+  int end_;
+  GraphRunner& graphs_;
+  CopyQueue& queue_;
+  TensorPool pool_;
+  std::vector<ggml_tensor*> k_;  // per layer
+  std::vector<ggml_tensor*> v_;
+  std::vector<CopyQueue::Ticket> last_upload_;  // per layer
+};
+
+}  // namespace hcache::engine

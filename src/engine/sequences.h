@@ -1,0 +1,84 @@
+// Which sequences there are, how long they are, and which cells of the arena hold their rows.
+//
+// Layers are of one or more row groups: the layers of a group hold the same rows of a sequence, in
+// the same cells. A group may hold fewer rows than the sequence has tokens: then the first ones are
+// missing (a sliding window). Everything that reads or writes rows asks held() where they lie.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "arena.h"
+#include "base/status.h"
+#include "engine/engine.h"
+
+namespace hcache::engine {
+
+// A group holds the rows of positions [first_pos, first_pos + n_rows) in cells from first_cell on.
+struct HeldRows {
+  int64_t first_pos = 0;
+  int64_t n_rows = 0;  // reserved ones of a step under way included
+  int64_t first_cell = 0;
+
+  [[nodiscard]] int64_t end_pos() const { return first_pos + n_rows; }
+  [[nodiscard]] int64_t cell(int64_t pos) const { return first_cell + (pos - first_pos); }
+};
+
+// Pure bookkeeping: it decides, the engine moves rows. Threading: none of its own.
+class Sequences {
+ public:
+  // Rows of a group's layers that have to move, in the order given.
+  struct GroupMoves {
+    int group = 0;
+    std::vector<ExtentAllocator::Move> moves;
+  };
+
+  // groups[layer]: 0, 1, ... without gaps. Each group has n_cells.
+  Sequences(std::vector<int> groups, int64_t n_cells);
+
+  SeqId add();
+  void remove(SeqId seq);
+  [[nodiscard]] bool contains(SeqId seq) const { return lengths_.contains(seq); }
+  // kInvalidArgument when there is no such sequence.
+  [[nodiscard]] Status check(SeqId seq) const;
+  // In tokens; -1 where there is no such sequence.
+  [[nodiscard]] int64_t length(SeqId seq) const;
+  void set_length(SeqId seq, int64_t n_tokens) { lengths_.at(seq) = n_tokens; }
+
+  // Room for the rows up to n_tokens in every group; the length stays. Growing may move rows, of
+  // other sequences too. kResourceExhausted, with nothing changed, when the arena is full.
+  Result<std::vector<GroupMoves>> resize(SeqId seq, int64_t n_tokens);
+  // The group's layers hold rows from `pos` on only; the cells before are free.
+  void drop_before(SeqId seq, int group, int64_t pos);
+  // Positions [from, to) are gone and later ones count from `from`: where the groups' held rows
+  // begin then. The cells are the caller's to move and resize().
+  void erase_positions(SeqId seq, int64_t from, int64_t to);
+
+  [[nodiscard]] int n_groups() const { return static_cast<int>(groups_.size()); }
+  [[nodiscard]] int group_of(int layer) const { return group_of_layer_[layer]; }
+  [[nodiscard]] HeldRows held(SeqId seq, int group) const;
+
+  [[nodiscard]] int64_t n_cells() const { return groups_.front().extents.n_cells(); }
+  [[nodiscard]] int64_t free_cells() const;  // of the fullest group
+  // Changes whenever rows that exist get other cells.
+  [[nodiscard]] uint64_t epoch() const { return epoch_; }
+
+ private:
+  struct Group {
+    ExtentAllocator extents;
+    std::map<SeqId, int64_t> first_pos;  // of the held rows, where it is not 0
+    [[nodiscard]] int64_t first(SeqId seq) const {
+      const auto it = first_pos.find(seq);
+      return it == first_pos.end() ? 0 : it->second;
+    }
+  };
+
+  std::vector<int> group_of_layer_;
+  std::vector<Group> groups_;
+  std::map<SeqId, int64_t> lengths_;
+  SeqId next_ = 0;
+  uint64_t epoch_ = 0;
+};
+
+}  // namespace hcache::engine

@@ -1,0 +1,157 @@
+#include "step_graphs.h"
+
+#include "projection.h"
+
+namespace hcache::engine {
+namespace {
+
+constexpr int kNodesPerLayer = 96;    // upper bound, without ggml's attention
+constexpr int kNodesPerSegment = 16;  // of ggml's attention, per layer
+
+}  // namespace
+
+Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int begin, int end,
+                                     bool kv_only_last) {
+  const Key key = {.begin = begin,
+                   .end = end,
+                   .n_rows = step.n_rows,
+                   .n_outputs = step.output_rows.size(),
+                   .kv_only_last = kv_only_last,
+                   .capture = !step.capture.empty(),
+                   .x_size = step.x.size()};
+  Last& last = last_[stage.index()];
+  GraphRunner& graphs = stage.graphs();
+  const bool own_attention = stage.attention(0).ours();
+  if (last.graph == nullptr || last.n_allocated != graphs.n_allocated() || !(last.key == key)) {
+    last.graph.reset();
+    const size_t n_nodes =
+        static_cast<size_t>(end - begin) *
+            (kNodesPerLayer + (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
+        64;
+    auto g = std::make_unique<Graph>(graphs, n_nodes);
+    ggml_tensor* logits =
+        build({.stage = stage,
+               .g = *g,
+               .step = step,
+               .begin = begin,
+               .end = end,
+               .kv_only_last = kv_only_last,
+               .n_x = static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd,
+               .positions = ggml_view_1d(g->ctx, stage.positions(), step.n_rows, 0),
+               .order = stage.order(g->ctx, step.n_rows)});
+    HCACHE_RETURN_IF_ERROR(graphs.allocate(*g));
+    last = {std::move(g), key, graphs.n_allocated(), logits};
+  }
+  ggml_tensor* logits = last.logits;
+  const Status status = graphs.run(*last.graph);
+  // ggml's attention is built for this step's segments and masks.
+  if (!own_attention) last.graph.reset();
+  HCACHE_RETURN_IF_ERROR(status);
+  return logits;
+}
+
+void StepGraphs::forget_last() {
+  for (Last& last : last_) last.graph.reset();
+}
+
+ggml_tensor* StepGraphs::build(const Range& range) {
+  const Graph& g = range.g;
+  const StepState& step = range.step;
+  ggml_tensor* x = range.stage.rows();
+  ggml_tensor* cur = ggml_view_2d(g.ctx, x, x->ne[0], range.n_x, x->nb[1], 0);
+  for (int layer = range.begin; layer < range.end; ++layer) {
+    const bool last = layer == model_.hparams().n_layer - 1;
+    ggml_tensor* hidden = model::build_hidden(g.ctx, model_, layer, cur);
+    build_kv(range, layer, hidden);
+    // Rows nobody wants logits of need no more than their K and V in the last layer.
+    if (range.ends_with_kv_of(layer) || (last && step.output_rows.empty())) continue;
+    ggml_tensor* attention = build_attention(range, layer, hidden);
+    if (last) return build_logits(range, layer, cur, hidden, attention);
+    cur = model::build_layer_output(g.ctx, model_, layer, cur, hidden, attention);
+    if (layer == range.end - 1) {
+      g.add(ggml_cpy(g.ctx, cur, ggml_view_2d(g.ctx, x, x->ne[0], step.n_rows, x->nb[1], 0)));
+    }
+  }
+  return nullptr;
+}
+
+ggml_tensor* StepGraphs::capture(const Range& range, ggml_type type, ggml_tensor* rows,
+                                 int64_t offset) {
+  ggml_tensor* target =
+      tap_.tensor(range.g.ctx, range.stage, range.step, type, rows->ne[0], offset);
+  ggml_tensor* written = ggml_set_rows(range.g.ctx, target, rows, range.order);
+  range.g.add(written);
+  return written;
+}
+
+void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
+  ggml_context* ctx = range.g.ctx;
+  Stage& stage = range.stage;
+  const StepState& step = range.step;
+  const model::LayerWeights& w = model_.weights().layers[layer];
+  const CapturedLayer* captured = step.capture.empty() ? nullptr : &step.capture[layer];
+  ggml_tensor* input = hidden;
+  if (captured != nullptr && captured->hidden_offset >= 0) {
+    ggml_tensor* saved = capture(range, tap_.hidden_type(), hidden, captured->hidden_offset);
+    // Project exactly what is saved: it is what the product would have converted to anyway.
+    if (stage.device().is_cpu() && tap_.hidden_type() == types_.native()) input = saved;
+  }
+  // Restoration projects rows by the hundred; the same kernel must have computed them here. What is
+  // not saved of layer 0 is projected from the tokens' embeddings.
+  const bool projected_later = captured != nullptr && (captured->hidden_offset >= 0 ||
+                                                       (layer == 0 && captured->k_offset < 0));
+  const bool tail = range.ends_with_kv_of(layer);
+  const bool padded = (projected_later || tail) && range.n_x < types_.least_rows(layer);
+  if (padded) input = hidden;
+  model::Product product = padded ? padded_product : ggml_mul_mat;
+  if (tail && types_.has_fast_products(layer)) {
+    input = saved_as(ctx, types_.native(), hidden, stage.order(ctx, range.n_x));
+    product = build_fast_product;
+  }
+  const auto of = [&](bool is_k) {
+    return step.token_rows.empty() ? product : table_.through(step, is_k, product);
+  };
+  ggml_tensor* k =
+      model::build_k(ctx, model_, layer, types_.product_input(ctx, layer, w.k.w, input),
+                     range.positions, of(true));
+  ggml_tensor* v =
+      model::build_v(ctx, model_, layer, types_.product_input(ctx, layer, w.v.w, input), of(false));
+
+  const int64_t n = step.n_rows;
+  const int64_t width = model_.hparams().n_embd_kv();
+  ggml_tensor* cells = ggml_view_1d(ctx, stage.cells(sequences_.group_of(layer)), n, 0);
+  k = ggml_reshape_2d(ctx, k, width, n);
+  v = ggml_reshape_2d(ctx, v, width, n);
+  range.g.add(ggml_set_rows(ctx, stage.arena().k(layer), k, cells));
+  range.g.add(ggml_set_rows(ctx, stage.arena().v(layer), v, cells));
+  if (captured != nullptr && captured->k_offset >= 0) {
+    capture(range, options_.kv_type, k, captured->k_offset);
+    capture(range, options_.kv_type, v, captured->v_offset);
+  }
+}
+
+ggml_tensor* StepGraphs::build_attention(const Range& range, int layer, ggml_tensor* hidden) {
+  Stage& stage = range.stage;
+  ggml_tensor* q = model::build_q(range.g.ctx, model_, layer, hidden, range.positions);
+  range.g.add(q);
+  return stage.attention(sequences_.group_of(layer))
+      .build(range.g.ctx, q, stage.arena().k(layer), stage.arena().v(layer));
+}
+
+// Of the wanted rows alone.
+ggml_tensor* StepGraphs::build_logits(const Range& range, int layer, ggml_tensor* x,
+                                      ggml_tensor* hidden, ggml_tensor* attention) {
+  ggml_context* ctx = range.g.ctx;
+  ggml_tensor* wanted = ggml_view_1d(ctx, range.stage.output_rows(),
+                                     static_cast<int64_t>(range.step.output_rows.size()), 0);
+  attention = ggml_get_rows(ctx, attention, wanted);
+  x = ggml_get_rows(ctx, x, wanted);
+  hidden = ggml_get_rows(ctx, hidden, wanted);
+  ggml_tensor* logits = model::build_logits(
+      ctx, model_, model::build_layer_output(ctx, model_, layer, x, hidden, attention));
+  ggml_set_output(logits);
+  range.g.add(logits);
+  return logits;
+}
+
+}  // namespace hcache::engine

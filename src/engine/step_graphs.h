@@ -1,0 +1,95 @@
+// Builds and runs the graph of a step's layer range within one stage.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "capture_tap.h"
+#include "engine/engine.h"
+#include "graph_runner.h"
+#include "hidden_types.h"
+#include "model/graph.h"
+#include "sequences.h"
+#include "stage.h"
+#include "step_state.h"
+#include "token_table.h"
+
+namespace hcache::engine {
+
+// Threading: the engine's thread.
+class StepGraphs {
+ public:
+  StepGraphs(const model::Model& model, const EngineOptions& options, const Sequences& sequences,
+             const Stages& stages, HiddenTypes& types, CaptureTap& tap, TokenTable& table)
+      : model_(model),
+        options_(options),
+        sequences_(sequences),
+        types_(types),
+        tap_(tap),
+        table_(table),
+        last_(stages.size()) {}
+
+  // Runs layers [begin, end), which are `stage`'s; the step is loaded there. With kv_only_last the
+  // last of them computes K and V alone. Returns the logits, which are the device's until its next
+  // graph, or nullptr where the range has none.
+  Result<ggml_tensor*> run(Stage& stage, const StepState& step, int begin, int end,
+                           bool kv_only_last);
+  // The next graphs are built anew: what is captured has changed.
+  void forget_last();
+
+ private:
+  // What the graph depends on besides tensors that live with the engine.
+  struct Key {
+    int begin = 0;
+    int end = 0;
+    int n_rows = 0;
+    size_t n_outputs = 0;
+    bool kv_only_last = false;
+    bool capture = false;
+    size_t x_size = 0;  // smaller where x holds what the token table lacks
+    friend bool operator==(const Key&, const Key&) = default;
+  };
+  // A stage's last graph, when another step may run it again: decoding builds one graph, not one
+  // per token.
+  struct Last {
+    std::unique_ptr<Graph> graph;
+    Key key;
+    uint64_t n_allocated = 0;  // the runner's; another graph has its memory otherwise
+    ggml_tensor* logits = nullptr;
+  };
+  // What the layers of one graph share.
+  struct Range {
+    Stage& stage;
+    const Graph& g;
+    const StepState& step;
+    int begin = 0;
+    int end = 0;
+    bool kv_only_last = false;
+    int64_t n_x = 0;  // rows of x
+    ggml_tensor* positions = nullptr;
+    ggml_tensor* order = nullptr;  // 0, 1, ... n_rows
+    [[nodiscard]] bool ends_with_kv_of(int layer) const { return kv_only_last && layer == end - 1; }
+  };
+
+  ggml_tensor* build(const Range& range);
+  // Adds K and V of a layer, and what is captured of it.
+  void build_kv(const Range& range, int layer, ggml_tensor* hidden);
+  ggml_tensor* build_attention(const Range& range, int layer, ggml_tensor* hidden);
+  ggml_tensor* build_logits(const Range& range, int layer, ggml_tensor* x, ggml_tensor* hidden,
+                            ggml_tensor* attention);
+  ggml_tensor* capture(const Range& range, ggml_type type, ggml_tensor* rows, int64_t offset);
+
+  const model::Model& model_;
+  const EngineOptions& options_;
+  const Sequences& sequences_;
+  HiddenTypes& types_;
+  CaptureTap& tap_;
+  TokenTable& table_;
+  std::vector<Last> last_;  // per stage
+};
+
+}  // namespace hcache::engine

@@ -1,0 +1,244 @@
+#include "step_runner.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace hcache::engine {
+
+StepState::~StepState() {
+  if (runner != nullptr && !finished) runner->abandon(*this);
+}
+
+StepRunner::StepRunner(const model::Model& model, const EngineOptions& options,
+                       Sequences& sequences, ArenaRows& rows, const Stages& stages,
+                       HiddenTypes& types, CaptureTap& tap, TokenTable& table)
+    : model_(model),
+      options_(options),
+      sequences_(sequences),
+      rows_(rows),
+      stages_(stages),
+      types_(types),
+      tap_(tap),
+      table_(table),
+      graphs_(model, options, sequences, stages, types, tap, table) {}
+
+void StepRunner::abandon(StepState& step) {
+  stages_.synchronize();  // logits may be on their way to the step
+  tap_.abandon(step);
+  for (const auto& stage : stages_) stage->forget(step);
+  for (const StepState::Segment& s : step.segments) {
+    if (sequences_.contains(s.seq)) {
+      rows_.resize(s.seq, sequences_.length(s.seq)).ignore("giving rows back takes no room");
+    }
+  }
+}
+
+// Checks the items and lays their rows out one behind the other.
+Status StepRunner::add_segments(std::span<const BatchItem> items, StepState& step,
+                                int64_t& n_new_cells) {
+  int64_t n_rows = 0;
+  n_new_cells = 0;
+  for (const BatchItem& item : items) {
+    HCACHE_RETURN_IF_ERROR(sequences_.check(item.seq));
+    const int64_t length = sequences_.length(item.seq);
+    const int64_t first = item.first_pos < 0 ? length : item.first_pos;
+    const int64_t end = first + static_cast<int64_t>(item.tokens.size());
+    if (item.tokens.empty() || first > length) {
+      return invalid_argument(
+          fmt::format("sequence {}: a batch item needs tokens that begin at or "
+                      "before its length {}",
+                      item.seq, length));
+    }
+    for (const StepState::Segment& other : step.segments) {
+      if (other.seq == item.seq) {
+        return invalid_argument(fmt::format("sequence {} stands twice in a batch", item.seq));
+      }
+    }
+    if (end > model_.hparams().n_ctx_train) {
+      return out_of_range(fmt::format("sequence {} would have {} tokens, the model's context is {}",
+                                      item.seq, end, model_.hparams().n_ctx_train));
+    }
+    n_new_cells += std::max<int64_t>(0, end - length);
+    step.segments.push_back({.seq = item.seq,
+                             .first_pos = first,
+                             .first_row = static_cast<int>(n_rows),
+                             .n_rows = static_cast<int>(item.tokens.size())});
+    n_rows += static_cast<int64_t>(item.tokens.size());
+  }
+  if (n_rows == 0 || n_rows > options_.max_batch_rows) {
+    return invalid_argument(
+        fmt::format("a step takes 1 to {} rows, not {}", options_.max_batch_rows, n_rows));
+  }
+  if (n_new_cells > sequences_.free_cells()) {
+    return resource_exhausted(fmt::format("the KV arena has {} free cells of {}, the step needs {}",
+                                          sequences_.free_cells(), sequences_.n_cells(),
+                                          n_new_cells));
+  }
+  step.n_rows = static_cast<int>(n_rows);
+  return {};
+}
+
+// Embeddings, positions and wanted outputs of the segments' rows.
+Status StepRunner::add_rows(std::span<const BatchItem> items, StepState& step) {
+  const int64_t n_embd = model_.hparams().n_embd;
+  step.x.resize(static_cast<size_t>(step.n_rows * n_embd));
+  step.positions.reserve(step.n_rows);
+  for (size_t i = 0; i < items.size(); ++i) {
+    const StepState::Segment& s = step.segments[i];
+    HCACHE_RETURN_IF_ERROR(
+        model_.embed_tokens(items[i].tokens, step.x.data() + s.first_row * n_embd));
+    step.tokens.insert(step.tokens.end(), items[i].tokens.begin(), items[i].tokens.end());
+    for (int r = 0; r < s.n_rows; ++r) {
+      step.positions.push_back(static_cast<int32_t>(s.first_pos + r));
+    }
+    if (items[i].output == BatchItem::Output::kAll) {
+      for (int r = 0; r < s.n_rows; ++r) step.output_rows.push_back(s.first_row + r);
+    } else if (items[i].output == BatchItem::Output::kLast) {
+      step.output_rows.push_back(s.first_row + s.n_rows - 1);
+    }
+  }
+  return model_.add_learned_positions(step.positions, step.x.data());
+}
+
+Status StepRunner::prepare(std::span<const BatchItem> items, StepState& step) {
+  tap_.poll(false);
+  int64_t n_new_cells = 0;
+  HCACHE_RETURN_IF_ERROR(add_segments(items, step, n_new_cells));
+  HCACHE_RETURN_IF_ERROR(add_rows(items, step));
+  // From here on nothing can fail for lack of room.
+  step.runner = this;
+  // Rows that are only computed again (a restored prefix) are saved already.
+  if (n_new_cells > 0) tap_.lay_out(step);
+  for (const StepState::Segment& s : step.segments) {
+    const int64_t end = s.first_pos + s.n_rows;
+    if (end > sequences_.held(s.seq, 0).end_pos()) {
+      HCACHE_RETURN_IF_ERROR(rows_.resize(s.seq, end));
+    }
+  }
+  return {};
+}
+
+// Sequences may have been released or cut since the step was prepared.
+Status StepRunner::check_room(const StepState& step) const {
+  for (const StepState::Segment& s : step.segments) {
+    bool has_room = sequences_.contains(s.seq);
+    for (int group = 0; has_room && group < sequences_.n_groups(); ++group) {
+      const HeldRows held = sequences_.held(s.seq, group);
+      has_room = held.first_pos <= s.first_pos && held.end_pos() >= s.first_pos + s.n_rows;
+    }
+    if (!has_room) {
+      return failed_precondition(
+          fmt::format("sequence {} was released or cut while a step ran on it", s.seq));
+    }
+  }
+  return {};
+}
+
+// Derives the cells of the step's rows; extents may have moved since the step last ran.
+void StepRunner::place(StepState& step) {
+  if (!step.placed.empty() && step.placed_epoch == sequences_.epoch()) return;
+  step.placed.assign(sequences_.n_groups(), {});
+  step.placed_epoch = sequences_.epoch();
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    StepState::Placed& placed = step.placed[group];
+    for (const StepState::Segment& s : step.segments) {
+      const HeldRows held = sequences_.held(s.seq, group);
+      for (int r = 0; r < s.n_rows; ++r) placed.cells.push_back(held.cell(s.first_pos + r));
+      placed.attention.push_back({.first_row = s.first_row,
+                                  .n_rows = s.n_rows,
+                                  .first_cell = held.first_cell,
+                                  .n_past = s.first_pos - held.first_pos});
+    }
+  }
+}
+
+Status StepRunner::check_range(const StepState& step, int begin, int end) const {
+  if (step.finished || begin != step.next_layer || end < begin || end > model_.hparams().n_layer) {
+    return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
+                                           end, step.next_layer - 1));
+  }
+  return {};
+}
+
+Status StepRunner::run_layers(StepState& step, int end) { return run_range(step, end, false); }
+
+Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
+  const bool layer_0_tail = kv_only_last && step.next_layer == 0 && end == 1;
+  if (!step.token_rows.empty() && !layer_0_tail) {
+    return failed_precondition("the step keeps no more than layer 0's K and V need");
+  }
+  HCACHE_RETURN_IF_ERROR(check_room(step));
+  if (step.next_layer == end) return {};
+  if (layer_0_tail && step.capture.empty()) table_.keep_unknown_tokens(step);
+  place(step);
+  while (step.next_layer < end) {
+    Stage& stage = stages_.of(step.next_layer);
+    if (step.next_layer > 0) stages_.of(step.next_layer - 1).pass_rows_to(stage, step);
+    const int stage_end = std::min(end, stage.end());
+    HCACHE_RETURN_IF_ERROR(run_stage(stage, step, stage_end, kv_only_last && stage_end == end));
+  }
+  return {};
+}
+
+// Layers [next_layer, end), which are all `stage`'s.
+Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_only_last) {
+  const int begin = step.next_layer;
+  tap_.own_block(stage, step);
+  HCACHE_RETURN_IF_ERROR(stage.load(step));
+  stage.queue().before_compute(stage.arena().last_upload(begin, end));
+  stage.set_rows_owner(nullptr);
+  step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
+  HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, graphs_.run(stage, step, begin, end, kv_only_last));
+  table_.learn(step);
+  if (logits != nullptr) {
+    step.logits.swap(logits_);  // for its memory
+    step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
+    stage.graphs().get(logits, step.logits.data(), ggml_nbytes(logits));
+  }
+  step.next_layer = end;
+  if (end < model_.hparams().n_layer) stage.set_rows_owner(&step);
+  return {};
+}
+
+// The step's rows count as their sequences' from here on.
+void StepRunner::end_step(StepState& step) {
+  step.finished = true;
+  for (const auto& stage : stages_) stage->forget(step);
+  for (const StepState::Segment& s : step.segments) {
+    sequences_.set_length(s.seq, std::max(sequences_.length(s.seq), s.first_pos + s.n_rows));
+  }
+}
+
+Status StepRunner::finish_with_kv(StepState& step, int layer) {
+  // Tries our products once.
+  if (stages_.of(0).device().is_cpu()) types_.can_project(types_.native());
+  HCACHE_RETURN_IF_ERROR(check_range(step, step.next_layer, layer + 1));
+  HCACHE_RETURN_IF_ERROR(run_range(step, layer + 1, true));
+  tap_.abandon(step);
+  end_step(step);
+  return {};
+}
+
+Result<Logits> StepRunner::finish(StepState& step) {
+  const int n_layer = model_.hparams().n_layer;
+  if (step.finished || step.next_layer != n_layer) {
+    return failed_precondition(
+        fmt::format("a step can't finish after {} of {} layers", step.next_layer, n_layer));
+  }
+  HCACHE_RETURN_IF_ERROR(check_room(step));
+  tap_.publish(step);
+  stages_.synchronize();
+  tap_.poll(false);
+  end_step(step);
+  logits_.swap(step.logits);
+  Logits logits;
+  const auto n_vocab = static_cast<size_t>(model_.hparams().n_vocab);
+  for (size_t i = 0; i < step.output_rows.size(); ++i) {
+    logits.rows.emplace_back(logits_.data() + i * n_vocab, n_vocab);
+  }
+  return logits;
+}
+
+}  // namespace hcache::engine
