@@ -9,6 +9,7 @@
 
 #include "base_testing.h"
 #include "child_process.h"
+#include "patience.h"
 
 namespace hcache::testing {
 
@@ -66,10 +67,12 @@ class RedisCluster {
     EXPECT_EQ(ChildProcess(create).wait(), 0);
     // Every node must have heard of it, and the replicas must hold what their masters do.
     for (std::size_t i = 0; i < servers_.size(); ++i) {
-      for (int n = 0; n < 3000; ++n) {
-        const bool ok = ask(i, "cluster info").find("cluster_state:ok") != std::string::npos;
-        if (ok && ask(i, "info replication").find("link_status:down") == std::string::npos) break;
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      test::Patience patience("node " + std::to_string(i) + " of the cluster");
+      const auto is_ready = [&] {
+        return ask(i, "cluster info").find("cluster_state:ok") != std::string::npos &&
+               ask(i, "info replication").find("link_status:down") == std::string::npos;
+      };
+      while (!is_ready() && patience.lasts()) {
       }
     }
   }

@@ -6,23 +6,16 @@
 #include <span>
 #include <string>
 
+#include "patience.h"
 #include "store_testing.h"
 
 namespace hcache::store::testing {
 
+using hcache::test::eventually;
+
 inline constexpr double kPatienceS = 60;
 inline const Fingerprint kModel = fingerprint_of("model");
 inline const SaltId kSalt = salt_id("");
-
-// Waits for what happens in the background.
-inline bool soon(const std::function<bool()>& condition) {
-  const std::int64_t end = Env::real().monotonic_ns() + static_cast<std::int64_t>(kPatienceS * 1e9);
-  while (!condition()) {
-    if (Env::real().monotonic_ns() > end) return false;
-    Env::real().sleep_ns(20'000'000);
-  }
-  return true;
-}
 
 // A store of its own with the remote tier at `url`.
 class Machine {
@@ -49,7 +42,7 @@ class Machine {
   RemoteStat stat() { return store_->stat()->remote.value(); }
   // Everything accepted has been written or has failed.
   bool settled() {
-    return soon([this] { return stat().backlog_requests == 0; });
+    return eventually([this] { return stat().backlog_requests == 0; });
   }
   Match look_up(std::span<const std::int32_t> tokens, const SaltId& salt = kSalt) {
     store_->look_up(kModel, salt, tokens);

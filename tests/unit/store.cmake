@@ -7,3 +7,5 @@ hcache_test(store_redis_test unit/store_redis_test.cc LIBS hcache_store hcache::
 target_include_directories(store_redis_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
 hcache_test(store_s3_test unit/store_s3_test.cc LIBS hcache_store)
 target_include_directories(store_s3_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
+hcache_test(store_net_test unit/store_net_test.cc LIBS hcache_store)
+target_include_directories(store_net_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)

@@ -18,19 +18,20 @@
 namespace hcache::store {
 namespace {
 
+using hcache::test::come;
 using hcache::testing::ChildProcess;
 using hcache::testing::RedisCluster;
 using hcache::testing::RedisServer;
 using hcache::testing::TempDir;
 using testing::Chain;
 using testing::chain;
+using testing::eventually;
 using testing::fingerprint_of;
 using testing::kModel;
 using testing::kPatienceS;
 using testing::kSalt;
 using testing::Machine;
 using testing::read_back;
-using testing::soon;
 using testing::tokens_of;
 using testing::with;
 
@@ -196,7 +197,7 @@ long long command(const std::string& url, const std::vector<std::string>& args) 
     promise.set_value(reply.ok() ? (*reply)->integer : -1);
   };
   (*client)->call(std::move(call));
-  return promise.get_future().get();
+  return come(promise.get_future(), "the answer to a command");
 }
 
 TEST(RemoteTier, WrongBytesAreNeverUsed) {
@@ -224,7 +225,7 @@ TEST(RemoteTier, WrongBytesAreNeverUsed) {
   EXPECT_EQ(b.store().stat()->checksum_failures, 1U);
   // It is not offered again, here or there.
   EXPECT_EQ(b.look_up(saved.tokens()).chunks[1].chunk.info().pages.size(), 3U);
-  EXPECT_TRUE(soon([&] { return command(redis.url(), {"HEXISTS", key, field}) == 0; }));
+  EXPECT_TRUE(eventually([&] { return command(redis.url(), {"HEXISTS", key, field}) == 0; }));
   // Fields that no page has are no pages.
   for (const char* strange : {"p", "p2", "p-1.16.64.0", "p70000.16.64.0", "p0.7.64.0", "p0.16.0.0",
                               "p0.16.65.0", "p0.16.64.0 ", "p0.16.99999999999.0", "q0.16.64.0"}) {
@@ -268,7 +269,7 @@ TEST(RemoteTier, DeletingASessionDeletesItThereToo) {
   ASSERT_TRUE(a.settled());
   ASSERT_EQ(b.look_up(saved.tokens()).n_tokens, saved.tokens().size());
   EXPECT_OK(a.store().delete_session("secret"));
-  EXPECT_TRUE(soon([&] { return command(redis.url(), {"DBSIZE"}) == 0; }));
+  EXPECT_TRUE(eventually([&] { return command(redis.url(), {"DBSIZE"}) == 0; }));
   Machine c(redis.url());
   EXPECT_EQ(c.look_up(saved.tokens()).n_tokens, 0U);
 }
@@ -280,11 +281,11 @@ TEST(RemoteTier, UnusedChunksExpireAndUsedOnesDoNot) {
   ASSERT_OK(a.store().put(saved.chunks()));
   ASSERT_TRUE(a.settled());
   const std::string key = "hcache1:{" + to_hex(saved.chunks()[0].id) + "}";
-  ASSERT_TRUE(soon([&] { return command(redis.url(), {"TTL", key}) > 900; }));
+  ASSERT_TRUE(eventually([&] { return command(redis.url(), {"TTL", key}) > 900; }));
   command(redis.url(), {"EXPIRE", key, "500"});
   Machine b(redis.url(), with(&RemoteOptions::ttl_s, 2000));
   EXPECT_EQ(b.look_up(saved.tokens()).n_tokens, kChunkTokens);
-  EXPECT_TRUE(soon([&] { return command(redis.url(), {"TTL", key}) > 1900; }));
+  EXPECT_TRUE(eventually([&] { return command(redis.url(), {"TTL", key}) > 1900; }));
 }
 
 TEST(RemoteTier, MemoryIsBoundedByLettingPagesGo) {
@@ -303,7 +304,7 @@ TEST(RemoteTier, MemoryIsBoundedByLettingPagesGo) {
   Machine b(small.url());
   ASSERT_OK(b.store().put(chain(kChunkTokens).chunks()));
   ASSERT_TRUE(b.settled());
-  EXPECT_TRUE(soon([&] { return b.stat().failures > 0; }));
+  EXPECT_TRUE(eventually([&] { return b.stat().failures > 0; }));
   EXPECT_TRUE(b.stat().available);
 }
 
@@ -314,7 +315,7 @@ TEST(RemoteTier, NobodyWaitsForAServerThatIsGone) {
   ASSERT_OK(a.store().put(saved.chunks()));
   ASSERT_TRUE(a.settled());
   redis->stop();
-  EXPECT_TRUE(soon([&] {
+  EXPECT_TRUE(eventually([&] {
     a.look_up(tokens_of(300, 5));
     return !a.stat().available;
   }));
@@ -326,11 +327,11 @@ TEST(RemoteTier, NobodyWaitsForAServerThatIsGone) {
   ASSERT_OK(a.store().put(chain(2 * kChunkTokens, 7).chunks()));
   EXPECT_GT(a.stat().pages_skipped, 0U);
   redis->start();
-  EXPECT_TRUE(soon([&] { return a.stat().available; }));
+  EXPECT_TRUE(eventually([&] { return a.stat().available; }));
   ASSERT_OK(a.store().put(chain(2 * kChunkTokens, 8).chunks()));
   Machine b(redis->url());
-  EXPECT_TRUE(
-      soon([&] { return b.look_up(tokens_of(2 * kChunkTokens, 8)).n_tokens == 2 * kChunkTokens; }));
+  EXPECT_TRUE(eventually(
+      [&] { return b.look_up(tokens_of(2 * kChunkTokens, 8)).n_tokens == 2 * kChunkTokens; }));
 }
 
 TEST(RemoteTier, AServerThatHangsIsGoneToo) {
@@ -340,7 +341,8 @@ TEST(RemoteTier, AServerThatHangsIsGoneToo) {
   ASSERT_OK(a.store().put(saved.chunks()));
   ASSERT_TRUE(a.settled());
   Machine b(redis.url(), with(&RemoteOptions::timeout_s, 0.1));
-  ASSERT_TRUE(soon([&] { return b.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
+  ASSERT_TRUE(
+      eventually([&] { return b.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
   const Match match = b.look_up(saved.tokens());
   redis.signal(SIGSTOP);
   // A read ends by its deadline.
@@ -349,13 +351,14 @@ TEST(RemoteTier, AServerThatHangsIsGoneToo) {
   const auto read = read_back(b.store(), match, options);
   EXPECT_EQ(read.good + read.failed.size(), 8U);
   EXPECT_GT(read.failed.size(), 0U);
-  EXPECT_TRUE(soon([&] {
+  EXPECT_TRUE(eventually([&] {
     b.look_up(tokens_of(300, 5));
     return !b.stat().available;
   }));
   redis.signal(SIGCONT);
-  EXPECT_TRUE(soon([&] { return b.stat().available; }));
-  EXPECT_TRUE(soon([&] { return b.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
+  EXPECT_TRUE(eventually([&] { return b.stat().available; }));
+  EXPECT_TRUE(
+      eventually([&] { return b.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
 }
 
 TEST(RemoteTier, PasswordsAreSentAndNeeded) {
@@ -370,7 +373,7 @@ TEST(RemoteTier, PasswordsAreSentAndNeeded) {
   for (const std::string who : {"", ":open@", "nobody:sesame@"}) {
     Machine c("redis://" + who + redis.address());
     EXPECT_EQ(c.look_up(saved.tokens()).n_tokens, 0U) << who;
-    EXPECT_TRUE(soon([&] { return !c.stat().available; })) << who;
+    EXPECT_TRUE(eventually([&] { return !c.stat().available; })) << who;
   }
 }
 
@@ -447,13 +450,14 @@ TEST(RemoteTier, AClusterLosesAMasterAndNobodyNotices) {
   // Until another one has taken its place its replica answers what is read.
   Machine c(cluster.url());
   for (const Chain& saved : chains) {
-    EXPECT_TRUE(soon([&] { return c.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
+    EXPECT_TRUE(
+        eventually([&] { return c.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
     const Match match = c.look_up(saved.tokens());
     EXPECT_EQ(read_back(c.store(), match).failed.size(), 0U);
   }
   // Afterwards all of it is written again.
   std::uint32_t seed = 100;
-  EXPECT_TRUE(soon([&] {
+  EXPECT_TRUE(eventually([&] {
     const Chain fresh = chain(16 * kChunkTokens, ++seed);
     EXPECT_OK(b.store().put(fresh.chunks()));
     EXPECT_TRUE(b.settled());

@@ -1,12 +1,7 @@
 #include "redis/redis_client.h"
 
-#include <arpa/inet.h>
 #include <async.h>
-#include <fmt/format.h>
 #include <hiredis.h>
-#include <hiredis_ssl.h>
-#include <openssl/err.h>
-#include <openssl/ssl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -17,70 +12,26 @@
 #include <atomic>
 #include <csignal>
 #include <deque>
-#include <list>
 #include <map>
 #include <thread>
 #include <utility>
 
 #include "base/log.h"
-#include "base/sync.h"
+#include "net/call_queue.h"
+#include "redis/redis_node.h"
+#include "redis/redis_slots.h"
+#include "redis/redis_tls.h"
 
 namespace hcache::store {
 namespace {
 
-constexpr std::int64_t kMs = 1'000'000;
-constexpr std::int64_t kFirstPauseNs = 100 * kMs;  // of a node that failed
-constexpr std::int64_t kLongestPauseNs = 10'000 * kMs;
-constexpr std::int64_t kProbeNs = 1'000 * kMs;   // for an answer to a ping or for the map of slots
 constexpr std::int64_t kAgainNs = 50 * kMs;      // before a call that was refused for now
 constexpr std::int64_t kRefreshNs = 200 * kMs;   // between two fetches of the map at least
 constexpr std::int64_t kFailoverNs = 500 * kMs;  // … while a node of it is down
 constexpr std::int64_t kTickNs = 20 * kMs;       // deadlines are looked at this often
-constexpr int kMaxSilent = 2;    // calls or connections in vain that make a node count as down
-constexpr int kMaxAttempts = 8;  // of one call, redirections included
-constexpr std::size_t kBulkWindow = 8U << 20;  // bytes of writes in flight on a connection
+constexpr int kMaxAttempts = 8;                  // of one call, redirections included
+constexpr std::size_t kBulkWindow = 8U << 20;    // bytes of writes in flight on a connection
 constexpr std::size_t kMaxNodes = 4096;
-
-using Clock = std::int64_t;  // nanoseconds, monotonic
-
-struct Connection;
-
-struct Node {
-  RedisAddress address;
-  std::array<std::unique_ptr<Connection>, 2> lanes;  // for reads, for bulk
-  bool listed = true;                                // a seed, or in the map of slots
-  // The breaker.
-  bool down = false;
-  int failures = 0;       // in a row
-  Clock probe_after = 0;  // when it is down
-  bool probing = false;
-  int silent = 0;  // calls and connections that ended without an answer since the last answer
-  Clock last_reply = 0;
-};
-
-struct Call {
-  RedisCall call;
-  bool finished = false;
-  int attempts = 0;
-  Node* redirect = nullptr;  // a node that was named in an answer
-  bool asking = false;       // … for this call alone
-  Node* sent_to = nullptr;
-  Clock sent = 0;
-  Clock not_before = 0;
-};
-using CallPtr = std::shared_ptr<Call>;
-
-// One connection. `context` is hiredis'; it ends in one of its callbacks.
-struct Connection {
-  Node* node = nullptr;
-  redisAsyncContext* context = nullptr;
-  bool want_read = false;
-  bool want_write = false;
-  bool close = false;         // by the loop, where no callback is running
-  bool lost = false;          // it ended with calls in flight
-  std::size_t in_flight = 0;  // bytes of payload
-  std::deque<CallPtr> backlog;
-};
 
 // What hiredis hands back with a reply.
 class RedisClientImpl;
@@ -97,10 +48,6 @@ std::string text_of(const redisReply* reply) {
                                                    : std::string(reply->str, reply->len);
 }
 
-struct SslContextDeleter {
-  void operator()(SSL_CTX* context) const { SSL_CTX_free(context); }
-};
-
 class RedisClientImpl : public RedisClient {
  public:
   RedisClientImpl(Env& env, RedisUrl url) : env_(env), url_(std::move(url)) {}
@@ -109,7 +56,7 @@ class RedisClientImpl : public RedisClient {
   RedisClientImpl& operator=(const RedisClientImpl&) = delete;
 
   Status start();
-  void call(RedisCall call) override HCACHE_EXCLUDES(mutex_);
+  void call(RedisCall call) override;
   bool available() const override { return available_; }
 
  private:
@@ -124,8 +71,8 @@ class RedisClientImpl : public RedisClient {
   Connection* lane_of(Node* node, bool bulk) { return node->lanes[bulk ? 1 : 0].get(); }
 
   // ---- The thread
-  void run() HCACHE_EXCLUDES(mutex_);
-  void take_inbox() HCACHE_EXCLUDES(mutex_);
+  void run();
+  void wake() const;
   [[nodiscard]] int nap_ms();
   void wait_for_events();
   void expire();
@@ -144,7 +91,6 @@ class RedisClientImpl : public RedisClient {
 
   // ---- Connections
   bool connect(Connection* connection);
-  Status start_tls(redisAsyncContext* context, const Node& node);
   void send_internal(Connection* connection, const std::vector<std::string>& args,
                      std::function<void(const redisReply*)> done);
   static void on_reply(redisAsyncContext* context, void* reply, void* data);
@@ -158,26 +104,23 @@ class RedisClientImpl : public RedisClient {
   void note_availability();
   void discover();
   void on_slots(Node* node, const redisReply* reply);
+  void on_slots_refused(Node* node, const std::string& text);
+  void use_slots(Node* node, const std::vector<SlotRange>& ranges);
 
   Env& env_;
   const RedisUrl url_;
-  std::unique_ptr<SSL_CTX, SslContextDeleter> tls_;
+  SslContext tls_;
   int wake_fd_ = -1;
   std::atomic<bool> available_ = true;
-
-  Mutex mutex_;
-  std::vector<CallPtr> inbox_ HCACHE_GUARDED_BY(mutex_);
-  bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
+  CallQueue<Call> queue_;
 
   // The thread's own.
   Mode mode_ = Mode::kUnknown;
   std::map<std::string, std::unique_ptr<Node>> nodes_;
   std::array<Shard, kRedisSlots> slots_;
-  std::list<CallPtr> open_;       // unfinished, wherever they are
   std::vector<CallPtr> waiting_;  // for the mode
-  std::vector<CallPtr> again_;
-  Node* asked_ = nullptr;  // for the map of slots
-  bool refresh_ = true;    // the map of slots is wanted
+  Node* asked_ = nullptr;         // for the map of slots
+  bool refresh_ = true;           // the map of slots is wanted
   Clock next_discovery_ = 0;
   std::size_t turn_ = 0;  // whom to ask for the map
   bool stopping_ = false;
@@ -187,33 +130,15 @@ class RedisClientImpl : public RedisClient {
 
 RedisClientImpl::~RedisClientImpl() {
   if (thread_.joinable()) {
-    {
-      MutexLock lock(mutex_);
-      stop_ = true;
-    }
-    const std::uint64_t one = 1;
-    if (write(wake_fd_, &one, sizeof one) < 0) die("an eventfd can't be written");
+    queue_.stop();
+    wake();
     thread_.join();
   }
   if (wake_fd_ >= 0) ::close(wake_fd_);
 }
 
 Status RedisClientImpl::start() {
-  if (url_.tls) {
-    tls_.reset(SSL_CTX_new(TLS_client_method()));
-    if (!tls_) return internal_error("OpenSSL can't make a context");
-    SSL_CTX_set_min_proto_version(tls_.get(), TLS1_2_VERSION);
-    SSL_CTX_set_verify(tls_.get(), SSL_VERIFY_PEER, nullptr);
-    const bool loaded = url_.ca_file.empty() ? SSL_CTX_set_default_verify_paths(tls_.get()) == 1
-                                             : SSL_CTX_load_verify_locations(
-                                                   tls_.get(), url_.ca_file.c_str(), nullptr) == 1;
-    if (!loaded) {
-      ERR_clear_error();
-      return invalid_argument(
-          fmt::format("the certificates in {} can't be loaded",
-                      url_.ca_file.empty() ? "the system's place" : url_.ca_file));
-    }
-  }
+  HCACHE_ASSIGN_OR_RETURN(tls_, make_tls(url_));
   for (const RedisAddress& seed : url_.seeds) node_at(seed);
   wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_fd_ < 0) return resource_exhausted("no more file descriptors for an eventfd");
@@ -236,12 +161,12 @@ Node* RedisClientImpl::node_at(const RedisAddress& address) {
 
 void RedisClientImpl::call(RedisCall call) {
   auto entry = std::make_shared<Call>();
+  entry->deadline_ns = call.deadline_ns;
   entry->call = std::move(call);
-  {
-    MutexLock lock(mutex_);
-    inbox_.push_back(std::move(entry));
-    if (inbox_.size() > 1) return;  // it has been woken for the others
-  }
+  if (queue_.push(std::move(entry))) wake();
+}
+
+void RedisClientImpl::wake() const {
   const std::uint64_t one = 1;
   if (write(wake_fd_, &one, sizeof one) < 0 && errno != EAGAIN) die("an eventfd can't be written");
 }
@@ -253,24 +178,21 @@ void RedisClientImpl::run() {
   sigemptyset(&pipe);
   sigaddset(&pipe, SIGPIPE);
   pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
-  while (true) {
-    take_inbox();
-    if (stopping_) break;
-    std::vector<CallPtr> due;
-    const Clock time = now();
-    std::erase_if(again_, [&](const CallPtr& call) {
-      if (call->not_before > time) return false;
-      due.push_back(call);
-      return true;
-    });
-    for (const CallPtr& call : due) dispatch(call);
+  std::vector<CallPtr> fresh;
+  while (queue_.take(&fresh)) {
+    for (const CallPtr& call : fresh) dispatch(call);
+    fresh.clear();
+    for (const CallPtr& call : queue_.take_due(now())) dispatch(call);
     expire();
     probe_nodes();
     if (refresh_ && (mode_ != Mode::kSingle)) discover();
     close_marked();
     wait_for_events();
   }
-  for (const CallPtr& call : open_) finish(*call, cancelled("the Redis client is gone"));
+  stopping_ = true;
+  for (const CallPtr& call : queue_.take_all()) {
+    finish(*call, cancelled("the Redis client is gone"));
+  }
   for (auto& [name, node] : nodes_) {
     for (auto& lane : node->lanes) {
       if (lane->context != nullptr) redisAsyncFree(lane->context);
@@ -278,30 +200,14 @@ void RedisClientImpl::run() {
   }
 }
 
-void RedisClientImpl::take_inbox() {
-  std::vector<CallPtr> calls;
-  {
-    MutexLock lock(mutex_);
-    calls.swap(inbox_);
-    stopping_ = stop_;
-  }
-  for (const CallPtr& call : calls) {
-    open_.push_back(call);
-    if (!stopping_) dispatch(call);
-  }
-}
-
 // -1: until something happens.
 int RedisClientImpl::nap_ms() {
-  const Clock time = now();
-  const bool calm = open_.empty() && asked_ == nullptr && !(refresh_ && mode_ != Mode::kSingle) &&
+  const bool calm = queue_.empty() && asked_ == nullptr && !(refresh_ && mode_ != Mode::kSingle) &&
                     std::none_of(nodes_.begin(), nodes_.end(), [](const auto& entry) {
-                      return entry.second->listed && entry.second->down;
+                      return entry.second->listed && entry.second->down();
                     });
   if (calm) return -1;
-  Clock nap = kTickNs;
-  for (const CallPtr& call : again_) nap = std::min(nap, call->not_before - time);
-  return static_cast<int>((std::max<Clock>(nap, 0) + kMs - 1) / kMs);
+  return static_cast<int>((queue_.nap_ns(now(), kTickNs) + kMs - 1) / kMs);
 }
 
 void RedisClientImpl::wait_for_events() {
@@ -340,19 +246,10 @@ void RedisClientImpl::wait_for_events() {
 }
 
 void RedisClientImpl::expire() {
-  const Clock time = now();
-  for (auto it = open_.begin(); it != open_.end();) {
-    Call& call = **it;
-    if (!call.finished && time >= call.call.deadline_ns) {
-      Node* node = call.sent_to;
-      finish(call, unavailable("no answer from Redis in time"));
-      // Slow is not dead: it counts only if the node has said nothing since.
-      if (node != nullptr && !node->down && node->last_reply < call.sent &&
-          ++node->silent >= kMaxSilent) {
-        fail(node, "it does not answer");
-      }
-    }
-    it = call.finished ? open_.erase(it) : std::next(it);
+  for (const CallPtr& call : queue_.take_late(now())) {
+    Node* node = call->sent_to;
+    finish(*call, unavailable("no answer from Redis in time"));
+    if (node != nullptr && node->breaker.unanswered(call->sent)) fail(node, "it does not answer");
   }
   std::erase_if(waiting_, [](const CallPtr& call) { return call->finished; });
 }
@@ -362,20 +259,16 @@ void RedisClientImpl::probe_nodes() {
   if (asked_ != nullptr && time >= next_discovery_ + kProbeNs) fail(asked_, "it does not answer");
   for (auto& [name, entry] : nodes_) {
     Node* node = entry.get();
-    if (!node->down || !node->listed || time < node->probe_after) continue;
-    if (node->probing) {  // for kProbeNs, by then
-      fail(node, "it does not answer");
-      continue;
-    }
+    if (node->listed && node->breaker.probe_overdue(time)) fail(node, "it does not answer");
+    if (!node->listed || !node->breaker.probe_due(time)) continue;
     Connection* lane = lane_of(node, false);
     if (lane->close) continue;
-    node->probing = true;
-    node->probe_after = time + kProbeNs;
+    node->breaker.probe_begins(time);
     if (lane->context == nullptr && !connect(lane)) continue;
     send_internal(lane, {"PING"}, [this, node](const redisReply* reply) {
       if (reply != nullptr && reply->type != REDIS_REPLY_ERROR) {
         revive(node);
-      } else if (node->probing) {
+      } else if (node->breaker.probing()) {
         fail(node, reply == nullptr ? "it can't be reached" : text_of(reply));
       }
     });
@@ -413,12 +306,12 @@ void RedisClientImpl::dispatch(const CallPtr& call) {
 }
 
 Node* RedisClientImpl::choose(const Call& call) {
-  if (call.redirect != nullptr && !call.redirect->down) return call.redirect;
+  if (call.redirect != nullptr && !call.redirect->down()) return call.redirect;
   const Shard& shard = slots_[static_cast<std::size_t>(redis_slot(call.call.key))];
-  if (shard.master != nullptr && !shard.master->down) return shard.master;
+  if (shard.master != nullptr && !shard.master->down()) return shard.master;
   if (call.call.bulk) return nullptr;
   for (Node* replica : shard.replicas) {
-    if (!replica->down) return replica;
+    if (!replica->down()) return replica;
   }
   return nullptr;
 }
@@ -472,8 +365,7 @@ void RedisClientImpl::pump(Connection* connection) {
 void RedisClientImpl::later(const CallPtr& call, Clock delay) {
   if (call->finished) return;
   call->sent_to = nullptr;
-  call->not_before = now() + delay;
-  again_.push_back(call);
+  queue_.again(call, now() + delay);
 }
 
 void RedisClientImpl::finish(Call& call, Result<const redisReply*> result) {
@@ -488,10 +380,7 @@ void RedisClientImpl::on_reply(redisAsyncContext* /*context*/, void* reply, void
   const auto* answer = static_cast<const redisReply*>(reply);
   RedisClientImpl& client = *sent->client;
   Node* node = sent->connection->node;
-  if (answer != nullptr) {
-    node->silent = 0;
-    node->last_reply = client.now();
-  }
+  if (answer != nullptr) node->breaker.answered(client.now());
   if (sent->call) {
     Connection& connection = *sent->connection;
     connection.in_flight -= std::min(connection.in_flight, sent->bytes);
@@ -565,7 +454,7 @@ bool RedisClientImpl::connect(Connection* connection) {
   redisAsyncSetConnectCallback(context, on_connect);
   redisAsyncSetDisconnectCallback(context, on_disconnect);
   if (url_.tls) {
-    if (const Status status = start_tls(context, *node); !status.ok()) {
+    if (const Status status = start_tls(tls_.get(), context, node->address.host); !status.ok()) {
       redisAsyncFree(context);
       fail(node, status.message());
       return false;
@@ -588,25 +477,6 @@ bool RedisClientImpl::connect(Connection* connection) {
     send_internal(connection, {"READONLY"}, nullptr);
   }
   return true;
-}
-
-Status RedisClientImpl::start_tls(redisAsyncContext* context, const Node& node) {
-  SSL* ssl = SSL_new(tls_.get());
-  if (ssl == nullptr) return internal_error("OpenSSL can't make a connection");
-  // The certificate must be for the name that we asked for.
-  const std::string& host = node.address.host;
-  unsigned char raw[sizeof(in6_addr)];
-  const bool is_address =
-      inet_pton(AF_INET, host.c_str(), raw) == 1 || inet_pton(AF_INET6, host.c_str(), raw) == 1;
-  bool ok = false;
-  if (is_address) {
-    ok = X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), host.c_str()) == 1;
-  } else {
-    ok = SSL_set1_host(ssl, host.c_str()) == 1 && SSL_set_tlsext_host_name(ssl, host.c_str()) == 1;
-  }
-  if (ok && redisInitiateSSL(&context->c, ssl) == REDIS_OK) return {};
-  SSL_free(ssl);  // hiredis takes it only when it says so
-  return unavailable(fmt::format("TLS can't be started: {}", context->c.errstr));
 }
 
 void RedisClientImpl::send_internal(Connection* connection, const std::vector<std::string>& args,
@@ -642,7 +512,7 @@ void RedisClientImpl::on_disconnect(const redisAsyncContext* context, int status
   auto* connection = static_cast<Connection*>(context->ev.data);
   // A server may close what was idle: the next call connects again.
   if (status == REDIS_OK || client->stopping_ || !connection->lost) return;
-  if (++connection->node->silent >= kMaxSilent) {
+  if (connection->node->breaker.lost()) {
     client->fail(connection->node, std::string("the connection broke: ") + context->errstr);
   }
 }
@@ -659,25 +529,17 @@ void RedisClientImpl::on_cleanup(void* data) {
 
 void RedisClientImpl::fail(Node* node, const std::string& why) {
   if (stopping_) return;
-  if (!node->down) {
+  if (node->breaker.trip(now())) {
     log::warn("Redis at {}: {}; going on without it", node->address.name(), why);
   }
-  const Clock pause = std::min(kLongestPauseNs, kFirstPauseNs << std::min(node->failures, 10));
-  node->down = true;
-  node->probing = false;
-  ++node->failures;
-  node->silent = 0;
-  node->probe_after = now() + pause;
   for (auto& lane : node->lanes) lane->close = true;
   refresh_ = true;
   note_availability();
 }
 
 void RedisClientImpl::revive(Node* node) {
-  if (!std::exchange(node->down, false)) return;
+  if (!node->breaker.close()) return;
   log::info("Redis at {} answers again", node->address.name());
-  node->probing = false;
-  node->failures = 0;
   refresh_ = true;
   next_discovery_ = 0;
   note_availability();
@@ -685,7 +547,7 @@ void RedisClientImpl::revive(Node* node) {
 
 void RedisClientImpl::note_availability() {
   available_ = std::any_of(nodes_.begin(), nodes_.end(), [](const auto& entry) {
-    return entry.second->listed && !entry.second->down;
+    return entry.second->listed && !entry.second->down();
   });
   if (available_ || mode_ != Mode::kUnknown) return;
   for (const CallPtr& call : std::exchange(waiting_, {})) {
@@ -697,7 +559,7 @@ void RedisClientImpl::discover() {
   if (asked_ != nullptr || now() < next_discovery_) return;
   std::vector<Node*> up;
   for (auto& [name, node] : nodes_) {
-    if (node->listed && !node->down) up.push_back(node.get());
+    if (node->listed && !node->down()) up.push_back(node.get());
   }
   if (up.empty()) return;
   Node* node = up[turn_++ % up.size()];
@@ -718,62 +580,64 @@ void RedisClientImpl::discover() {
 
 void RedisClientImpl::on_slots(Node* node, const redisReply* reply) {
   if (reply->type == REDIS_REPLY_ERROR) {
-    const std::string text = text_of(reply);
-    if (text.starts_with("NOAUTH") || text.starts_with("LOADING")) {
-      // The one fails with the connection, the other passes.
-      refresh_ = true;
-      if (text.starts_with("NOAUTH")) fail(node, text);
+    on_slots_refused(node, text_of(reply));
+    if (mode_ == Mode::kUnknown) return;
+  } else {
+    const std::vector<SlotRange> ranges = parse_slots(*reply, node->address.host);
+    if (ranges.empty()) {
+      refresh_ = true;  // a cluster without slots yet
       return;
     }
-    if (mode_ == Mode::kUnknown) {
-      mode_ = Mode::kSingle;
-      for (Shard& shard : slots_) shard.master = node;
-    }
-  } else if (reply->type == REDIS_REPLY_ARRAY && reply->elements > 0) {
-    std::array<Shard, kRedisSlots> fresh;
-    std::vector<Node*> listed;
-    const auto parse = [&](const redisReply* entry) -> Node* {
-      if (entry->type != REDIS_REPLY_ARRAY || entry->elements < 2) return nullptr;
-      RedisAddress address{text_of(entry->element[0]),
-                           static_cast<std::uint16_t>(entry->element[1]->integer)};
-      // A node that does not know its own name means: as you have reached me.
-      if (address.host.empty() || address.host == "?") address.host = node->address.host;
-      if (address.port == 0 || nodes_.size() >= kMaxNodes) return nullptr;
-      listed.push_back(node_at(address));
-      return listed.back();
-    };
-    for (std::size_t i = 0; i < reply->elements; ++i) {
-      const redisReply* range = reply->element[i];
-      if (range->type != REDIS_REPLY_ARRAY || range->elements < 3) continue;
-      Shard shard;
-      shard.master = parse(range->element[2]);
-      for (std::size_t r = 3; r < range->elements; ++r) {
-        if (Node* replica = parse(range->element[r])) shard.replicas.push_back(replica);
-      }
-      const auto first = std::clamp<long long>(range->element[0]->integer, 0, kRedisSlots - 1);
-      const auto last = std::clamp<long long>(range->element[1]->integer, 0, kRedisSlots - 1);
-      for (auto slot = first; slot <= last; ++slot) fresh[static_cast<std::size_t>(slot)] = shard;
-    }
-    slots_ = std::move(fresh);
-    mode_ = Mode::kCluster;
-    for (auto& [name, entry] : nodes_) {
-      if (entry->listed && entry->down) {  // until somebody has taken its place
-        refresh_ = true;
-        next_discovery_ = now() + kFailoverNs;
-      }
-      entry->listed =
-          std::find(listed.begin(), listed.end(), entry.get()) != listed.end() ||
-          std::find(url_.seeds.begin(), url_.seeds.end(), entry->address) != url_.seeds.end();
-    }
-    // This connection was made before anybody knew of a cluster.
-    if (Connection* lane = lane_of(node, false); lane->context != nullptr) {
-      send_internal(lane, {"READONLY"}, nullptr);
-    }
-  } else {
-    refresh_ = true;  // a cluster without slots yet
-    return;
+    use_slots(node, ranges);
   }
   for (const CallPtr& call : std::exchange(waiting_, {})) later(call, 0);
+}
+
+void RedisClientImpl::on_slots_refused(Node* node, const std::string& text) {
+  if (text.starts_with("NOAUTH") || text.starts_with("LOADING")) {
+    // The one fails with the connection, the other passes.
+    refresh_ = true;
+    if (text.starts_with("NOAUTH")) fail(node, text);
+    return;
+  }
+  if (mode_ != Mode::kUnknown) return;
+  mode_ = Mode::kSingle;
+  for (Shard& shard : slots_) shard.master = node;
+}
+
+void RedisClientImpl::use_slots(Node* node, const std::vector<SlotRange>& ranges) {
+  std::array<Shard, kRedisSlots> fresh;
+  std::vector<Node*> listed;
+  const auto known = [&](const RedisAddress& address) -> Node* {
+    if (nodes_.size() >= kMaxNodes) return nullptr;
+    listed.push_back(node_at(address));
+    return listed.back();
+  };
+  for (const SlotRange& range : ranges) {
+    Shard shard;
+    if (range.master) shard.master = known(*range.master);
+    for (const RedisAddress& address : range.replicas) {
+      if (Node* replica = known(address)) shard.replicas.push_back(replica);
+    }
+    for (int slot = range.first; slot <= range.last; ++slot) {
+      fresh[static_cast<std::size_t>(slot)] = shard;
+    }
+  }
+  slots_ = std::move(fresh);
+  mode_ = Mode::kCluster;
+  for (auto& [name, entry] : nodes_) {
+    if (entry->listed && entry->down()) {  // until somebody has taken its place
+      refresh_ = true;
+      next_discovery_ = now() + kFailoverNs;
+    }
+    entry->listed =
+        std::find(listed.begin(), listed.end(), entry.get()) != listed.end() ||
+        std::find(url_.seeds.begin(), url_.seeds.end(), entry->address) != url_.seeds.end();
+  }
+  // This connection was made before anybody knew of a cluster.
+  if (Connection* lane = lane_of(node, false); lane->context != nullptr) {
+    send_internal(lane, {"READONLY"}, nullptr);
+  }
 }
 
 }  // namespace

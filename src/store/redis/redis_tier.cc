@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/sync.h"
+#include "net/tier_account.h"
 #include "redis/redis_client.h"
 
 namespace hcache::store {
@@ -86,39 +86,36 @@ class RedisTier : public Tier {
   RedisTier(Env& env, const RemoteOptions& options, std::string name,
             std::unique_ptr<RedisClient> client)
       : env_(env),
-        options_(options),
-        name_(std::move(name)),
+        ttl_s_(options.ttl_s),
+        account_(env, std::move(name), options.queue_bytes),
         api_(*client),
         client_(std::move(client)) {}
   RedisTier(const RedisTier&) = delete;
   RedisTier& operator=(const RedisTier&) = delete;
   void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) override;
   void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
-            ReadDone done) override HCACHE_EXCLUDES(mutex_);
+            ReadDone done) override;
   void touch(std::span<const ChunkId> ids) override;
-  bool write(TierWrite write) override HCACHE_EXCLUDES(mutex_);
+  bool write(TierWrite write) override;
   void erase(std::span<const ChunkId> ids) override;
-  Status flush(std::int64_t deadline_ns) override HCACHE_EXCLUDES(mutex_);
-  RemoteStat stat() const override HCACHE_EXCLUDES(mutex_);
+  Status flush(std::int64_t deadline_ns) override { return account_.flush(deadline_ns); }
+  RemoteStat stat() const override { return account_.stat(api_.available()); }
 
  private:
-  // Everything in background goes through here; it counts against the queue.
+  // Everything in background goes through here. A payload has been accepted by the account.
   void send_bulk(std::string key, std::vector<std::string> args,
-                 std::shared_ptr<const AlignedBuffer> payload) HCACHE_EXCLUDES(mutex_);
-  void end_read(std::size_t bytes) HCACHE_EXCLUDES(mutex_);
+                 std::shared_ptr<const AlignedBuffer> payload);
+  // The page in a field's value; `where` says whose.
+  [[nodiscard]] Result<std::shared_ptr<const AlignedBuffer>> page_in(
+      const redisReply& reply, std::uint32_t bytes, std::uint64_t check,
+      const std::string& where) const;
   [[nodiscard]] std::vector<std::string> expire_args(const std::string& key) const {
-    return {"EXPIRE", key, std::to_string(static_cast<long long>(options_.ttl_s))};
+    return {"EXPIRE", key, std::to_string(static_cast<long long>(ttl_s_))};
   }
 
   Env& env_;
-  const RemoteOptions options_;
-  const std::string name_;
-  mutable Mutex mutex_;
-  CondVar idle_;
-  RemoteStat stat_ HCACHE_GUARDED_BY(mutex_);
-  std::uint64_t bulk_calls_ HCACHE_GUARDED_BY(mutex_) = 0;
-  std::uint64_t reads_ HCACHE_GUARDED_BY(mutex_) = 0;  // in flight
-  std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  const double ttl_s_;
+  TierAccount account_;
   RedisClient& api_;
   const std::unique_ptr<RedisClient> client_;  // the last: its thread uses all of the above
 };
@@ -185,10 +182,7 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
 
 void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
                      ReadDone done) {
-  {
-    MutexLock lock(mutex_);
-    if (reads_++ == 0) busy_since_ns_ = env_.monotonic_ns();
-  }
+  account_.begin_read();
   const std::string key = key_of(page.chunk);
   const std::string field = field_of(page.layer, page.encoding, bytes, page.checksum);
   RedisCall call;
@@ -197,47 +191,35 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
   call.deadline_ns = deadline_ns;
   call.done = [this, key, field, bytes, page,
                done = std::move(done)](const Result<const redisReply*>& reply) {
-    if (!reply.ok()) {
-      end_read(0);
-      return done(reply.status());
-    }
-    const std::string_view text = text_of(*reply);
-    end_read(text.size());
-    if ((*reply)->type != REDIS_REPLY_STRING) {
-      return done(not_found(fmt::format("{} has lost field {} of {}", name_, field, key)));
-    }
-    auto buffer = std::make_shared<AlignedBuffer>(text.size());
-    std::memcpy(buffer->data(), text.data(), text.size());
-    if (text.size() != bytes || checksum(buffer->span()) != page.checksum) {
-      {
-        MutexLock lock(mutex_);
-        ++stat_.failures;
-      }
-      send_bulk(key, {"HDEL", key, field}, nullptr);
-      return done(
-          data_loss(fmt::format("checksum mismatch in field {} of {} in {}", field, key, name_)));
-    }
-    done(std::shared_ptr<const AlignedBuffer>(std::move(buffer)));
+    Result<std::shared_ptr<const AlignedBuffer>> result = reply.status();
+    if (reply.ok()) result = page_in(**reply, bytes, page.checksum, key + " field " + field);
+    account_.end_read(result.status(), bytes);
+    if (result.code() == Code::kDataLoss) send_bulk(key, {"HDEL", key, field}, nullptr);
+    done(std::move(result));
   };
   api_.call(std::move(call));
 }
 
-void RedisTier::end_read(std::size_t bytes) {
-  MutexLock lock(mutex_);
-  stat_.pages_read += bytes > 0 ? 1 : 0;
-  stat_.bytes_read += bytes;
-  if (--reads_ > 0) return;
-  stat_.read_busy_s += static_cast<double>(env_.monotonic_ns() - busy_since_ns_) * 1e-9;
+Result<std::shared_ptr<const AlignedBuffer>> RedisTier::page_in(const redisReply& reply,
+                                                                std::uint32_t bytes,
+                                                                std::uint64_t check,
+                                                                const std::string& where) const {
+  if (reply.type != REDIS_REPLY_STRING) {
+    return not_found(fmt::format("{} has lost {}", account_.name(), where));
+  }
+  const std::string_view text = text_of(&reply);
+  auto buffer = std::make_shared<AlignedBuffer>(text.size());
+  std::memcpy(buffer->data(), text.data(), text.size());
+  if (text.size() != bytes || checksum(buffer->span()) != check) {
+    return data_loss(fmt::format("checksum mismatch in {} in {}", where, account_.name()));
+  }
+  return std::shared_ptr<const AlignedBuffer>(std::move(buffer));
 }
 
 void RedisTier::send_bulk(std::string key, std::vector<std::string> args,
                           std::shared_ptr<const AlignedBuffer> payload) {
   const std::size_t bytes = payload ? payload->size() : 0;
-  {
-    MutexLock lock(mutex_);
-    ++bulk_calls_;
-    stat_.backlog_bytes += bytes;
-  }
+  account_.begin();
   RedisCall call;
   call.key = std::move(key);
   call.args = std::move(args);
@@ -245,21 +227,18 @@ void RedisTier::send_bulk(std::string key, std::vector<std::string> args,
   call.deadline_ns = env_.monotonic_ns() + kWriteNs;
   call.bulk = true;
   call.done = [this, bytes](const Result<const redisReply*>& reply) {
-    MutexLock lock(mutex_);
-    stat_.backlog_bytes -= bytes;
-    if (reply.ok()) {
-      stat_.pages_written += bytes > 0 ? 1 : 0;
-      stat_.bytes_written += bytes;
-    } else if (reply.code() != Code::kCancelled) {
-      ++stat_.failures;
+    if (reply.ok() && bytes > 0) {
+      account_.written(1, bytes);
+    } else {
+      account_.dropped(bytes);
     }
-    if (--bulk_calls_ == 0) idle_.notify_all();
+    account_.end(reply.status());
   };
   api_.call(std::move(call));
 }
 
 void RedisTier::touch(std::span<const ChunkId> ids) {
-  if (options_.ttl_s <= 0) return;
+  if (ttl_s_ <= 0) return;
   for (const ChunkId& id : ids) {
     const std::string key = key_of(id);
     send_bulk(key, expire_args(key), nullptr);
@@ -269,13 +248,7 @@ void RedisTier::touch(std::span<const ChunkId> ids) {
 bool RedisTier::write(TierWrite write) {
   std::uint64_t bytes = 0;
   for (const TierPage& page : write.pages) bytes += page.bytes->size();
-  {
-    MutexLock lock(mutex_);
-    if (!api_.available() || stat_.backlog_bytes + bytes > options_.queue_bytes) {
-      stat_.pages_skipped += write.pages.size();
-      return false;
-    }
-  }
+  if (!account_.accept(write.pages.size(), bytes, api_.available())) return false;
   const std::string key = key_of(write.info.id);
   for (TierPage& page : write.pages) {
     const std::string field =
@@ -286,7 +259,7 @@ bool RedisTier::write(TierWrite write) {
   record.info = std::move(write.info);
   record.info.pages.clear();
   send_bulk(key, {"HSET", key, kRecordField, encode_chunk(record)}, nullptr);
-  if (options_.ttl_s > 0) send_bulk(key, expire_args(key), nullptr);
+  if (ttl_s_ > 0) send_bulk(key, expire_args(key), nullptr);
   return true;
 }
 
@@ -295,27 +268,6 @@ void RedisTier::erase(std::span<const ChunkId> ids) {
     const std::string key = key_of(id);
     send_bulk(key, {"UNLINK", key}, nullptr);
   }
-}
-
-Status RedisTier::flush(std::int64_t deadline_ns) {
-  MutexLock lock(mutex_);
-  while (bulk_calls_ > 0) {
-    const std::int64_t left = deadline_ns - env_.monotonic_ns();
-    if (left <= 0) {
-      return unavailable(fmt::format("{} bytes are not yet in {}", stat_.backlog_bytes, name_));
-    }
-    idle_.wait_for_ns(mutex_, left);
-  }
-  return {};
-}
-
-RemoteStat RedisTier::stat() const {
-  MutexLock lock(mutex_);
-  RemoteStat stat = stat_;
-  stat.name = name_;
-  stat.backlog_requests = bulk_calls_;
-  stat.available = api_.available();
-  return stat;
 }
 
 }  // namespace

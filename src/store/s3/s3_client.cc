@@ -11,33 +11,36 @@
 #include <vector>
 
 #include "base/log.h"
-#include "base/sync.h"
+#include "net/breaker.h"
+#include "net/call_queue.h"
 
 namespace hcache::store {
 namespace {
 
 constexpr std::int64_t kMs = 1'000'000;
-constexpr std::int64_t kFirstPauseNs = 200 * kMs;
-constexpr std::int64_t kLongestPauseNs = 30'000 * kMs;
+constexpr Breaker::Limits kBreaker = {.unanswered = 3,
+                                      .first_pause_ns = 200 * kMs,
+                                      .longest_pause_ns = 30'000 * kMs,
+                                      .probe_ns = 2'000 * kMs};
 constexpr std::int64_t kRetryNs = 50 * kMs;  // before the first repetition; doubles
+constexpr std::int64_t kTickNs = 20 * kMs;   // deadlines are looked at this often
 constexpr int kMaxTries = 5;
-constexpr int kMaxFailures = 3;  // in a row: the breaker opens
-constexpr std::int64_t kProbeNs = 2'000 * kMs;
 constexpr std::size_t kMaxAtOnce = 32;  // requests in flight
 constexpr std::size_t kMaxBulk = 4;     // … of them bulk
 constexpr long kConnectMs = 2000;
 constexpr const char* kProbeKey = "hcache-probe";
 
-struct Call {
+struct Call : QueuedCall {
   S3Call call;
   int tries = 0;
-  std::int64_t not_before = 0;
   bool probe = false;
 };
+using CallPtr = std::shared_ptr<Call>;
 
 // A request in flight.
 struct Transfer {
-  Call call;
+  CallPtr call;
+  std::int64_t sent_ns = 0;
   CURL* handle = nullptr;
   curl_slist* headers = nullptr;
   std::string answer;
@@ -63,18 +66,20 @@ class S3ClientImpl : public S3Client {
   S3ClientImpl& operator=(const S3ClientImpl&) = delete;
 
   Status start();
-  void call(S3Call call) override HCACHE_EXCLUDES(mutex_);
+  void call(S3Call call) override;
   bool available() const override { return available_; }
 
  private:
-  void run() HCACHE_EXCLUDES(mutex_);
-  void take_inbox() HCACHE_EXCLUDES(mutex_);
+  void run();
+  void admit(const CallPtr& call);
   void start_due();
-  void begin(Call call);
+  void begin(const CallPtr& call);
+  void sign(Transfer* transfer);
   void end(CURL* handle, CURLcode result);
-  void answered(Call call, long status, std::string answer);
-  void unanswered(Call call, const std::string& why);
-  void expire();
+  void end_probe(bool ok);
+  void answered(Call& call, long status, std::string answer);
+  void unanswered(const CallPtr& call, std::int64_t sent_ns, const std::string& why);
+  static void finish(Call& call, Result<std::string> result);
   void probe();
   [[nodiscard]] std::string address_of(const std::string& key) const;
 
@@ -82,33 +87,23 @@ class S3ClientImpl : public S3Client {
   const S3Url url_;
   const S3Credentials credentials_;
   CURLM* multi_ = nullptr;
-  std::atomic<bool> available_ = true;
-
-  Mutex mutex_;
-  std::vector<Call> inbox_ HCACHE_GUARDED_BY(mutex_);
-  bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> available_ = true;  // the breaker is closed, for other threads
+  CallQueue<Call> queue_;
 
   // The thread's own.
-  std::deque<Call> waiting_;
-  std::deque<Call> bulk_;
+  Breaker breaker_{kBreaker};
+  std::deque<CallPtr> waiting_;  // for their turn
+  std::deque<CallPtr> bulk_;
   std::vector<std::unique_ptr<Transfer>> flying_;
   std::vector<CURL*> idle_;
   std::size_t bulk_flying_ = 0;
-  bool stopping_ = false;
-  int failures_ = 0;  // in a row
-  int pauses_ = 0;
-  bool probing_ = false;
-  std::int64_t probe_after_ = 0;
 
   std::thread thread_;
 };
 
 S3ClientImpl::~S3ClientImpl() {
   if (thread_.joinable()) {
-    {
-      MutexLock lock(mutex_);
-      stop_ = true;
-    }
+    queue_.stop();
     curl_multi_wakeup(multi_);
     thread_.join();
   }
@@ -124,19 +119,24 @@ Status S3ClientImpl::start() {
 }
 
 void S3ClientImpl::call(S3Call call) {
-  {
-    MutexLock lock(mutex_);
-    inbox_.emplace_back();
-    inbox_.back().call = std::move(call);
-  }
-  curl_multi_wakeup(multi_);
+  auto entry = std::make_shared<Call>();
+  entry->deadline_ns = call.deadline_ns;
+  entry->call = std::move(call);
+  if (queue_.push(std::move(entry))) curl_multi_wakeup(multi_);
 }
 
 void S3ClientImpl::run() {
-  while (true) {
-    take_inbox();
-    if (stopping_) break;
-    expire();
+  std::vector<CallPtr> fresh;
+  while (queue_.take(&fresh)) {
+    for (const CallPtr& call : fresh) admit(call);
+    fresh.clear();
+    const std::int64_t now = env_.monotonic_ns();
+    for (const CallPtr& call : queue_.take_due(now)) {
+      (call->call.bulk ? bulk_ : waiting_).push_back(call);
+    }
+    for (const CallPtr& call : queue_.take_late(now)) {
+      finish(*call, unavailable("no answer from S3 in time"));
+    }
     probe();
     start_due();
     int running = 0;
@@ -145,76 +145,50 @@ void S3ClientImpl::run() {
     while (const CURLMsg* message = curl_multi_info_read(multi_, &left)) {
       if (message->msg == CURLMSG_DONE) end(message->easy_handle, message->data.result);
     }
-    const bool calm = flying_.empty() && waiting_.empty() && bulk_.empty() && available_;
-    curl_multi_poll(multi_, nullptr, 0, calm ? 60'000 : 20, nullptr);
+    const bool calm = queue_.empty() && flying_.empty() && !breaker_.open();
+    const std::int64_t nap = calm ? 60'000 * kMs : queue_.nap_ns(env_.monotonic_ns(), kTickNs);
+    curl_multi_poll(multi_, nullptr, 0, static_cast<int>((nap + kMs - 1) / kMs), nullptr);
   }
-  const auto cancel = [](Call& call) {
-    if (call.call.done) call.call.done(cancelled("the S3 client is gone"));
-  };
-  for (Call& call : waiting_) cancel(call);
-  for (Call& call : bulk_) cancel(call);
   for (const auto& transfer : flying_) {
     curl_multi_remove_handle(multi_, transfer->handle);
     curl_easy_cleanup(transfer->handle);
     curl_slist_free_all(transfer->headers);
-    cancel(transfer->call);
   }
   for (CURL* handle : idle_) curl_easy_cleanup(handle);
-}
-
-void S3ClientImpl::take_inbox() {
-  std::vector<Call> calls;
-  {
-    MutexLock lock(mutex_);
-    calls.swap(inbox_);
-    stopping_ = stop_;
-  }
-  for (Call& call : calls) {
-    if (!available_ && !stopping_) {
-      call.call.done(unavailable("S3 does not answer"));
-    } else {
-      (call.call.bulk ? bulk_ : waiting_).push_back(std::move(call));
-    }
+  for (const CallPtr& call : queue_.take_all()) {
+    finish(*call, cancelled("the S3 client is gone"));
   }
 }
 
-void S3ClientImpl::expire() {
-  const std::int64_t now = env_.monotonic_ns();
-  for (std::deque<Call>* queue : {&waiting_, &bulk_}) {
-    std::deque<Call> left;
-    for (Call& call : *queue) {
-      if (now < call.call.deadline_ns) {
-        left.push_back(std::move(call));
-      } else if (call.call.done) {
-        call.call.done(unavailable("no answer from S3 in time"));
-      }
-    }
-    queue->swap(left);
-  }
+void S3ClientImpl::admit(const CallPtr& call) {
+  if (breaker_.open()) return finish(*call, unavailable("S3 does not answer"));
+  (call->call.bulk ? bulk_ : waiting_).push_back(call);
+}
+
+void S3ClientImpl::finish(Call& call, Result<std::string> result) {
+  if (std::exchange(call.finished, true)) return;
+  const S3Call::Done done = std::exchange(call.call.done, nullptr);
+  if (done) done(std::move(result));
 }
 
 void S3ClientImpl::probe() {
   const std::int64_t now = env_.monotonic_ns();
-  if (available_ || probing_ || now < probe_after_) return;
-  probing_ = true;
-  Call call;
-  call.call.key = kProbeKey;
-  call.call.deadline_ns = now + kProbeNs;
-  call.probe = true;
-  begin(std::move(call));
+  if (!breaker_.probe_due(now)) return;
+  breaker_.probe_begins(now);
+  const auto call = std::make_shared<Call>();
+  call->call.key = kProbeKey;
+  call->deadline_ns = now + kBreaker.probe_ns;
+  call->probe = true;
+  begin(call);
 }
 
 void S3ClientImpl::start_due() {
-  const std::int64_t now = env_.monotonic_ns();
-  const auto take = [&](std::deque<Call>& queue, std::size_t most, std::size_t& count) {
-    for (std::size_t i = 0; i < queue.size() && flying_.size() < kMaxAtOnce && count < most;) {
-      if (queue[i].not_before > now) {
-        ++i;
-        continue;
-      }
-      Call call = std::move(queue[i]);
-      queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(i));
-      begin(std::move(call));
+  const auto take = [&](std::deque<CallPtr>& queue, std::size_t most, std::size_t& count) {
+    while (!queue.empty() && flying_.size() < kMaxAtOnce && count < most) {
+      const CallPtr call = std::move(queue.front());
+      queue.pop_front();
+      if (call->finished) continue;
+      begin(call);
       ++count;
     }
   };
@@ -230,10 +204,11 @@ std::string S3ClientImpl::address_of(const std::string& key) const {
   return fmt::format("{}/{}/{}{}", endpoint, url_.bucket, url_.prefix, key);
 }
 
-void S3ClientImpl::begin(Call call) {
+void S3ClientImpl::begin(const CallPtr& call) {
   auto transfer = std::make_unique<Transfer>();
-  transfer->call = std::move(call);
-  const S3Call& request = transfer->call.call;
+  transfer->call = call;
+  transfer->sent_ns = env_.monotonic_ns();
+  const S3Call& request = call->call;
   CURL* handle = idle_.empty() ? curl_easy_init() : idle_.back();
   if (!idle_.empty()) idle_.pop_back();
   if (handle == nullptr) die("libcurl is out of memory");
@@ -245,7 +220,7 @@ void S3ClientImpl::begin(Call call) {
   curl_easy_setopt(handle, CURLOPT_PROTOCOLS_STR, "http,https");
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT_MS, kConnectMs);
-  const std::int64_t left = (request.deadline_ns - env_.monotonic_ns()) / kMs;
+  const std::int64_t left = (call->deadline_ns - transfer->sent_ns) / kMs;
   curl_easy_setopt(handle, CURLOPT_TIMEOUT_MS, static_cast<long>(std::max<std::int64_t>(left, 1)));
   curl_easy_setopt(handle, CURLOPT_WRITEFUNCTION, take_bytes);
   curl_easy_setopt(handle, CURLOPT_WRITEDATA, transfer.get());
@@ -265,19 +240,20 @@ void S3ClientImpl::begin(Call call) {
         curl_slist_append(transfer->headers, "Content-Type: application/octet-stream");
     transfer->headers = curl_slist_append(transfer->headers, "Expect:");
   }
-  if (!credentials_.access_key.empty()) {
-    const std::string scheme = fmt::format("aws:amz:{}:s3", url_.region);
-    curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, scheme.c_str());
-    const std::string who = credentials_.access_key + ":" + credentials_.secret_key;
-    curl_easy_setopt(handle, CURLOPT_USERPWD, who.c_str());
-    if (!credentials_.session_token.empty()) {
-      const std::string token = "x-amz-security-token: " + credentials_.session_token;
-      transfer->headers = curl_slist_append(transfer->headers, token.c_str());
-    }
-  }
+  if (!credentials_.access_key.empty()) sign(transfer.get());
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, transfer->headers);
   curl_multi_add_handle(multi_, handle);
   flying_.push_back(std::move(transfer));
+}
+
+void S3ClientImpl::sign(Transfer* transfer) {
+  const std::string scheme = fmt::format("aws:amz:{}:s3", url_.region);
+  curl_easy_setopt(transfer->handle, CURLOPT_AWS_SIGV4, scheme.c_str());
+  const std::string who = credentials_.access_key + ":" + credentials_.secret_key;
+  curl_easy_setopt(transfer->handle, CURLOPT_USERPWD, who.c_str());
+  if (credentials_.session_token.empty()) return;
+  const std::string token = "x-amz-security-token: " + credentials_.session_token;
+  transfer->headers = curl_slist_append(transfer->headers, token.c_str());
 }
 
 void S3ClientImpl::end(CURL* handle, CURLcode result) {
@@ -291,66 +267,67 @@ void S3ClientImpl::end(CURL* handle, CURLcode result) {
   curl_multi_remove_handle(multi_, handle);
   curl_slist_free_all(transfer->headers);
   idle_.push_back(handle);
-  Call& call = transfer->call;
-  if (call.call.bulk) --bulk_flying_;
-  if (call.probe) {
-    probing_ = false;
-    if (result == CURLE_OK && status < 500) {
-      log::info("S3 at {} answers again", url_.display());
-      available_ = true;
-      failures_ = 0;
-      pauses_ = 0;
-    } else {
-      probe_after_ =
-          env_.monotonic_ns() + std::min(kLongestPauseNs, kFirstPauseNs << std::min(++pauses_, 10));
-    }
-    return;
+  const CallPtr& call = transfer->call;
+  if (call->call.bulk) --bulk_flying_;
+  const bool ok = result == CURLE_OK && status < 500 && status != 429;
+  if (call->probe) return end_probe(ok || status == 429);
+  if (ok) {
+    breaker_.answered(env_.monotonic_ns());
+    return answered(*call, status, std::move(transfer->answer));
   }
-  if (result == CURLE_OK && status < 500 && status != 429) {
-    failures_ = 0;
-    return answered(std::move(call), status, std::move(transfer->answer));
-  }
-  unanswered(std::move(call), result != CURLE_OK ? curl_easy_strerror(result)
-                                                 : fmt::format("HTTP status {}", status));
+  unanswered(
+      call, transfer->sent_ns,
+      result != CURLE_OK ? curl_easy_strerror(result) : fmt::format("HTTP status {}", status));
 }
 
-void S3ClientImpl::answered(Call call, long status, std::string answer) {
+void S3ClientImpl::end_probe(bool ok) {
+  if (!ok) {
+    breaker_.trip(env_.monotonic_ns());
+    return;
+  }
+  log::info("S3 at {} answers again", url_.display());
+  breaker_.answered(env_.monotonic_ns());
+  breaker_.close();
+  available_ = true;
+}
+
+void S3ClientImpl::answered(Call& call, long status, std::string answer) {
   const S3Call& request = call.call;
   const std::uint64_t got = answer.size();
   if (status == 206 || status == 200 || status == 204) {
-    if (request.bytes > 0 && got != request.bytes) {
-      return request.done(
-          data_loss(fmt::format("{} has {} of {} bytes", request.key, got, request.bytes)));
+    const bool enough = got == request.bytes || (request.at_most && got < request.bytes);
+    if (request.bytes > 0 && !enough) {
+      return finish(
+          call, data_loss(fmt::format("{} has {} of {} bytes", request.key, got, request.bytes)));
     }
-    return request.done(std::move(answer));
+    return finish(call, std::move(answer));
   }
-  if (status == 404) return request.done(not_found(request.key + " is not in S3"));
-  if (status == 416) return request.done(data_loss(request.key + " is shorter than it was"));
+  if (status == 404) return finish(call, not_found(request.key + " is not in S3"));
+  if (status == 416) return finish(call, data_loss(request.key + " is shorter than it was"));
   if (status == 401 || status == 403) {
-    return request.done(permission_denied(
-        fmt::format("S3 refuses {} of {} (HTTP {}): check the credentials and the bucket's policy",
-                    request.method, request.key, status)));
+    return finish(call, permission_denied(fmt::format(
+                            "S3 refuses {} of {} (HTTP {}): check the credentials and the "
+                            "bucket's policy",
+                            request.method, request.key, status)));
   }
-  request.done(
-      failed_precondition(fmt::format("S3 answered {} with HTTP {}", request.key, status)));
+  finish(call,
+         failed_precondition(fmt::format("S3 answered {} with HTTP {}", request.key, status)));
 }
 
-void S3ClientImpl::unanswered(Call call, const std::string& why) {
+void S3ClientImpl::unanswered(const CallPtr& call, std::int64_t sent_ns, const std::string& why) {
   const std::int64_t now = env_.monotonic_ns();
-  if (++failures_ >= kMaxFailures && available_) {
+  if (breaker_.unanswered(sent_ns)) {
     log::warn("S3 at {}: {}; going on without it", url_.display(), why);
+    breaker_.trip(now);
     available_ = false;
-    pauses_ = 0;
-    probe_after_ = now + kFirstPauseNs;
   }
-  const std::int64_t pause = kRetryNs << call.tries;
-  if (available_ && ++call.tries < kMaxTries && now + pause < call.call.deadline_ns) {
+  const std::int64_t pause = kRetryNs << call->tries;
+  if (!breaker_.open() && ++call->tries < kMaxTries && now + pause < call->deadline_ns) {
     // Not all at the same moment again.
-    call.not_before = now + pause + static_cast<std::int64_t>(env_.random_u64() % kRetryNs);
-    (call.call.bulk ? bulk_ : waiting_).push_back(std::move(call));
+    queue_.again(call, now + pause + static_cast<std::int64_t>(env_.random_u64() % kRetryNs));
     return;
   }
-  call.call.done(unavailable("S3 does not answer: " + why));
+  finish(*call, unavailable("S3 does not answer: " + why));
 }
 
 }  // namespace

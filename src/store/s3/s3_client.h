@@ -1,9 +1,9 @@
 // Requests to an S3-compatible object store, several at a time, over one background thread.
 //
 // libcurl signs them (SigV4) and keeps the connections. What fails for a reason that may pass (no
-// connection, 5xx, 429) is tried again with growing pauses up to its deadline. Circuit breaker:
-// after three requests in a row that nobody answered, everything fails at once, and the store is
-// probed in growing intervals (0.2 to 30 s) until it answers.
+// connection, 5xx, 429) is tried again with growing pauses up to its deadline. Circuit breaker
+// (net/breaker.h): after three requests in a row that nobody answered, everything fails at once,
+// and the store is probed in growing intervals (0.2 to 30 s) until it answers.
 //
 // Threading: any thread. `done` is called exactly once, on the client's thread (at destruction, on
 // the destroying one); it must not wait.
@@ -46,6 +46,7 @@ struct S3Call {
   std::string key;                          // below the prefix; letters, digits, '/', '-', '.'
   std::uint64_t offset = 0;                 // of a range
   std::uint64_t bytes = 0;                  // 0: the whole object
+  bool at_most = false;                     // of a range: the object may end within it
   std::shared_ptr<const std::string> body;  // of PUT
   std::int64_t deadline_ns = 0;             // monotonic
   bool bulk = false;                        // waits behind what is not

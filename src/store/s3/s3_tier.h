@@ -2,12 +2,19 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
+#include "s3/s3_client.h"
 #include "tier.h"
 
 namespace hcache::store {
 
 // A row of the table in tiers.cc.
 [[nodiscard]] Result<std::unique_ptr<Tier>> open_s3_tier(Env& env, const RemoteOptions& options);
+
+// The same over a client of the caller's; `name` is what messages call the store.
+[[nodiscard]] std::unique_ptr<Tier> make_s3_tier(Env& env, const RemoteOptions& options,
+                                                 std::string name,
+                                                 std::unique_ptr<S3Client> client);
 
 }  // namespace hcache::store
