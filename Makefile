@@ -66,7 +66,7 @@ test-page: release build/clients/ready  ## Run the page in a browser (installs D
 
 .PHONY: test-package test-bench
 test-package: release package  ## Install the package in a folder of its own, serve with it, remove it
-	@scripts/deps.sh groff-base qemu-user
+	@scripts/deps.sh fakeroot groff-base qemu-user
 	@$(PYTHON) tests/e2e/package_test.py build/package/hcache_*.deb build/release/bin/hcache \
 	  "$$($(MAKE) -s print-model)"
 test-bench: release peer  ## Run the demo and every script of bench/ once, with tiny settings
@@ -123,7 +123,7 @@ check-layering:
 	@$(PYTHON) scripts/check_layering.py
 check-docs: release
 	@$(PYTHON) scripts/check_docs.py build/release/bin/hcache
-tidy: release  ## Run clang-tidy on all sources (minutes)
+tidy: deps release  ## Run clang-tidy on all sources (minutes)
 	@scripts/tidy.sh build/release
 
 .PHONY: clean

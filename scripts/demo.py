@@ -130,7 +130,8 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="GGUF model (default: the one that `make` fetches)")
     parser.add_argument("--program", type=Path, default=ROOT / "build/release/bin/hcache")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3,
+                        help="how often each method restores; recomputing, every other time")
     args = parser.parse_args()
     args.model = args.model or lib.default_model()
 
