@@ -73,8 +73,13 @@ struct RestoreRow {
 
 class RestoreBench {
  public:
-  RestoreBench(const BenchArgs& args, state::Runtime& runtime, TokenSource source)
-      : args_(args), runtime_(runtime), engine_(runtime.engine()), source_(std::move(source)) {}
+  RestoreBench(const BenchArgs& args, ThrottledEnv& env, state::Runtime& runtime,
+               TokenSource source)
+      : args_(args),
+        env_(env),
+        runtime_(runtime),
+        engine_(runtime.engine()),
+        source_(std::move(source)) {}
 
   Status measure(int64_t history, int64_t conversation, ProgressLine& line) {
     history_ = history;
@@ -111,9 +116,8 @@ class RestoreBench {
   Result<std::vector<RestoreRow>> make_rows() const {
     std::vector<RestoreRow> rows;
     for (const std::string& link : args_.links) {
-      RuntimeArgs with_link = args_.runtime;
-      with_link.link = link;
-      HCACHE_ASSIGN_OR_RETURN(const double rate, link_speed(with_link, runtime_));
+      HCACHE_ASSIGN_OR_RETURN(const Link parsed, parse_link(link));
+      const double rate = parsed.bytes_per_s(runtime_.profile());
       for (const std::string& method : args_.methods) {
         RestoreRow row;
         row.method = method;
@@ -197,11 +201,11 @@ class RestoreBench {
     } else {
       state::StartOptions start;
       start.mode = row.mode;
-      start.link_bytes_per_s = row.link_bytes_per_s;
       start.token_rounding = row.token_rounding;
       start.save = false;
       start.progress = progress;
       engine_.forget_tokens();  // a new process knows none
+      env_.set_read_bytes_per_s(row.link_bytes_per_s);
       const double begin = now_s();
       HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(tokens_, start));
       ttft = now_s() - begin;
@@ -298,6 +302,7 @@ class RestoreBench {
   static constexpr int64_t kRounding = 128;
 
   const BenchArgs& args_;
+  ThrottledEnv& env_;
   state::Runtime& runtime_;
   engine::Engine& engine_;
   TokenSource source_;
@@ -340,9 +345,10 @@ Status bench_restore(BenchArgs args) {
   args.runtime.ctx = 2 * (longest + args.new_tokens + args.greedy + 64);
   const Scratch scratch(args.runtime);
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(*runtime, args.text));
-  RestoreBench bench(args, *runtime, std::move(source));
+  RestoreBench bench(args, env, *runtime, std::move(source));
   for (const int64_t n : args.histories) {
     for (int64_t i = 0; i < args.conversations; i++) {
       HCACHE_RETURN_IF_ERROR(bench.measure(n, i, line));

@@ -167,7 +167,8 @@ Status bench_throughput(BenchArgs args) {
   args.runtime.ctx = deepest + std::max(longest, args.gen) + 256;
   const Scratch scratch(args.runtime);
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(*runtime, args.text));
   ThroughputBench bench(args, *runtime, std::move(source));
   HCACHE_RETURN_IF_ERROR(bench.run(line));

@@ -92,7 +92,8 @@ Status chat(const ChatArgs& args) {
     HCACHE_ASSIGN_OR_RETURN(first, read_whole_file(Env::real(), args.file));
   }
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*runtime, args.runtime, args.session));
   const bool terminal = isatty(STDIN_FILENO) == 1 && isatty(STDOUT_FILENO) == 1;

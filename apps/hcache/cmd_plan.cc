@@ -91,9 +91,9 @@ Status plan_here(const PlanArgs& args) {
   RuntimeArgs runtime_args = args.runtime;
   runtime_args.no_store = true;
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(runtime_args, line));
-  HCACHE_ASSIGN_OR_RETURN(const double link, link_speed(runtime_args, *runtime));
-  const policy::RestoreCosts costs = runtime->costs(link);
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(runtime_args, env, line));
+  const policy::RestoreCosts costs = runtime->costs();
   policy::SaveRequest save_request;
   HCACHE_ASSIGN_OR_RETURN(save_request.mode, policy::parse_save_mode(args.runtime.save));
   save_request.history = *std::max_element(args.history.begin(), args.history.end());

@@ -50,7 +50,8 @@ Json costs_json(const policy::RestoreCosts& costs, const state::CostProfile& p) 
 Status profile(const ProfileArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
   if (args.refresh) HCACHE_RETURN_IF_ERROR(runtime->refresh_profile());
   line.finish();
   const state::CostProfile p = runtime->profile();
@@ -65,22 +66,21 @@ Status profile(const ProfileArgs& args) {
                       {"load_kv_ms", p.layer.load_kv.at(n) * 1e3},
                       {"recompute_ms", policy::prefill_layer_s(p.layer, n, 0, batch) * 1e3}});
     }
-    HCACHE_RETURN_IF_ERROR(
-        write_json({{"model", model.path()},
-                    {"device", model.device().description()},
-                    {"threads", model.device().n_threads()},
-                    {"key", p.key},
-                    {"layers", model.hparams().n_layer},
-                    {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
-                    {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
-                    {"read_bytes_per_s", p.read_bytes_per_s},
-                    {"gemm_flops_per_s", p.gemm_flops_per_s},
-                    {"compute_scale", p.compute_scale},
-                    {"paper_link_bytes_per_s", runtime->paper_link_bytes_per_s()},
-                    {"finish_ms", p.finish_s * 1e3},
-                    {"layer_costs", rows},
-                    {"costs", costs_json(runtime->costs(0), p)}},
-                   ""));
+    HCACHE_RETURN_IF_ERROR(write_json({{"model", model.path()},
+                                       {"device", model.device().description()},
+                                       {"threads", model.device().n_threads()},
+                                       {"key", p.key},
+                                       {"layers", model.hparams().n_layer},
+                                       {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
+                                       {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
+                                       {"read_bytes_per_s", p.read_bytes_per_s},
+                                       {"gemm_flops_per_s", p.gemm_flops_per_s},
+                                       {"compute_scale", p.compute_scale},
+                                       {"paper_link_bytes_per_s", state::paper_link_bytes_per_s(p)},
+                                       {"finish_ms", p.finish_s * 1e3},
+                                       {"layer_costs", rows},
+                                       {"costs", costs_json(runtime->costs(), p)}},
+                                      ""));
     return runtime->close();
   }
   fmt::print("model         {} ({} layers)\n", model.path(), model.hparams().n_layer);
@@ -92,7 +92,7 @@ Status profile(const ProfileArgs& args) {
              p.read_bytes_per_s > 0 ? format_rate(p.read_bytes_per_s) : "not measured yet");
   fmt::print("state         {} bytes of hidden, {} of KV per token and layer\n",
              p.layer.hidden_bytes, p.layer.kv_bytes);
-  fmt::print("paper's link  {} (--link paper)\n\n", format_rate(runtime->paper_link_bytes_per_s()));
+  fmt::print("paper's link  {} (--link paper)\n\n", format_rate(state::paper_link_bytes_per_s(p)));
   std::vector<std::vector<std::string>> rows = {{"tokens", "from hidden", "from KV", "recompute"}};
   for (const int64_t n : kRows) {
     rows.push_back({fmt::format("{}", n), seconds(p.layer.project.at(n)),

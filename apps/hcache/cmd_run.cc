@@ -35,7 +35,8 @@ Status run(const RunArgs& args) {
     if (!args.prompt.empty()) text += "\n\n" + args.prompt;
   }
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, line));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*runtime, args.runtime, args.session));
   const auto print = [&](const std::string& piece) {

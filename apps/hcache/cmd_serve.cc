@@ -124,11 +124,6 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_ASSIGN_OR_RETURN(o.runtime.dram_evict, policy::parse_evict_policy(args.evict_policy));
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.fetch, policy::parse_fetch_policy(args.fetch_policy));
-  if (args.runtime.link == "paper") {
-    o.paper_link = true;
-  } else if (args.runtime.link != "none") {
-    HCACHE_ASSIGN_OR_RETURN(o.link_bytes_per_s, parse_rate(args.runtime.link));
-  }
   o.scheduler.evict = o.runtime.dram_evict;
   o.scheduler.offload_above = args.offload_above;
   o.scheduler.batch.max_sequences = args.parallel;
@@ -157,7 +152,10 @@ Status serve(const ServeArgs& args) {
   options.runtime.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
-  HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(Env::real(), options));
+  ThrottledEnv env(Env::real());
+  HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.runtime.link));
+  slow_to(link, env, &options.runtime);
+  HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(env, options));
   line.finish();
   const bool bracketed = args.host.find(':') != std::string::npos;
   fmt::print("hcache: serving on http://{}{}{}:{}\n", bracketed ? "[" : "", args.host,

@@ -109,20 +109,36 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   return o;
 }
 
-Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, ProgressLine& line) {
+Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, ThrottledEnv& env,
+                                                     ProgressLine& line) {
+  HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.link));
   HCACHE_ASSIGN_OR_RETURN(state::RuntimeOptions options, runtime_options(args));
   options.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
-  auto runtime = state::Runtime::open(Env::real(), options);
+  slow_to(link, env, &options);
+  auto runtime = state::Runtime::open(env, options);
   line.finish();
   return runtime;
 }
 
-Result<double> link_speed(const RuntimeArgs& args, const state::Runtime& runtime) {
-  if (args.link.empty() || args.link == "none") return 0.0;
-  if (args.link == "paper") return runtime.paper_link_bytes_per_s();
-  return parse_rate(args.link);
+double Link::bytes_per_s(const state::CostProfile& profile) const {
+  return paper ? state::paper_link_bytes_per_s(profile) : rate;
+}
+
+Result<Link> parse_link(const std::string& text) {
+  Link link;
+  link.paper = text == "paper";
+  if (!link.paper && !text.empty() && text != "none") {
+    HCACHE_ASSIGN_OR_RETURN(link.rate, parse_rate(text));
+  }
+  return link;
+}
+
+void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options) {
+  options->on_profile = [link, &env](const state::CostProfile& profile) {
+    env.set_read_bytes_per_s(link.bytes_per_s(profile));
+  };
 }
 
 double Turn::decode_tokens_per_s() const {
@@ -267,7 +283,6 @@ Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
   } else {
     state::StartOptions start;
     HCACHE_ASSIGN_OR_RETURN(start.mode, policy::parse_mode(args_.restore_method));
-    HCACHE_ASSIGN_OR_RETURN(start.link_bytes_per_s, link_speed(args_, runtime_));
     start.token_rounding = args_.token_rounding;
     start.save = !args_.no_store && !args_.no_save;
     ProgressLine line;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/throttled_env.h"
 #include "model/chat.h"
 #include "model/sampler.h"
 #include "model/tokenizer.h"
@@ -51,11 +52,19 @@ void add_restore_options(CLI::App& app, RuntimeArgs* out);
 
 // RuntimeOptions as the arguments say, with the default model found. kNotFound, kInvalidArgument.
 [[nodiscard]] Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args);
-// Opens the runtime with progress lines; `line` must outlive it.
+// Opens the runtime in `env`, slowed to --link, with progress lines; env and line must outlive it.
 [[nodiscard]] Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args,
+                                                                   ThrottledEnv& env,
                                                                    ProgressLine& line);
-// --link as bytes/s; 0: none.
-[[nodiscard]] Result<double> link_speed(const RuntimeArgs& args, const state::Runtime& runtime);
+// --link.
+struct Link {
+  bool paper = false;
+  double rate = 0;  // bytes/s unless `paper`; 0: none
+  [[nodiscard]] double bytes_per_s(const state::CostProfile& profile) const;
+};
+[[nodiscard]] Result<Link> parse_link(const std::string& text);
+// The runtime that is opened with these options slows `env`, which must outlive it, to the link.
+void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options);
 
 // One exchange.
 struct Turn {

@@ -21,15 +21,17 @@ using engine::Engine;
 using nlohmann::json;
 
 constexpr int kFormatVersion = 2;
-constexpr double kBudgetS = 5.0;         // of a measurement
-constexpr double kPointShare = 0.3;      // a size that would take more of the budget is left out
-constexpr int kMaxPasses = 7;            // over all sizes; see Samples
-constexpr int kMaxAttempts = 4;          // at a sample that can't be true
-constexpr double kDearer = 1.2;          // times the cost of a row: that can't be true
-constexpr int kMaxLayers = 8;            // layers that one sample runs through
-constexpr double kSampleS = 0.03;        // a sample runs through more layers until it takes this
-constexpr int64_t kMaxDepth = 4096;      // where attention's share is measured
-constexpr int64_t kMaxRows = 512;        // of one step or slice
+constexpr double kBudgetS = 5.0;     // of a measurement
+constexpr double kPointShare = 0.3;  // a size that would take more of the budget is left out
+constexpr int kMaxPasses = 7;        // over all sizes; see Samples
+constexpr int kMaxAttempts = 4;      // at a sample that can't be true
+constexpr double kDearer = 1.2;      // times the cost of a row: that can't be true
+constexpr int kMaxLayers = 8;        // layers that one sample runs through
+constexpr double kSampleS = 0.03;    // a sample runs through more layers until it takes this
+constexpr int64_t kMaxDepth = 4096;  // where attention's share is measured
+constexpr int64_t kMaxRows = 512;    // of one step or slice
+// 312 TFLOP/s over 32 GB/s: the A100 of hcache.txt table 2 on its PCIe link.
+constexpr double kPaperFlopsPerByte = 312e12 / 32e9;
 constexpr double kLinkGuess = 1e9;       // bytes/s of disks nobody has measured yet
 constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
@@ -440,7 +442,7 @@ void observe_project_time(CostProfile& profile, double seconds, double predicted
 }
 
 policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& engine,
-                                   double link_bytes_per_s) {
+                                   double max_read_bytes_per_s) {
   policy::RestoreCosts costs;
   costs.n_layer = engine.n_layer();
   // Only the row whose logits are wanted goes through the last layer's feed-forward block; the
@@ -454,7 +456,9 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   costs.layers.back().dense =
       layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
   costs.link.bytes_per_s = profile.read_bytes_per_s > 0 ? profile.read_bytes_per_s : kLinkGuess;
-  if (link_bytes_per_s > 0) costs.link.bytes_per_s = link_bytes_per_s;
+  if (max_read_bytes_per_s > 0) {
+    costs.link.bytes_per_s = std::min(costs.link.bytes_per_s, max_read_bytes_per_s);
+  }
   costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
   costs.link.start_s = kReadStartS;
   costs.slice_rows = std::min<int64_t>(kMaxRows, engine.options().max_batch_rows);
@@ -463,6 +467,10 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   costs.finish_s = profile.finish_s * profile.compute_scale + layer.dense.at(1);
   costs.re_tail_projects = true;
   return costs;
+}
+
+double paper_link_bytes_per_s(const CostProfile& profile) {
+  return profile.gemm_flops_per_s / kPaperFlopsPerByte;
 }
 
 }  // namespace hcache::state

@@ -82,7 +82,6 @@ class ReadAheadImpl : public ReadAhead {
   void read(const List& list) {
     store::ReaderOptions options;
     options.ring_bytes = options_.ring_bytes;
-    options.link_bytes_per_s = options_.link_bytes_per_s;
     options.remote_timeout_s = list.remote_timeout_s;
     options.background = true;
     const auto reader = open_reader(&store_, list.pages, options);

@@ -200,7 +200,6 @@ Status RestorationImpl::open() {
   HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
   store::ReaderOptions options;
   options.ring_bytes = run_.ring_bytes;
-  options.link_bytes_per_s = run_.link_bytes_per_s;
   options.remote_timeout_s = run_.remote_timeout_s;
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(layers_), options));
   report_.layers.resize(engine_.n_layer());

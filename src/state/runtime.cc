@@ -16,8 +16,6 @@ namespace {
 constexpr int kMaxRestoreAttempts = 16;  // each one drops a damaged page first
 // Restores shorter than this say little about a disk's speed.
 constexpr uint64_t kMinObservedBytes = 8U << 20;
-// 312 TFLOP/s over 32 GB/s: the A100 of hcache.txt table 2 on its PCIe link.
-constexpr double kPaperFlopsPerByte = 312e12 / 32e9;
 
 class RuntimeImpl : public Runtime {
  public:
@@ -32,7 +30,7 @@ class RuntimeImpl : public Runtime {
   Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
                               const StartOptions& options) override;
   bool discard(const PageFailure& failure) override;
-  void observe(const RestoreReport& report, double link_bytes_per_s) override;
+  void observe(const RestoreReport& report) override;
   Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) override;
   Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) override;
   Status finish(engine::SeqId seq) override {
@@ -55,11 +53,8 @@ class RuntimeImpl : public Runtime {
   const policy::SavePlan& save_plan() const override { return save_plan_; }
   const Fingerprint& fingerprint() const override { return fingerprint_; }
   const SaltId& salt() const override { return salt_.id; }
-  policy::RestoreCosts costs(double link_bytes_per_s) const override {
-    return restore_costs(profile_, *engine_, link_bytes_per_s);
-  }
-  double paper_link_bytes_per_s() const override {
-    return profile_.gemm_flops_per_s / kPaperFlopsPerByte;
+  policy::RestoreCosts costs() const override {
+    return restore_costs(profile_, *engine_, env_.nominal_read_bytes_per_s());
   }
 
  private:
@@ -120,6 +115,7 @@ Status RuntimeImpl::init() {
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
   HCACHE_RETURN_IF_ERROR(open_profile());
+  if (options_.on_profile) options_.on_profile(profile_);
   if (store_ && !options_.read_only_store) {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
     HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
@@ -156,7 +152,7 @@ Status RuntimeImpl::open_store() {
 Status RuntimeImpl::measure_profile() {
   HCACHE_ASSIGN_OR_RETURN(
       profile_, measure_cost_profile(env_, *engine_, profile_key_, state_type_, options_.progress));
-  if (store_ && !options_.read_only_store) {
+  if (store_ && !options_.read_only_store && env_.nominal_read_bytes_per_s() == 0) {
     double total = 0;
     const std::vector<std::string> dirs =
         options_.store_dirs.empty()
@@ -210,8 +206,8 @@ Status RuntimeImpl::choose_save_plan() {
   request.mode = options_.save;
   request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
   request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
-  HCACHE_ASSIGN_OR_RETURN(save_plan_,
-                          policy::plan_save(costs(0), request, previous ? &*previous : nullptr));
+  HCACHE_ASSIGN_OR_RETURN(save_plan_, policy::plan_save(restore_costs(profile_, *engine_, 0),
+                                                        request, previous ? &*previous : nullptr));
   tap_.clear();
   nlohmann::json layers = nlohmann::json::array();
   for (const policy::Encoding encoding : save_plan_.layers) {
@@ -262,7 +258,7 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   if (save && partial != 0 && !completes(chunk_at(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
-  policy::RestoreCosts prices = costs(options.link_bytes_per_s);
+  policy::RestoreCosts prices = costs();
   prices.compute_share = options.compute_share;
   TierSlowness slowness;
   if (store_ && (options_.dram_bytes > 0 || !options_.remote.url.empty())) {
@@ -296,10 +292,11 @@ bool RuntimeImpl::discard(const PageFailure& failure) {
   return droppable && store_->quarantine(failure.chunk, failure.layer, failure.encoding).ok();
 }
 
-void RuntimeImpl::observe(const RestoreReport& report, double link_bytes_per_s) {
+void RuntimeImpl::observe(const RestoreReport& report) {
   if (options_.profile) return;
   // The disks' speed alone, of restores that read nothing else.
-  if (link_bytes_per_s <= 0 && report.bytes_remote == 0 && report.bytes_read >= kMinObservedBytes) {
+  if (env_.nominal_read_bytes_per_s() == 0 && report.bytes_remote == 0 &&
+      report.bytes_read >= kMinObservedBytes) {
     observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
     profile_dirty_ = true;
   }
@@ -339,7 +336,6 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
   run.tokens = tokens;
   run.match = &planned.match;
   run.plan = &planned.plan;
-  run.link_bytes_per_s = options.link_bytes_per_s;
   run.remote_timeout_s = planned.remote_timeout_s;
   run.progress = options.progress;
   const bool save = options.save && saver_ != nullptr;
@@ -358,7 +354,7 @@ Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const Star
     *failure = outcome->failure;
     return Started{};
   }
-  observe(outcome->report, options.link_bytes_per_s);
+  observe(outcome->report);
   return Started{.seq = seq, .logits = std::move(outcome->logits), .report = outcome->report};
 }
 

@@ -70,6 +70,7 @@ Result<double> measure_read_speed(Env& env, const std::string& dir, std::uint64_
     done.clear();
     HCACHE_RETURN_IF_ERROR(queue->reap(true, &done));
     for (const IoCompletion& c : done) {
+      if (c.partial) continue;
       if (status.ok()) status = c.status;
       if (status.ok() && next < bytes) status = submit(c.tag);
     }

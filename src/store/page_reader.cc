@@ -3,18 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace hcache::store {
 namespace {
 
 // Unused bytes between two pages that are read along rather than skipped.
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
-// The longest nap of a throttled next(), so that cancel() is heard.
-constexpr std::int64_t kMaxNapNs = 10'000'000;
 // After which a background reader looks again whether it may go on.
 constexpr std::int64_t kGiveWayNs = 1'000'000;
-constexpr std::int64_t kForever = std::numeric_limits<std::int64_t>::max();
 
 // What a page costs in the ring at worst, read alone.
 std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kBlock; }
@@ -88,10 +84,8 @@ PageReaderImpl::~PageReaderImpl() {
   {
     MutexLock lock(mutex_);
     stop_ = true;
-    cancelled_ = true;
-    work_.notify_all();
-    ready_.notify_all();
   }
+  cancel();
   thread_.join();
   MutexLock lock(mutex_);
   if (!queue_failed_) pool_.give_back(std::move(parts_));
@@ -231,7 +225,6 @@ void PageReaderImpl::end_busy() {
 
 bool PageReaderImpl::start_request() {
   take_from_cache();
-  deliver_over_link();
   if (next_plan_ == first_item_ + items_.size() || in_flight_ == queue_->depth()) return false;
 
   Item& first = item(next_plan_);
@@ -281,7 +274,6 @@ bool PageReaderImpl::start_request() {
   ++stats_.requests;
   requests_.push_back(std::move(request));
   submit_to_queue(requests_.back().get());
-  deliver_over_link();
   return true;
 }
 
@@ -300,26 +292,6 @@ void PageReaderImpl::submit_to_queue(Request* request) {
   mutex_.lock();
 }
 
-// Gives due times, in the order of the list, to what has its room in the ring.
-void PageReaderImpl::deliver_over_link() {
-  if (options_.link_bytes_per_s <= 0) return;
-  next_link_ = std::max(next_link_, first_item_);
-  const std::size_t before = next_link_;
-  while (next_link_ < first_item_ + items_.size() && item(next_link_).planned) {
-    Item& now = item(next_link_++);
-    if (now.request == nullptr) {  // failed without reading, or in host memory
-      now.due_ns = link_free_ns_;
-      continue;
-    }
-    const auto work = static_cast<std::int64_t>(static_cast<double>(now.bytes.size()) * 1e9 /
-                                                options_.link_bytes_per_s);
-    link_free_ns_ = source_.traffic().reserve(now.request->submitted_ns, work, options_.background);
-    link_work_ns_ += work;
-    now.due_ns = link_free_ns_;
-  }
-  if (next_link_ != before) ready_.notify_all();
-}
-
 void PageReaderImpl::mark_failed(Item* failed, Status status) {
   failed->job.status = std::move(status);
   failed->planned = true;
@@ -329,8 +301,7 @@ void PageReaderImpl::mark_failed(Item* failed, Status status) {
 
 bool PageReaderImpl::gives_way() {
   if (!options_.background || next_plan_ == first_item_ + items_.size()) return false;
-  const std::int64_t now = env_.monotonic_ns();
-  return in_flight_ >= disks_ || link_free_ns_ > now || source_.traffic().urgent(now);
+  return in_flight_ >= disks_ || source_.traffic().urgent();
 }
 
 void PageReaderImpl::run() {
@@ -363,10 +334,14 @@ void PageReaderImpl::on_completion(const IoCompletion& completion) {
   auto* request = reinterpret_cast<Request*>(static_cast<std::uintptr_t>(completion.tag));
   if (completion.status.ok()) {
     request->done = std::min(request->asked_from + completion.bytes, request->length);
+    if (completion.partial) {
+      deliver(request);
+      return;
+    }
     const std::size_t resume = request->done / kBlock * kBlock;
     MutexLock lock(mutex_);
     stats_.disk_bytes += completion.bytes;
-    if (request->done < request->needed && resume > request->asked_from) {
+    if (!cancelled_ && request->done < request->needed && resume > request->asked_from) {
       request->asked_from = resume;  // short: ask for the rest
       submit_to_queue(request);
       return;
@@ -376,39 +351,71 @@ void PageReaderImpl::on_completion(const IoCompletion& completion) {
 }
 
 // The I/O thread owns the request's pages until they are marked ready.
-void PageReaderImpl::finish(Request* request) {
-  std::uint64_t read_again = 0;
-  for (Item* member : request->items) {
-    const PagePlace& place = place_of(member->job);
-    const std::uint64_t within = place.offset - request->offset;
-    const std::uint64_t end = within + member->bytes.size();
-    if (request->done < end) {
-      // An error or the end of the file somewhere in the request: this page by itself.
-      const std::uint64_t from = within / kBlock * kBlock;
-      const std::uint64_t length = round_up(end, kBlock) - from;
-      const auto got =
-          request->file->read_at(request->offset + from, {ring_ + request->ring_at + from, length});
-      if (!got.ok()) {
-        member->job.status = got.status();
-      } else if (from + *got < end) {
-        member->job.status = data_loss(fmt::format("{} ends before the page at offset {}",
-                                                   request->file->path(), place.offset));
-      }
-      read_again += got.ok() ? *got : 0;
-    }
+void PageReaderImpl::deliver(Request* request) {
+  const std::size_t first = request->checked;
+  while (request->checked < request->items.size()) {
+    Item* member = request->items[request->checked];
+    const std::uint64_t within = place_of(member->job).offset - request->offset;
+    if (request->done < within + member->bytes.size()) break;
     check_page(member);
+    ++request->checked;
   }
   MutexLock lock(mutex_);
-  request->complete = true;
-  stats_.disk_bytes += read_again;
-  for (Item* member : request->items) {
+  for (std::size_t i = first; i < request->checked; ++i) {
+    Item* member = request->items[i];
     member->begin_ns = request->submitted_ns;
     member->end_ns = env_.monotonic_ns();
     member->ready = true;
   }
+  if (request->checked > first) ready_.notify_all();
+}
+
+std::uint64_t PageReaderImpl::read_again(const Request& request, Item* item) const {
+  const PagePlace& place = place_of(item->job);
+  const std::uint64_t within = place.offset - request.offset;
+  const std::uint64_t end = within + item->bytes.size();
+  const std::uint64_t from = within / kBlock * kBlock;
+  const std::uint64_t length = round_up(end, kBlock) - from;
+  const auto got =
+      request.file->read_at(request.offset + from, {ring_ + request.ring_at + from, length});
+  if (!got.ok()) {
+    item->job.status = got.status();
+    return 0;
+  }
+  if (from + *got < end) {
+    item->job.status = data_loss(
+        fmt::format("{} ends before the page at offset {}", request.file->path(), place.offset));
+  }
+  return *got;
+}
+
+void PageReaderImpl::finish(Request* request) {
+  deliver(request);
+  bool cancelled = false;
+  {
+    MutexLock lock(mutex_);
+    cancelled = cancelled_;
+  }
+  // After an error or the end of the file somewhere in the request. Nobody gets pages of a
+  // cancelled reader.
+  std::uint64_t bytes = 0;
+  for (std::size_t i = request->checked; !cancelled && i < request->items.size(); ++i) {
+    bytes += read_again(*request, request->items[i]);
+    check_page(request->items[i]);
+  }
+  MutexLock lock(mutex_);
+  stats_.disk_bytes += bytes;
+  for (std::size_t i = request->checked; i < request->items.size(); ++i) {
+    Item* member = request->items[i];
+    member->begin_ns = request->submitted_ns;
+    member->end_ns = env_.monotonic_ns();
+    member->ready = true;
+  }
+  request->complete = true;
   --in_flight_;
   if (!options_.background) source_.traffic().end_urgent();
   end_busy();
+  free_requests();
   ready_.notify_all();
 }
 
@@ -418,8 +425,7 @@ void PageReaderImpl::check_page(Item* checked) const {
   const PageInfo& page = page_of(job);
   const PagePlace& place = place_of(job);
   if (job.status.ok() && checksum(checked->bytes) == place.checksum) {
-    // What a simulated link still carries is nobody's to have.
-    if (options_.link_bytes_per_s <= 0) keep_in_memory(*checked);
+    keep_in_memory(*checked);
     return;
   }
   const std::string what = fmt::format("chunk {} layer {} {}", to_hex(record.info.id), page.layer,
@@ -441,16 +447,12 @@ void PageReaderImpl::keep_in_memory(const Item& item) const {
   source_.cache().insert(key_of(item.job), item.job.chunk->record.info.parent, item.bytes);
 }
 
-Result<std::int64_t> PageReaderImpl::wait_for_next() {
+Result<bool> PageReaderImpl::has_next() {
   if (cancelled_) return cancelled("the reader was cancelled");
   if (next_out_ == first_item_ + items_.size()) {
     return out_of_range("every submitted page has been delivered");
   }
-  const Item& wanted = item(next_out_);
-  if (!wanted.ready) return kForever;
-  if (options_.link_bytes_per_s <= 0) return 0;
-  if (next_out_ >= next_link_) return kForever;  // failed early; its turn on the link comes
-  return std::max<std::int64_t>(0, wanted.due_ns - env_.monotonic_ns());
+  return item(next_out_).ready;
 }
 
 PageView PageReaderImpl::take_next() {
@@ -461,7 +463,7 @@ PageView PageReaderImpl::take_next() {
   if (view.status.ok()) {
     view.bytes = taken.bytes;
     view.read_begin_ns = taken.begin_ns;
-    view.read_end_ns = std::max(taken.end_ns, taken.due_ns);
+    view.read_end_ns = taken.end_ns;
     ++stats_.pages;
     stats_.page_bytes += view.bytes.size();
     if (taken.remote) {
@@ -471,7 +473,6 @@ PageView PageReaderImpl::take_next() {
       view.origin = PageOrigin::kMemory;
       stats_.dram_bytes += view.bytes.size();
     }
-    if (options_.link_bytes_per_s > 0 && !taken.cached) keep_in_memory(taken);
   } else {
     ++stats_.failed_pages;
   }
@@ -481,22 +482,16 @@ PageView PageReaderImpl::take_next() {
 Result<PageView> PageReaderImpl::next() {
   MutexLock lock(mutex_);
   while (true) {
-    HCACHE_ASSIGN_OR_RETURN(const std::int64_t wait, wait_for_next());
-    if (wait == 0) return take_next();
-    if (wait == kForever) {
-      ready_.wait(mutex_);
-    } else {
-      lock.unlock();
-      env_.sleep_ns(std::min(wait, kMaxNapNs));
-      lock.lock();
-    }
+    HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
+    if (ready) return take_next();
+    ready_.wait(mutex_);
   }
 }
 
 Result<std::optional<PageView>> PageReaderImpl::try_next() {
   MutexLock lock(mutex_);
-  HCACHE_ASSIGN_OR_RETURN(const std::int64_t wait, wait_for_next());
-  if (wait != 0) return std::optional<PageView>();
+  HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
+  if (!ready) return std::optional<PageView>();
   return std::optional<PageView>(take_next());
 }
 
@@ -513,21 +508,24 @@ void PageReaderImpl::release(std::size_t index) {
   }
   given.job.chunk.reset();
   given.cached = {};
-  bool room = false;
-  while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
-    requests_.pop_front();
-    room = true;
-  }
+  free_requests();
   while (!items_.empty() && items_.front().released) {
     items_.pop_front();
     ++first_item_;
   }
-  if (room) work_.notify_one();
+}
+
+void PageReaderImpl::free_requests() {
+  while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
+    requests_.pop_front();
+    work_.notify_one();
+  }
 }
 
 void PageReaderImpl::cancel() {
   MutexLock lock(mutex_);
   cancelled_ = true;
+  queue_->cancel();
   work_.notify_all();
   ready_.notify_all();
 }
@@ -536,9 +534,8 @@ ReaderStats PageReaderImpl::stats() const {
   MutexLock lock(mutex_);
   ReaderStats out = stats_;
   const std::int64_t now = env_.monotonic_ns();
-  const std::int64_t reading = busy_ns_ + (busy_since_ns_ >= 0 ? now - busy_since_ns_ : 0);
-  const std::int64_t link = link_work_ns_ - std::max<std::int64_t>(0, link_free_ns_ - now);
-  out.busy_s = static_cast<double>(std::max(reading, link)) / 1e9;
+  const std::int64_t busy = busy_ns_ + (busy_since_ns_ >= 0 ? now - busy_since_ns_ : 0);
+  out.busy_s = static_cast<double>(busy) / 1e9;
   return out;
 }
 

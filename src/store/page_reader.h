@@ -1,9 +1,9 @@
-// The read-ahead of store.h's PageReader: planning, the ring, the I/O thread, the simulated link.
+// The read-ahead of store.h's PageReader: planning, the ring, the I/O thread.
 //
 // Threading: as PageReader. The I/O thread alone touches the queue.
 #pragma once
 
-#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -32,38 +32,16 @@ struct PageJob {
   Status status;         // not ok: delivered as it is, without reading
 };
 
-// What the readers of a store have to do with each other: whether any reads that somebody waits
-// for, and the simulated link that all throttled ones share, over which bytes go in the order in
-// which they were asked for. Threading: any thread.
+// Whether any reader of a store reads what somebody waits for. Threading: any thread.
 class Traffic {
  public:
-  // When bytes that take work_ns are over the link, if they may begin at from_ns.
-  [[nodiscard]] std::int64_t reserve(std::int64_t from_ns, std::int64_t work_ns, bool background)
-      HCACHE_EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    free_ns_ = std::max(free_ns_, from_ns) + work_ns;
-    if (!background) urgent_until_ns_ = free_ns_;
-    return free_ns_;
-  }
   // A read for somebody who waits is in flight, or no longer.
-  void begin_urgent() HCACHE_EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    ++urgent_;
-  }
-  void end_urgent() HCACHE_EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    --urgent_;
-  }
-  [[nodiscard]] bool urgent(std::int64_t now_ns) const HCACHE_EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    return urgent_ > 0 || urgent_until_ns_ > now_ns;
-  }
+  void begin_urgent() { ++urgent_; }
+  void end_urgent() { --urgent_; }
+  [[nodiscard]] bool urgent() const { return urgent_ > 0; }
 
  private:
-  mutable Mutex mutex_;
-  std::int64_t free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
-  std::int64_t urgent_until_ns_ HCACHE_GUARDED_BY(mutex_) = 0;  // on the link
-  std::int64_t urgent_ HCACHE_GUARDED_BY(mutex_) = 0;           // requests
+  std::atomic<std::int64_t> urgent_ = 0;  // requests
 };
 
 // What the reader needs of the store. Threading: any thread.
@@ -141,7 +119,6 @@ class PageReaderImpl final : public PageReader {
     std::span<const std::byte> bytes;
     std::int64_t begin_ns = 0;  // of its request
     std::int64_t end_ns = 0;
-    std::int64_t due_ns = 0;  // not delivered earlier (simulated link)
     bool planned = false;
     bool ready = false;
     bool released = false;
@@ -156,6 +133,7 @@ class PageReaderImpl final : public PageReader {
     std::size_t done = 0;        // bytes that are there
     std::size_t ring_at = 0;
     std::vector<Item*> items;
+    std::size_t checked = 0;  // of the items, by the I/O thread
     std::size_t unreleased = 0;
     bool complete = false;
     std::int64_t submitted_ns = 0;
@@ -177,13 +155,19 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
   void submit_to_queue(Request* request) HCACHE_REQUIRES(mutex_);
   void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
+  // Checks the pages of a request that have wholly come; they can be delivered.
+  void deliver(Request* request) HCACHE_EXCLUDES(mutex_);
+  // The request transfers nothing more: what has not come of it is read again, page by page.
   void finish(Request* request) HCACHE_EXCLUDES(mutex_);
+  // Reads one page again. Returns the bytes it took.
+  std::uint64_t read_again(const Request& request, Item* item) const;
+  // Gives back the ring memory of the oldest requests whose pages are all released.
+  void free_requests() HCACHE_REQUIRES(mutex_);
   void check_page(Item* item) const;
   void keep_in_memory(const Item& item) const;
-  void deliver_over_link() HCACHE_REQUIRES(mutex_);
   void mark_failed(Item* item, Status status) HCACHE_REQUIRES(mutex_);
-  // 0: the next page can be had. INT64_MAX: wait for a wake. Else nanoseconds to wait.
-  [[nodiscard]] Result<std::int64_t> wait_for_next() HCACHE_REQUIRES(mutex_);
+  // Whether the next page can be had. An error: there will be none.
+  [[nodiscard]] Result<bool> has_next() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] PageView take_next() HCACHE_REQUIRES(mutex_);
   Item& item(std::size_t index) HCACHE_REQUIRES(mutex_) { return items_[index - first_item_]; }
 
@@ -204,12 +188,9 @@ class PageReaderImpl final : public PageReader {
   std::deque<Item> items_ HCACHE_GUARDED_BY(mutex_);
   std::size_t first_item_ HCACHE_GUARDED_BY(mutex_) = 0;  // index of items_.front()
   std::size_t next_plan_ HCACHE_GUARDED_BY(mutex_) = 0;   // everything before is planned
-  std::size_t next_link_ HCACHE_GUARDED_BY(mutex_) = 0;   // everything before has its due time
   std::size_t next_out_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::deque<std::unique_ptr<Request>> requests_ HCACHE_GUARDED_BY(mutex_);  // in ring order
   std::size_t ring_tail_ HCACHE_GUARDED_BY(mutex_) = 0;                      // where to take next
-  std::int64_t link_free_ns_ HCACHE_GUARDED_BY(mutex_) = 0;  // of what this reader asked for
-  std::int64_t link_work_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
   std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;         // in the queue

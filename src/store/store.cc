@@ -305,7 +305,6 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
   if (reinterpret_cast<std::uintptr_t>(options.ring_memory) % kDirectAlignment != 0) {
     return invalid_argument(fmt::format("ring memory must be aligned to {}", kDirectAlignment));
   }
-  if (options.link_bytes_per_s < 0) return invalid_argument("a link's speed can't be negative");
   options.ring_bytes = options.ring_bytes / kBlock * kBlock;
   options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
   options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);

@@ -1,4 +1,4 @@
-// The real Env and the fault-injecting one keep the same contract.
+// The real Env, the fault-injecting one and the throttled one keep the same contract.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
@@ -8,6 +8,7 @@
 #include "../../src/base/posix_io.h"
 #include "base/env.h"
 #include "base/fault_env.h"
+#include "base/throttled_env.h"
 #include "base_testing.h"
 
 namespace hcache {
@@ -35,6 +36,9 @@ class EnvTest : public ::testing::TestWithParam<const char*> {
     if (std::string(GetParam()) == "real") {
       env_ = &Env::real();
       dir_ = temp_ / "x";
+    } else if (std::string(GetParam()) == "throttled") {
+      env_ = &throttled_;
+      dir_ = temp_ / "x";
     } else {
       env_ = &fault_;
       dir_ = "/some/dir";
@@ -43,6 +47,7 @@ class EnvTest : public ::testing::TestWithParam<const char*> {
   }
   TempDir temp_;
   FaultEnv fault_;
+  ThrottledEnv throttled_{Env::real(), 100e6};
   Env* env_ = nullptr;
   std::string dir_;
 };
@@ -150,7 +155,7 @@ TEST_P(EnvTest, ClocksGoForward) {
   EXPECT_NE(env_->random_u64(), env_->random_u64());
 }
 
-INSTANTIATE_TEST_SUITE_P(Peers, EnvTest, ::testing::Values("real", "fault"),
+INSTANTIATE_TEST_SUITE_P(Peers, EnvTest, ::testing::Values("real", "fault", "throttled"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(RealEnvTest, FilesAndDirectoriesAreForTheirOwnerOnly) {

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <thread>
 
+#include "base/throttled_env.h"
 #include "engine_executor.h"
 #include "model/logits.h"
 #include "model_fixtures.h"
@@ -44,7 +45,8 @@ Tokens first(const Tokens& tokens, int n) { return {tokens.begin(), tokens.begin
 class Process {
  public:
   Process(const std::string& model, const std::string& state_dir, policy::Mode mode,
-          const EngineExecutorOptions& given = {}) {
+          const EngineExecutorOptions& given = {}, double link_bytes_per_s = 0)
+      : env_(Env::real(), link_bytes_per_s) {
     state::RuntimeOptions options;
     options.model_path = model;
     options.state_dir = state_dir;
@@ -63,12 +65,12 @@ class Process {
     profile.read_bytes_per_s = 1e9;
     options.profile = profile;
     options.dram_bytes = given.dram_bytes;
-    auto runtime = state::Runtime::open(Env::real(), options);
+    auto runtime = state::Runtime::open(env_, options);
     EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
     runtime_ = std::move(*runtime);
     EngineExecutorOptions executor = given;
     executor.restore_mode = mode;
-    executor_ = std::make_unique<EngineExecutor>(Env::real(), *runtime_, executor);
+    executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   }
   ~Process() {
     executor_.reset();
@@ -150,6 +152,7 @@ class Process {
   }
 
  private:
+  ThrottledEnv env_;
   std::unique_ptr<state::Runtime> runtime_;
   std::unique_ptr<EngineExecutor> executor_;
   int slices_ = 0;
@@ -395,9 +398,7 @@ TEST_F(ExecutorTest, ReadingAheadStopsForWhatDoesNotWaitAnyMore) {
     for (const Tokens& tokens : {one, two, three}) p->append(p->create(), tokens);
   }
   Process p(model_, dir_.file("state"), policy::Mode::kKv,
-            {.link_bytes_per_s = 100,
-             .fetch = policy::FetchPolicy::kSchedulerAware,
-             .dram_bytes = 10'000'000});
+            {.fetch = policy::FetchPolicy::kSchedulerAware, .dram_bytes = 10'000'000}, 100);
   const Salt salt = own_salt("");
   p->enqueued({.place = 1, .salt = salt, .tokens = one, .restore = 300});
   p->enqueued({.place = 2, .salt = salt, .tokens = two, .restore = 300});
@@ -426,8 +427,8 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
   }
   for (const policy::Mode mode : {policy::Mode::kKv, policy::Mode::kHidden}) {
     // Its pages take about half a second; a layer of the new tokens some milliseconds.
-    auto slow = std::make_unique<Process>(model_, dir_.file("state"), mode,
-                                          EngineExecutorOptions{.link_bytes_per_s = 1e6});
+    auto slow =
+        std::make_unique<Process>(model_, dir_.file("state"), mode, EngineExecutorOptions{}, 1e6);
     Process& p = *slow;
     const int64_t free_cells = p->free_cells();
     const SeqId other = p.create("", false);

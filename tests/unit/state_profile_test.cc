@@ -192,6 +192,7 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
   EXPECT_EQ(costs.slice_rows, 128);
   EXPECT_TRUE(costs.re_tail_projects);
   EXPECT_DOUBLE_EQ(restore_costs(*p, *e, 1.9e7).link.bytes_per_s, 1.9e7);
+  EXPECT_DOUBLE_EQ(restore_costs(*p, *e, 1e15).link.bytes_per_s, costs.link.bytes_per_s);
   EXPECT_TRUE(policy::plan_save(costs, {}, nullptr).ok());
 
   CostProfile slower = *p;

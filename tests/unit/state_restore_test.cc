@@ -9,6 +9,7 @@
 #include <numeric>
 #include <thread>
 
+#include "base/throttled_env.h"
 #include "model/logits.h"
 #include "model_fixtures.h"
 #include "state/runtime.h"
@@ -56,8 +57,8 @@ RuntimeOptions tiny_runtime(const std::string& model, const std::string& state_d
   return options;
 }
 
-std::unique_ptr<Runtime> open(const RuntimeOptions& options) {
-  auto runtime = Runtime::open(Env::real(), options);
+std::unique_ptr<Runtime> open(const RuntimeOptions& options, Env& env = Env::real()) {
+  auto runtime = Runtime::open(env, options);
   EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
   return runtime.ok() ? std::move(runtime).value() : nullptr;
 }
@@ -134,9 +135,10 @@ struct Restored {
   Continued continued;
 };
 
-Restored restore(const RuntimeOptions& options, const Reference& ref, StartOptions start) {
+Restored restore(const RuntimeOptions& options, const Reference& ref, StartOptions start,
+                 Env& env = Env::real()) {
   Restored result;
-  const auto runtime = open(options);
+  const auto runtime = open(options, env);
   if (!runtime) return result;
   auto started = runtime->start(ref.all(), start);
   EXPECT_TRUE(started.ok()) << started.status().to_string();
@@ -353,11 +355,11 @@ TEST_F(ConversationTest, PlansMixAllThreeMethods) {
   for (const double link : {2e5, 5e5, 1e6, 3e6, 1e7, 1e8, 1e9}) {
     SCOPED_TRACE(link);
     StartOptions start;
-    start.link_bytes_per_s =
-        link < 1e7 ? 0 : link;  // the slow ones are planned for, not waited for
+    // The slow ones are planned for, not waited for.
+    ThrottledEnv env(Env::real(), link < 1e7 ? 0 : link);
     options_.profile->read_bytes_per_s = link;
     start.save = false;
-    const Restored restored = restore(options_, ref, start);
+    const Restored restored = restore(options_, ref, start, env);
     recomputed |= restored.report.schedule.find("RE:") != std::string::npos;
     hidden |= restored.report.schedule.find("H:") != std::string::npos;
     kv |= restored.report.schedule.find("KV:") != std::string::npos;
@@ -366,6 +368,23 @@ TEST_F(ConversationTest, PlansMixAllThreeMethods) {
   EXPECT_TRUE(recomputed);
   EXPECT_TRUE(hidden);
   EXPECT_TRUE(kv);
+}
+
+TEST_F(ConversationTest, PlansKnowHowFastTheEnvReads) {
+  ThrottledEnv env(Env::real());
+  double told = 0;
+  options_.on_profile = [&](const CostProfile& profile) {
+    told = paper_link_bytes_per_s(profile);
+    env.set_read_bytes_per_s(told);
+  };
+  const auto runtime = open(options_, env);
+  ASSERT_NE(runtime, nullptr);
+  EXPECT_DOUBLE_EQ(told, options_.profile->gemm_flops_per_s / 9750);
+  EXPECT_DOUBLE_EQ(runtime->costs().link.bytes_per_s, told);
+  env.set_read_bytes_per_s(1e12);  // the disks are slower
+  EXPECT_DOUBLE_EQ(runtime->costs().link.bytes_per_s, options_.profile->read_bytes_per_s);
+  env.set_read_bytes_per_s(0);
+  EXPECT_DOUBLE_EQ(runtime->costs().link.bytes_per_s, options_.profile->read_bytes_per_s);
 }
 
 // A bit flipped anywhere in the segment files is found, dropped and computed again.

@@ -10,6 +10,7 @@
 #include <random>
 #include <thread>
 
+#include "base/throttled_env.h"
 #include "store_testing.h"
 
 namespace hcache::store {
@@ -26,7 +27,7 @@ class StoreTest : public ::testing::Test {
 
   void open() {
     store_.reset();
-    store_ = open_store(Env::real(), options_);
+    store_ = open_store(env_, options_);
     ASSERT_NE(store_, nullptr);
   }
   PutReport put(const Chain& chain) {
@@ -46,6 +47,7 @@ class StoreTest : public ::testing::Test {
   }
 
   TempDir dir_;
+  ThrottledEnv env_{Env::real()};
   StoreOptions options_;
   std::unique_ptr<Store> store_;
 };
@@ -382,9 +384,9 @@ TEST_F(StoreTest, TheSimulatedLinkIsNoFasterThanSaid) {
   auto match = store_->match(kModel, kSalt, chain.tokens());
   ASSERT_OK(match);
   const auto requests = requests_of(*match);
-  ReaderOptions options;
-  options.link_bytes_per_s = 10e6;
-  auto reader = store_->new_reader(options);
+  constexpr double kRate = 10e6;
+  env_.set_read_bytes_per_s(kRate);
+  auto reader = store_->new_reader({});
   ASSERT_OK(reader);
   const std::int64_t start = Env::real().monotonic_ns();
   ASSERT_OK((*reader)->submit(requests));
@@ -395,10 +397,10 @@ TEST_F(StoreTest, TheSimulatedLinkIsNoFasterThanSaid) {
     ASSERT_OK(view->status);
     bytes += view->bytes.size();
     const double elapsed = static_cast<double>(Env::real().monotonic_ns() - start) / 1e9;
-    EXPECT_GE(elapsed, static_cast<double>(bytes) / options.link_bytes_per_s - 1e-4);
+    EXPECT_GE(elapsed, static_cast<double>(bytes) / kRate - 1e-4);
     (*reader)->release(i);
   }
-  EXPECT_GE((*reader)->stats().busy_s, static_cast<double>(bytes) / 10e6 - 1e-4);
+  EXPECT_GE((*reader)->stats().busy_s, static_cast<double>(bytes) / kRate - 1e-4);
 }
 
 TEST_F(StoreTest, TheQuotaEvictsLeavesThatWereLeastRecentlyUsed) {
@@ -527,9 +529,8 @@ TEST_F(StoreTest, NobodyWaitsForABackgroundReader) {
   const auto match = store_->match(kModel, kSalt, chain.tokens());
   ASSERT_OK(match);
   const std::vector<PageRequest> pages = requests_of(*match);
-  ReaderOptions waited_for;
-  waited_for.link_bytes_per_s = 1024;  // half a minute for a page
-  auto urgent = store_->new_reader(waited_for);
+  env_.set_read_bytes_per_s(1024);  // half a minute for a page
+  auto urgent = store_->new_reader({});
   ASSERT_OK(urgent);
   ASSERT_OK((*urgent)->submit({pages.data(), 1}));
   // Until the urgent reader has asked, the other one may read.
@@ -555,7 +556,7 @@ TEST_F(StoreTest, ABackgroundReaderDeliversEverything) {
   ahead.background = true;
   ahead.request_bytes = 64 << 10;
   EXPECT_EQ(read_back(*store_, *match, ahead).good, 40U);
-  ahead.link_bytes_per_s = 64e6;
+  env_.set_read_bytes_per_s(64e6);
   EXPECT_EQ(read_back(*store_, *match, ahead).good, 40U);
 }
 

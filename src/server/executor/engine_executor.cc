@@ -78,7 +78,7 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   store::Store* store = runtime.store();
   if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
       store != nullptr) {
-    read_ahead_ = state::ReadAhead::begin(*store, {.link_bytes_per_s = options.link_bytes_per_s});
+    read_ahead_ = state::ReadAhead::begin(*store, {});
   }
 }
 
@@ -187,7 +187,6 @@ Status EngineExecutor::begin_fetch(uint64_t place) {
   const Ahead& ahead = ahead_.at(place);
   state::StartOptions options;
   options.mode = options_.restore_mode;
-  options.link_bytes_per_s = options_.link_bytes_per_s;
   options.ahead = true;
   HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
                           runtime_.plan(ahead.tokens, ahead.salt, options));
@@ -222,7 +221,6 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   Restore& restore = *sequence.restore;
   state::StartOptions options;
   options.mode = restore.attempts < kMaxAttempts ? options_.restore_mode : policy::Mode::kRecompute;
-  options.link_bytes_per_s = options_.link_bytes_per_s;
   options.save = sequence.save;
   options.compute_share = restore.compute_share;
   const std::span<const int32_t> tokens = restore.tokens;
@@ -238,7 +236,6 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   run.tokens = tokens;
   run.match = &restore.planned.match;
   run.plan = &restore.planned.plan;
-  run.link_bytes_per_s = options_.link_bytes_per_s;
   run.remote_timeout_s = restore.planned.remote_timeout_s;
   run.ring_bytes = options_.restore_ring_bytes;
   if (sequence.save) {
@@ -331,7 +328,7 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
     return status;
   }
   const state::RestoreReport& report = restore->work->report();
-  runtime_.observe(report, options_.link_bytes_per_s);
+  runtime_.observe(report);
   status.report.hidden_tokens = report.tokens_hidden;
   status.report.kv_tokens = report.tokens_kv;
   status.report.recomputed_tokens = report.tokens_recomputed;

@@ -23,7 +23,6 @@ namespace hcache::server {
 struct EngineExecutorOptions {
   int32_t max_sequences = 64;  // that exist at a time, idle ones included
   policy::Mode restore_mode = policy::Mode::kPlan;
-  double link_bytes_per_s = 0;              // throttles real reads; 0: none
   uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of one restore
   // What is brought into host memory for requests that wait, if there is any (dram_bytes).
   policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;

@@ -52,8 +52,6 @@ Status Service::init() {
   EngineExecutorOptions executor;
   executor.max_sequences = options_.max_sequences;
   executor.restore_mode = options_.restore_mode;
-  executor.link_bytes_per_s =
-      options_.paper_link ? runtime_->paper_link_bytes_per_s() : options_.link_bytes_per_s;
   executor.fetch = options_.scheduler.fetch;
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);

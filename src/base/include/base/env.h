@@ -1,12 +1,12 @@
 // Env: the one door to files, clocks, randomness and asynchronous I/O.
 //
 // Code in store, policy and state reaches the operating system only through an injected Env, so
-// that tests can put a fault-injecting one (base/fault_env.h) in its place.
-// Threading: an Env may be used from any thread. File: concurrent read_at and write_at of disjoint
-// ranges are safe; everything else needs the caller's order. IoQueue: one thread.
-// Errors: ENOENT is not_found, EEXIST already_exists, EACCES/EPERM permission_denied,
-// ENOSPC/EDQUOT/EFBIG resource_exhausted, EIO data_loss, anything else unavailable; messages name
-// the path.
+// that tests can put a fault-injecting one (base/fault_env.h) in its place, and experiments one
+// that slows reads (base/throttled_env.h). Threading: an Env may be used from any thread. File:
+// concurrent read_at and write_at of disjoint ranges are safe; everything else needs the caller's
+// order. IoQueue: one thread. Errors: ENOENT is not_found, EEXIST already_exists, EACCES/EPERM
+// permission_denied, ENOSPC/EDQUOT/EFBIG resource_exhausted, EIO data_loss, anything else
+// unavailable; messages name the path.
 #pragma once
 
 #include <cstddef>
@@ -98,10 +98,13 @@ struct IoCompletion {
   // Bytes transferred; may be fewer than asked for (the caller asks again for the rest; zero bytes
   // of a read is the end of the file).
   std::size_t bytes = 0;
+  // A read that goes on: `bytes` of its beginning have come so far, and its last completion is
+  // still to follow. Only queues over a slow link report this.
+  bool partial = false;
 };
 
-// A queue of asynchronous transfers; completions come in any order. Used by one thread. Its
-// destruction waits for what is in flight.
+// A queue of asynchronous transfers; completions come in any order. Used by one thread, but for
+// cancel(). Its destruction waits for what is in flight.
 class IoQueue {
  public:
   IoQueue() = default;
@@ -114,6 +117,9 @@ class IoQueue {
   // Appends the finished transfers to `out`; with `block`, waits for at least one unless nothing is
   // in flight.
   [[nodiscard]] virtual Status reap(bool block, std::vector<IoCompletion>* out) = 0;
+  // Nobody needs what is in flight any more: a queue on which it could take long completes it
+  // early, with kCancelled. Any thread.
+  virtual void cancel() {}
   [[nodiscard]] virtual std::size_t in_flight() const = 0;
   [[nodiscard]] virtual std::size_t depth() const = 0;
   // "io_uring", "threads", … for logs.
@@ -158,6 +164,8 @@ class Env {
 
   // io_uring where the kernel has it, else a few threads with pread and pwrite.
   [[nodiscard]] virtual Result<std::unique_ptr<IoQueue>> new_io_queue(std::size_t depth) = 0;
+  // What all reads of its queues together are limited to, in bytes/s; 0: not known, measure it.
+  [[nodiscard]] virtual double nominal_read_bytes_per_s() const { return 0; }
 };
 
 // Helpers on top of an Env.

@@ -23,8 +23,6 @@ struct ServerOptions {
   http::Options http;
   scheduler::SchedulerOptions scheduler;
   policy::Mode restore_mode = policy::Mode::kPlan;
-  double link_bytes_per_s = 0;      // throttles real reads of saved state; 0: none
-  bool paper_link = false;          // instead: Runtime::paper_link_bytes_per_s()
   int32_t max_sequences = 64;       // in the arena, idle ones included
   std::string alias;                // the model's name for clients; empty: its file's
   std::string chat_template;        // Jinja source; empty: the model's own

@@ -47,8 +47,12 @@ void observe_read_speed(CostProfile& profile, double bytes_per_s);
 // their scale does not. Copies into the arena, which memory bounds, are not scaled.
 void observe_project_time(CostProfile& profile, double seconds, double predicted_s);
 
-// The planner's input. link_bytes_per_s > 0 replaces the disks' speed (a throttled link).
+// The planner's input. Reads are no faster than max_read_bytes_per_s (0: as fast as the profile
+// says); see Env::nominal_read_bytes_per_s.
 policy::RestoreCosts restore_costs(const CostProfile& profile, const engine::Engine& engine,
-                                   double link_bytes_per_s);
+                                   double max_read_bytes_per_s);
+// Bytes/s at which the projection's FLOP/s over them are 9,750: the balance of an A100 (312
+// TFLOP/s) on its PCIe link (32 GB/s, hcache.txt table 2).
+double paper_link_bytes_per_s(const CostProfile& profile);
 
 }  // namespace hcache::state

@@ -18,7 +18,6 @@ namespace hcache::state {
 struct ReadAheadOptions {
   // Small, so that a restore that can't wait does not queue behind much of what can.
   uint64_t ring_bytes = 8U << 20;
-  double link_bytes_per_s = 0;  // 0: unthrottled
 };
 
 class ReadAhead {

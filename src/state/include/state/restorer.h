@@ -25,7 +25,6 @@ struct RestoreRun {
   std::span<const int32_t> tokens;      // history and new tokens
   const store::Match* match = nullptr;  // pinned chunks; covers at least plan->restored_tokens
   const policy::Plan* plan = nullptr;
-  double link_bytes_per_s = 0;   // 0: unthrottled
   double remote_timeout_s = 10;  // for the pages of the remote tier; see store::ReaderOptions
   uint64_t ring_bytes = 64U << 20;
   int64_t slice_rows = 512;                       // rows of one projection

@@ -46,13 +46,14 @@ struct RuntimeOptions {
   // corrected.
   std::optional<CostProfile> profile;
   ProgressFn progress;
+  // Told the profile as soon as it is known, before anything is restored.
+  std::function<void(const CostProfile&)> on_profile;
 };
 
 struct StartOptions {
   policy::Mode mode = policy::Mode::kPlan;
-  double link_bytes_per_s = 0;  // throttles real reads; 0: none
-  int64_t token_rounding = 1;   // of Mode::kTokenPartition
-  bool save = true;             // capture this sequence
+  int64_t token_rounding = 1;  // of Mode::kTokenPartition
+  bool save = true;            // capture this sequence
   bool ahead = false;        // planned as if all of it lay in host memory, where it will be read to
   double compute_share = 1;  // policy::RestoreCosts'
   std::function<bool(double)> progress;
@@ -93,9 +94,9 @@ class Runtime {
   // Drops a page that could not be used. False when it can't be dropped: nothing saved should be
   // used for this chain then.
   virtual bool discard(const PageFailure& failure) = 0;
-  // Corrects the profile by what a restore observed of the store's and the device's speed; of the
-  // store's only if no link throttled it.
-  virtual void observe(const RestoreReport& report, double link_bytes_per_s) = 0;
+  // Corrects the profile by what a restore observed of the device's speed, and of the store's
+  // unless the Env limits it.
+  virtual void observe(const RestoreReport& report) = 0;
   // Match, plan, restore and prefill: a new sequence holding `tokens` (at least one). Damaged pages
   // are dropped and planned around; with no usable page everything is recomputed.
   virtual Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) = 0;
@@ -118,10 +119,8 @@ class Runtime {
   [[nodiscard]] virtual const policy::SavePlan& save_plan() const = 0;
   [[nodiscard]] virtual const Fingerprint& fingerprint() const = 0;
   [[nodiscard]] virtual const SaltId& salt() const = 0;
-  [[nodiscard]] virtual policy::RestoreCosts costs(double link_bytes_per_s) const = 0;
-  // The cost of `--link paper`: bytes/s at which GEMM FLOP/s over it is 9,750 (312 TFLOP/s A100
-  // over 32 GB/s PCIe, hcache.txt table 2).
-  [[nodiscard]] virtual double paper_link_bytes_per_s() const = 0;
+  // By the profile and the Env's nominal speed.
+  [[nodiscard]] virtual policy::RestoreCosts costs() const = 0;
 };
 
 }  // namespace hcache::state

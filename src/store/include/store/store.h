@@ -163,10 +163,6 @@ struct ReaderOptions {
   std::uint64_t ring_bytes = 64ULL << 20;
   // Adjacent pages are read together up to this.
   std::uint64_t request_bytes = 1ULL << 20;
-  // 0: as fast as it goes. Else real reads are slowed to a simulated link of this speed, evenly:
-  // page i is there no earlier than the bytes up to and including i take, and the link rests while
-  // the ring has no room.
-  double link_bytes_per_s = 0;
   // Where to put the ring: ring_bytes of memory aligned to kDirectAlignment which outlives the
   // reader (pinned memory of a device, say). Null: the reader allocates.
   std::byte* ring_memory = nullptr;
@@ -209,13 +205,13 @@ struct ReaderStats {
   std::uint64_t disk_bytes = 0;    // read from disks: alignment and gaps included
   std::uint64_t requests = 0;
   std::uint64_t failed_pages = 0;
-  double busy_s = 0;  // seconds with a request in flight or, if longer, the simulated link at work
+  double busy_s = 0;  // seconds with a request in flight
 };
 
 // Reads pages ahead of their use, in the order submitted.
 //
-// Pages that host memory holds are delivered from there, without the disks and the simulated link;
-// pages that only the remote tier has come from there, beside what the disks read.
+// Pages that host memory holds are delivered from there, without the disks; pages that only the
+// remote tier has come from there, beside what the disks read.
 // An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
 // and verifies each page's checksum. A failed page fails alone.
 // Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
