@@ -116,6 +116,23 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
+def percentile(values: list[float], p: float) -> float:
+    """The p-th percentile (0 to 100), interpolated between neighbours as `hcache bench serve` does."""
+    ordered = sorted(values)
+    at = p / 100 * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles(values: list[float], prefix: str) -> dict[str, float]:
+    """{"<prefix>_p50_ms", "<prefix>_p90_ms", "<prefix>_p99_ms"} of milliseconds."""
+    return {f"{prefix}_p{p}_ms": percentile(values, p) for p in PERCENTILES}
+
+
 def lower_bound(values: list[float], confidence: float = 0.95, draws: int = 10000) -> float:
     """One-sided lower confidence bound of the median, by bootstrap (seeded: reproducible)."""
     if len(values) < 2:

@@ -104,11 +104,12 @@ def run(args: argparse.Namespace, shape: Shape, held: Path, policy: str, link: f
         found = [r["cached_tokens"] or 0 for r in result["requests"]]
         if min(found) < shape.blocks * BLOCK * 0.8:
             raise RuntimeError(f"a conversation came back to {min(found)} known tokens")
+        ttft = sorted(r["ttft_ms"] for r in result["requests"])
         disk = [serve_bars.disk_bytes(r) for r in result["requests"]]
         dram = [r.get("server", {}).get("hcache", {}).get("bytes", {}).get("dram", 0)
                 for r in result["requests"]]
         return {"policy": policy, "link_bytes_per_s": link,
-                "ttft_p50_ms": statistics.median(r["ttft_ms"] for r in result["requests"]),
+                **lib.percentiles(ttft, "ttft"), "ttft_ms": ttft,
                 "duration_s": result["summary"]["duration_s"],
                 "bytes": statistics.median(a + b for a, b in zip(disk, dram, strict=True)),
                 "from_dram": sum(dram) / max(1, sum(dram) + sum(disk)),
@@ -128,11 +129,14 @@ def measure_pair(args: argparse.Namespace, shape: Shape, held: Path, turned: boo
         if result.pop("answers") != answers:
             raise RuntimeError("the answers differ")
         runs[policy] = result
-        lib.say(f"{policy}: TTFT p50 {result['ttft_p50_ms']:.0f} ms, "
+        lib.say(f"{policy}: TTFT p50 {result['ttft_p50_ms']:.0f}, p90 {result['ttft_p90_ms']:.0f}, "
+                f"p99 {result['ttft_p99_ms']:.0f} ms, "
                 f"{100 * result['from_dram']:.0f} % from memory, {result['duration_s']:.1f} s; "
                 f"the link alone {shape.conversations * result['bytes'] / link:.1f} s")
-    ratio = runs["on-demand"]["ttft_p50_ms"] / runs[args.policy]["ttft_p50_ms"]
-    return {"service_s": service_s, "free": free, "runs": runs, "ratio": ratio}
+    ratios = {p: runs["on-demand"][f"ttft_p{p}_ms"] / runs[args.policy][f"ttft_p{p}_ms"]
+              for p in lib.PERCENTILES}
+    return {"service_s": service_s, "free": free, "runs": runs, "ratio": ratios[50],
+            "ratio_p90": ratios[90], "ratio_p99": ratios[99]}
 
 
 def main() -> None:
@@ -158,6 +162,9 @@ def main() -> None:
     target = "; target >= 1.5" if args.policy == "scheduler-aware" else ""
     print(f"TTFT p50 on-demand / {args.policy}: {lib.median(ratios):.2f} "
           f"({min(ratios):.2f} - {max(ratios):.2f}){target}")
+    for p in (90, 99):
+        print(f"TTFT p{p} on-demand / {args.policy}: "
+              f"{lib.median([pair[f'ratio_p{p}'] for pair in pairs]):.2f}")
     lib.write_results(args.json_file, {"machine": serve_bars.machine(args),
                                        "shape": dataclasses.asdict(shape), "pairs": pairs,
                                        "ratios": ratios})

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -216,12 +215,13 @@ class ServeBars:
             found.append(f"{from_disk} of {len(long)} were read from the disk")
         ttft = sorted(r["ttft_ms"] for r in back if r["ttft_ms"] is not None)
         return {"scenario": scenario, "server": name, "rep": rep, "seed": rep + 1,
-                "ttft_p50_ms": statistics.median(ttft) if ttft else None, "ttft_ms": ttft,
+                **(lib.percentiles(ttft, "ttft") if ttft else {}), "ttft_ms": ttft,
                 "tokens_per_s": summary["tokens_per_s"],
                 "rounds_per_s": summary["requests_per_s"], "duration_s": summary["duration_s"],
                 "cached_share": summary["cached_share"]["returning"], "known": known,
                 "returning": len(back), "long": len(long), "from_disk": from_disk,
-                "tpot_p50_ms": summary["tpot_ms"].get("p50"), "problems": found}
+                **{f"tpot_p{p}_ms": summary["tpot_ms"].get(f"p{p}") for p in lib.PERCENTILES},
+                "problems": found}
 
     def judge3(self, scenario: str, runs: list[dict]) -> None:
         problems = [f"{run['server']}: {text}" for run in runs for text in run["problems"]]
@@ -237,8 +237,9 @@ class ServeBars:
 
         title = f"({scenario}) {SCENARIOS[scenario]}: "
         for name, column in (("hcache", 0), ("llama-server", 1)):
-            self.note(3, title + f"TTFT p50 of {name}, ms",
-                      [pair[column] for pair in pairs("ttft_p50_ms")])
+            for p in lib.PERCENTILES:
+                self.note(3, title + f"TTFT p{p} of {name}, ms",
+                          [pair[column] for pair in pairs(f"ttft_p{p}_ms")])
         self.check(3, title + "TTFT p50 theirs / ours",
                    [theirs / ours for ours, theirs in pairs("ttft_p50_ms")], ">=",
                    0.95 if scenario == "b" else 5)

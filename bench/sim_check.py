@@ -59,6 +59,12 @@ def template_tokens(server: servers.Server) -> dict:
     return {"system_tokens": first - each, "message_tokens": each}
 
 
+def ttft_percentiles(summary: dict) -> dict:
+    """Of returning and of first rounds; both sides report them in the same form."""
+    return {f"{name}ttft_p{p}_ms": summary["ttft_ms"][rounds][f"p{p}"]
+            for name, rounds in (("", "returning"), ("first_", "first")) for p in lib.PERCENTILES}
+
+
 def serve(args: argparse.Namespace, case: Case, seed: int) -> tuple[dict, dict]:
     with tempfile.TemporaryDirectory(dir=args.work, prefix="serve-") as folder:
         load = case.load
@@ -68,9 +74,7 @@ def serve(args: argparse.Namespace, case: Case, seed: int) -> tuple[dict, dict]:
     for problem in serve_bars.wrong_answers(result, load):
         raise RuntimeError(problem)
     summary = result["summary"]
-    return template, {"ttft_p50_ms": summary["ttft_ms"]["returning"]["p50"],
-                      "first_ttft_p50_ms": summary["ttft_ms"]["first"]["p50"],
-                      "tpot_mean_ms": summary["tpot_ms"]["mean"],
+    return template, {**ttft_percentiles(summary), "tpot_mean_ms": summary["tpot_ms"]["mean"],
                       "found": summary["cached_share"]["returning"]}
 
 
@@ -98,9 +102,7 @@ def simulate(args: argparse.Namespace, case: Case, seed: int, profile: Path,
     out = subprocess.run([args.program, "sim", "--scenario", file, "--json", "-"], check=True,
                          stdout=subprocess.PIPE, text=True).stdout
     row = json.loads(out)["rows"][0]
-    return {"ttft_p50_ms": row["ttft_ms"]["returning"]["p50"],
-            "first_ttft_p50_ms": row["ttft_ms"]["first"]["p50"],
-            "tpot_mean_ms": row["tpot_ms"]["mean"],
+    return {**ttft_percentiles(row), "tpot_mean_ms": row["tpot_ms"]["mean"],
             "found": row["resident_share"] + row["restored_share"]}
 
 

@@ -317,6 +317,7 @@ std::vector<std::string> table_row(const Json& row) {
           fmt::format("{:.2f}", row.at("requests_per_s").get<double>()),
           ms_of(returning, "mean"),
           ms_of(returning, "p50"),
+          ms_of(returning, "p90"),
           ms_of(returning, "p99"),
           ms_of(row.at("tpot_ms"), "mean"),
           fmt::format("{:.1f} %", 100 * row.at("resident_share").get<double>()),
@@ -329,8 +330,8 @@ std::vector<std::string> table_row(const Json& row) {
 Result<SimResults> simulate_servers(const SimArgs& args, const Json& file) {
   HCACHE_ASSIGN_OR_RETURN(const std::vector<Case> cases, read_cases(args, file));
   SimResults results;
-  results.table = {{"case", "method", "sessions/s", "requests/s", "TTFT mean", "p50", "p99 ms",
-                    "TPOT ms", "resident", "restored", "device"}};
+  results.table = {{"case", "method", "sessions/s", "requests/s", "TTFT mean", "p50", "p90",
+                    "p99 ms", "TPOT ms", "resident", "restored", "device"}};
   double steps = 0;
   for (const Case& c : cases) steps += static_cast<double>(c.rates.size() * c.methods.size());
   double done = 0;
