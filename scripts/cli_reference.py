@@ -37,7 +37,7 @@ def sections(program, verbs, out):
 def main():
     program = sys.argv[1]
     out = ["# The command line\n\nMade from `--help` by `scripts/cli_reference.py`; the table of options is "
-           "in `apps/hcache/options.cc`.\n"]
+           "in `apps/cli/options.cc`.\n"]
     sections(program, [], out)
     page = "\n".join(out)
     if "--check" not in sys.argv:

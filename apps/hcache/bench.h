@@ -47,8 +47,6 @@ struct BenchArgs {
 [[nodiscard]] Json spread(const std::vector<double>& v, double factor);
 
 [[nodiscard]] Json machine_json(const state::Runtime& runtime);
-// The part of it that is true of any process here: processor, cores, memory.
-[[nodiscard]] Json host_json();
 void warn_of_debug_build();
 // Prints machine and table (unless the JSON goes to stdout), writes the JSON where it is wanted.
 [[nodiscard]] Status report(const BenchArgs& args, const Json& results,
@@ -57,8 +55,6 @@ void warn_of_debug_build();
 // With --paced: says "ready" and waits for a line before each repetition, so that a script can let
 // another program take its turn. At the end of the input it waits no more.
 void wait_for_turn(const BenchArgs& args);
-// What it does with --paced.
-void wait_for_line();
 
 // A store of its own for one benchmark, next to the state, gone afterwards.
 class Scratch {

@@ -1,12 +1,8 @@
 #include <fmt/format.h>
 #include <ggml.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
-#include <iostream>
 #include <random>
-#include <thread>
 
 #include "base/cpu_target.h"
 #include "base/env.h"
@@ -27,20 +23,6 @@ Json spread(const std::vector<double>& v, double factor) {
   return {{"min", factor * *std::min_element(v.begin(), v.end())},
           {"median", factor * median(v)},
           {"max", factor * *std::max_element(v.begin(), v.end())}};
-}
-
-Json host_json() {
-  std::string cpu = "unknown";
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    if (line.rfind("model name", 0) == 0) {
-      cpu = line.substr(line.find(':') + 2);
-      break;
-    }
-  }
-  const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-                      static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
-  return {{"cpu", cpu}, {"cores", std::thread::hardware_concurrency()}, {"memory_bytes", memory}};
 }
 
 Json machine_json(const state::Runtime& runtime) {
@@ -80,13 +62,6 @@ Status report(const BenchArgs& args, const Json& results,
 
 void wait_for_turn(const BenchArgs& args) {
   if (args.paced) wait_for_line();
-}
-
-void wait_for_line() {
-  fmt::print("ready\n");
-  std::fflush(stdout);
-  std::string line;
-  std::getline(std::cin, line);
 }
 
 Scratch::Scratch(RuntimeArgs& args) {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "base/env.h"
-#include "bench.h"
 #include "bench_serve_http.h"
 #include "bench_serve_report.h"
 #include "bench_serve_text.h"

@@ -51,4 +51,11 @@ void print_stats(const std::string& line);
 // Writes `json` to stdout (file "-" or empty) or to a file.
 [[nodiscard]] Status write_json(const Json& json, const std::string& file);
 
+// Processor, cores and memory of the machine that this process runs on.
+[[nodiscard]] Json host_json();
+
+// Says "ready" and waits for a line on stdin, so that a script can let another program take its
+// turn. At the end of the input it waits no more.
+void wait_for_line();
+
 }  // namespace hcache::cli

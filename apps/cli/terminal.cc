@@ -8,6 +8,9 @@
 #include <atomic>
 #include <cctype>
 #include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <thread>
 
 #include "base/env.h"
 
@@ -119,6 +122,27 @@ Status write_json(const Json& json, const std::string& file) {
     return {};
   }
   return write_whole_file(Env::real(), file, text);
+}
+
+Json host_json() {
+  std::string cpu = "unknown";
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    if (line.rfind("model name", 0) == 0) {
+      cpu = line.substr(line.find(':') + 2);
+      break;
+    }
+  }
+  const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+                      static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
+  return {{"cpu", cpu}, {"cores", std::thread::hardware_concurrency()}, {"memory_bytes", memory}};
+}
+
+void wait_for_line() {
+  fmt::print("ready\n");
+  std::fflush(stdout);
+  std::string line;
+  std::getline(std::cin, line);
 }
 
 }  // namespace hcache::cli
