@@ -205,7 +205,7 @@ class RealEnv final : public Env {
         return failed_precondition(
             fmt::format("{} is locked by process {}", path, read_pid(fd.get())));
       }
-      // Somebody may have removed the file between open and lock: such a lock excludes nobody.
+      // The file may have been removed between open and lock: such a lock excludes no one.
       struct stat locked {};
       struct stat named {};
       if (::fstat(fd.get(), &locked) != 0) return errno_status("stat", path, errno);

@@ -117,7 +117,7 @@ class IoQueue {
   // Appends the finished transfers to `out`; with `block`, waits for at least one unless nothing is
   // in flight.
   [[nodiscard]] virtual Status reap(bool block, std::vector<IoCompletion>* out) = 0;
-  // Nobody needs what is in flight any more: a queue on which it could take long completes it
+  // What is in flight is not needed any more: a queue on which it could take long completes it
   // early, with kCancelled. Any thread.
   virtual void cancel() {}
   [[nodiscard]] virtual std::size_t in_flight() const = 0;
@@ -151,7 +151,7 @@ class Env {
   [[nodiscard]] virtual Status sync_dir(const std::string& path) = 0;
   [[nodiscard]] virtual Result<SpaceInfo> space(const std::string& path) = 0;
   // Takes an exclusive lock (flock) on a file, created when missing, and writes this process's id
-  // into it. When somebody else holds it: failed_precondition naming the file and that process.
+  // into it. When another process holds it: failed_precondition naming the file and that process.
   [[nodiscard]] virtual Result<std::unique_ptr<FileLock>> lock_file(const std::string& path) = 0;
 
   // Nanoseconds of a clock that never goes back; its origin means nothing.

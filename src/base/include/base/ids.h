@@ -1,7 +1,7 @@
 // 128-bit identities: chunks, state fingerprints and salts, all made with BLAKE2b.
 //
 // An identity is content: two processes that see the same weights, salt and tokens compute the same
-// ids, which is how prefixes are shared without anyone naming them (design.md, "Terms").
+// ids, which is how prefixes are shared without anyone naming them (docs/architecture.md, "Terms").
 // Threading: plain values; a Hasher belongs to one thread at a time.
 #pragma once
 

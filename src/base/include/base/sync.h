@@ -36,7 +36,7 @@ class HCACHE_CAPABILITY Mutex {
   std::mutex mutex_;
 };
 
-// Holds a Mutex for a scope; may be let go and taken again inside it.
+// Holds a Mutex for a scope; may be released and taken again inside it.
 class HCACHE_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) HCACHE_ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
