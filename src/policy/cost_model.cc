@@ -1,4 +1,4 @@
-// Cost curves and the formulas built on them (hcache.txt §3.2).
+// Cost curves and the formulas built on them (HCache §3.2).
 #include <fmt/format.h>
 
 #include <algorithm>

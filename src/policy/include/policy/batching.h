@@ -1,6 +1,6 @@
 // Continuous batching as pure decisions: which rows a step computes (iteration-level batching with
-// SplitFuse, hcache.txt §5), how long restores may work beside it, which resident sequence a new
-// request continues, and what gives way when the arena is full.
+// SplitFuse, HCache §5), how long restores may work beside it, which resident sequence a new
+// request continues, and what is evicted when the arena is full.
 //
 // Everything here is a pure function of its arguments: no clock, no engine. The scheduler and the
 // simulator apply the same ones. Units: rows (= tokens = KV cells), seconds.
@@ -50,7 +50,7 @@ struct StepPlan {
 
 // Decode rows first, then prefill chunks in order of arrival fill the budget; a chunk is as long as
 // budget and cells allow. With at most max_sequences requests in `ready` and enough cells, every
-// decoding one advances and somebody's prefill too.
+// decoding one advances, and some prefill too.
 [[nodiscard]] StepPlan plan_step(const BatchSnapshot& snapshot, const BatchLimits& limits);
 
 // ---- Restores beside steps
@@ -60,7 +60,7 @@ struct RestoreLimits {
   double share = 0.25;  // > 0
   // With nothing decoding: seconds between looks at new work.
   double idle_slice_s = 0.05;  // > 0
-  // A phase of its own, as in hcache.txt §5: while a restore is in flight nothing else is computed,
+  // A phase of its own, as in HCache §5: while a restore is in flight nothing else is computed,
   // not even while it waits for its bytes. The first token comes earliest, the others stall.
   bool exclusive = false;
 };
@@ -151,7 +151,7 @@ struct ActiveRequest {
   int64_t level = 0;
   uint64_t arrival = 0;
 };
-// Whom to preempt: the lowest level, and there the latest arrival. -1: nobody (empty).
+// Which request to preempt: the latest arrival of the lowest level. -1: there is none.
 [[nodiscard]] int32_t choose_victim(std::span<const ActiveRequest> active);
 
 }  // namespace hcache::policy

@@ -1,4 +1,4 @@
-// Which object of a full cache gives way: the policies of --evict-policy, and the index that finds
+// Which object a full cache evicts: the policies of --evict-policy, and the index that finds
 // their victim without looking at every object.
 //
 // A cache (host memory, the simulator's tiers) tells an EvictionOrder
@@ -6,7 +6,7 @@
 // object is. A policy is one row of a table in eviction.cc; what it may look at is in Object.
 //
 // Prefixes: an object that others need (a chunk with children in the cache, a pinned or a running
-// sequence) is held, and no victim until it is let go. So chains shrink from their ends.
+// sequence) is held, and no victim until it is released. So chains shrink from their ends.
 //
 // Threading: plain values, no shared state; the caller locks. Times in seconds on a clock that does
 // not go back.
@@ -36,9 +36,9 @@ enum class EvictPolicy : uint8_t {
   kFifo,            // first in, first out
   kLfu,             // least often used since it came in; equals: least recently
   kSchedulerAware,  // what no request in the queue wants, least recently used first; then what the
-                    // last of them want (attentionstore.txt §3.3.2)
+                    // last of them want (AttentionStore §3.3.2)
   kCarScore,        // smallest score, which requests raise when they enter the window and when they
-                    // are dispatched, and lower when they end (car.txt §III)
+                    // are dispatched, and lower when they end (CaR §III)
   kCostAware,       // smallest worth: chance to return soon times what rebuilding costs, per byte
 };
 [[nodiscard]] std::string_view evict_policy_name(EvictPolicy policy);  // "lru", "cost-aware", ...
@@ -64,19 +64,19 @@ class EvictionOrder {
   void use(Id id, double now_s);
   // Evicted or deleted. Its uses are remembered for a while.
   void erase(Id id, double now_s);
-  // Somebody asked for an object that is not here and does not come in (the chain before it found
+  // A request asked for an object that is not here and does not come in (the chain before it found
   // no room). What returns is learned from all that is asked for, or a policy would know only what
   // it keeps.
   void miss(Id id, double now_s);
   // Holds nest.
   void hold(Id id);
   void let_go(Id id);
-  // Who in sight wants it.
+  // Which requests in sight want it.
   void set_wish(Id id, const Wish& wish);
   // The same of objects whose wish may have changed.
   void set_wishes(std::span<const Id> changed, const Wanted& wanted);
 
-  // Who gives way next, if anybody may. The object stays until it is erased.
+  // The next object to evict, if there is one. It stays until it is erased.
   [[nodiscard]] std::optional<Id> victim(double now_s);
 
   [[nodiscard]] bool contains(Id id) const { return objects_.contains(id); }
@@ -96,7 +96,7 @@ class EvictionOrder {
   };
   // Smallest first.
   struct Key {
-    bool wanted = false;   // somebody in the queue wants it: after all others
+    bool wanted = false;   // a request in the queue wants it: evicted after all others
     uint64_t urgency = 0;  // of those: the later its turn, the smaller
     double first = 0;
     double second = 0;
@@ -131,22 +131,22 @@ class EvictionOrder {
   const EvictPolicy policy_;
   std::unordered_map<Id, Object> objects_;
   std::set<std::pair<Key, Id>> order_;  // of what may go; kCostAware: of those that are wanted
-  // kCostAware, of those that nobody wants: by group, least recently used first.
+  // kCostAware, of those that no request wants: by group, least recently used first.
   std::map<Group, std::set<std::pair<double, Id>>> groups_;
   std::unordered_map<Id, Memory> gone_;
   ReturnModel model_;
   double next_sweep_s_ = 0;
 };
 
-// A sequence of the device's arena that nobody runs on.
+// A sequence of the device's arena on which no request runs.
 struct IdleSequence {
   uint64_t last_used = 0;  // a running number
   bool durable = false;    // its state is saved, or never will be: it may go at once
   bool pinned = false;
   Wish wish = {};  // of requests that would go on from it
 };
-// Which of them gives way: of those that may go the policy's first. They are few, and leave
-// whenever somebody goes on from them, so policies that count uses see one of each. -1: none.
+// Which of them to evict: of those that may go the policy's first. They are few, and leave
+// whenever a request goes on from them, so policies that count uses see one of each. -1: none.
 [[nodiscard]] int32_t choose_eviction(std::span<const IdleSequence> idle, EvictPolicy policy);
 
 }  // namespace hcache::policy

@@ -17,9 +17,9 @@ namespace hcache::policy {
 enum class FetchPolicy : uint8_t {
   kOnDemand,        // nothing: a restore reads where its state lies
   kSchedulerAware,  // into the first tier, in the order of the queue, for as many requests as it
-                    // holds (attentionstore.txt §3.3.1)
+                    // holds (AttentionStore §3.3.1)
   kCarTimer,        // into the arena, of the request that is next, just in time for the end of a
-                    // running one (car.txt §III-B.2)
+                    // running one (CaR §III-B.2)
 };
 [[nodiscard]] std::string_view fetch_policy_name(FetchPolicy policy);  // "on-demand", ...
 // kInvalidArgument names the policies there are.
@@ -33,7 +33,7 @@ class FetchWindow {
   FetchWindow(FetchPolicy policy, double capacity_bytes)
       : policy_(policy), capacity_bytes_(capacity_bytes) {}
 
-  // A request waits at this place (smaller is earlier; nobody else's) for so many bytes.
+  // A request waits at this place (smaller is earlier; unique) for so many bytes.
   void add(uint64_t place, double bytes);
   void remove(uint64_t place);
   // The first request whose state fits the tier together with that of all before it and that was
@@ -52,7 +52,7 @@ class FetchWindow {
 };
 
 // When to load for the request that is next although no place among the running is free: as soon
-// as one of them is expected to end within the time that loading takes (car.txt §III-B.2). What it
+// as one of them is expected to end within the time that loading takes (CaR §III-B.2). What it
 // expects, it learns: how long replies are for whom, how long a token takes, how fast loading is.
 class LoadTimer {
  public:

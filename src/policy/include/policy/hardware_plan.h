@@ -1,4 +1,4 @@
-// Plans for hardware that is not here: the paper's tables, its cost formulas (hcache.txt §3.2) and
+// Plans for hardware that is not here: the paper's tables, its cost formulas (HCache §3.2) and
 // its closed forms (§4.1.2), with the exact search beside them. docs/planner.md, "Closed forms".
 //
 // Pure functions; units and threading as in restore_plan.h.

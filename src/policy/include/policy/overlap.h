@@ -1,4 +1,4 @@
-// Loading and saving KV beside computation, layer by layer (attentionstore.txt §3.2): how much of
+// Loading and saving KV beside computation, layer by layer (AttentionStore §3.2): how much of
 // either a request waits for, and the buffers that hide the rest.
 //
 // Pure functions. Units: seconds, bytes. Threading: plain values.

@@ -15,7 +15,7 @@ namespace hcache::policy {
 
 enum class QueuePolicy : uint8_t {
   kFcfs,  // nothing is reordered
-  kCar,   // by what has to be moved before a request can be computed (car.txt §III-B)
+  kCar,   // by what has to be moved before a request can be computed (CaR §III-B)
 };
 [[nodiscard]] std::string_view queue_policy_name(QueuePolicy policy);  // "fcfs", "car"
 // kInvalidArgument names the policies there are.
@@ -39,7 +39,7 @@ struct WindowEntry {
 struct QueueLimits {
   QueuePolicy policy = QueuePolicy::kFcfs;
   // Requests at the front among which groups count. One that was overtaken so often goes first: so
-  // nobody waits for more than the window's length of later ones.
+  // no request is overtaken by more later ones than the window holds.
   int32_t window = 16;
 };
 

@@ -1,6 +1,6 @@
 // The restoration planner: which layer of a saved context is projected from hidden states (H),
 // loaded as KV, or recomputed from tokens (RE), so that the first token comes as early as possible.
-// hcache.txt §3.2 (costs) and §4.1 (bubble-free scheduler); docs/planner.md derives every formula.
+// HCache §3.2 (costs) and §4.1 (bubble-free scheduler); docs/planner.md derives every formula.
 //
 // Everything here is a pure function of its arguments: no clock, no I/O, no engine.
 // Units: seconds, bytes, rows (= tokens of the history). Threading: plain values, no shared state.
@@ -88,7 +88,7 @@ struct RestoreCosts {
   int64_t batch_rows = 512;  // rows of one prefill step (recompute and new tokens); > 0
   int64_t ring_bytes = 0;    // read-ahead limit: bytes read but not yet consumed; 0: unlimited.
                              // A slice larger than the ring is still read, alone.
-  // Of the compute resource, for the history's rows, while somebody else uses the rest; what is
+  // Of the compute resource, for the history's rows, while other requests use the rest; what is
   // prefilled behind them has all of it. In (0, 1].
   double compute_share = 1;
   double finish_s = 0;  // after the last layer: final norm, output head, sampling

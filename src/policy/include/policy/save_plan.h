@@ -1,5 +1,5 @@
-// The save plan: which encoding of each layer is worth writing, so that nobody pays for pages that
-// no restore plan would read. docs/planner.md, "What is saved". hcache.txt §4.2.
+// The save plan: which encoding of each layer is worth writing: no page is written that
+// no restore plan would read. docs/planner.md, "What is saved". HCache §4.2.
 //
 // Pure functions; units and threading as in restore_plan.h.
 #pragma once
@@ -9,7 +9,7 @@
 namespace hcache::policy {
 
 enum class SaveMode : uint8_t {
-  kPlan,    // one encoding per layer, as restores will want it; unread layers are not saved
+  kPlan,    // one encoding per layer, as restores will read it; unread layers are not saved
   kHidden,  // hidden states in every layer
   kKv,      // K and V in every layer
   kAll,     // both in every layer (experiments)

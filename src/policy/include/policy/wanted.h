@@ -17,9 +17,9 @@
 namespace hcache::policy {
 
 struct Wish {
-  // The place in the queue of the first that wants it; none: nobody who waits.
+  // The place in the queue of the first that wants it; none: no waiting request does.
   std::optional<uint64_t> first;
-  // CaR's (car.txt §III-B.3): one for each who has entered the window, the first of the queue, and
+  // CaR's (CaR §III-B.3): one for each who has entered the window, the first of the queue, and
   // another when it is dispatched; both are taken back when it is done.
   int64_t score = 0;
 
@@ -32,7 +32,7 @@ class Wanted {
 
   static constexpr size_t kWindow = 16;  // requests
 
-  // The request at this place in the queue (smaller: earlier; nobody else's) wants the objects.
+  // The request at this place in the queue (smaller: earlier; unique) wants the objects.
   // Like those below, returns objects whose wish may have changed.
   std::vector<Id> add(uint64_t place, std::vector<Id> ids);
   // It has left the queue and runs.
