@@ -1,6 +1,6 @@
 // Which directory is which disk of a store.
 //
-// Threading: one thread at a time (the store's writer, or whoever opens it).
+// Threading: one thread at a time (the store's writer, or the thread that opens it).
 #pragma once
 
 #include <string>

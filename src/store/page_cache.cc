@@ -101,7 +101,8 @@ HeldBytes PageCache::make_room(Id id, std::span<const std::byte> bytes) {
   for (;;) {
     if (used_ + bytes.size() <= capacity_) {
       if (HeldBytes held = memory_.copy(bytes)) return held;
-      // What has left and is still being read keeps its piece: then nobody else need leave.
+      // Evicted pages that are still being read keep their memory: then nothing else need be
+      // evicted.
       if (gone > kMostForOne * bytes.size()) {
         if (chunks_.at(id).pages.empty()) drop(id);
         return {};

@@ -30,7 +30,7 @@ class PageMemory {
   // Memory of the caller's, which outlives all copies.
   [[nodiscard]] static PageMemory over(std::span<std::byte> memory);
 
-  // A copy of `bytes`, whose piece of the region is free again when its last holder lets go, which
+  // A copy of `bytes`, whose piece of the region is free again when its last holder drops it, which
   // may be after the end of this object. Empty: no free piece is as large.
   [[nodiscard]] HeldBytes copy(std::span<const std::byte> bytes);
 

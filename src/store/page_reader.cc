@@ -9,7 +9,7 @@ namespace {
 
 // Unused bytes between two pages that are read along rather than skipped.
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
-// After which a background reader looks again whether it may go on.
+// Interval at which a background reader checks whether it may go on.
 constexpr std::int64_t kGiveWayNs = 1'000'000;
 
 // What a page costs in the ring at worst, read alone.
@@ -308,7 +308,7 @@ void PageReaderImpl::run() {
   std::vector<IoCompletion> completions;
   mutex_.lock();
   while (true) {
-    // Asked once: were it to end between two looks, nobody would wake this thread.
+    // Asked once: if the answer changed between two looks, this thread would not be woken.
     bool waits = gives_way();
     while (!cancelled_ && !waits && start_request()) waits = gives_way();
     if (queue_->in_flight() == 0) {
@@ -396,8 +396,8 @@ void PageReaderImpl::finish(Request* request) {
     MutexLock lock(mutex_);
     cancelled = cancelled_;
   }
-  // After an error or the end of the file somewhere in the request. Nobody gets pages of a
-  // cancelled reader.
+  // After an error or the end of the file somewhere in the request. A cancelled reader
+  // delivers no pages.
   std::uint64_t bytes = 0;
   for (std::size_t i = request->checked; !cancelled && i < request->items.size(); ++i) {
     bytes += read_again(*request, request->items[i]);

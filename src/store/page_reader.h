@@ -32,10 +32,10 @@ struct PageJob {
   Status status;         // not ok: delivered as it is, without reading
 };
 
-// Whether any reader of a store reads what somebody waits for. Threading: any thread.
+// Whether any reader of a store reads for a request that runs. Threading: any thread.
 class Traffic {
  public:
-  // A read for somebody who waits is in flight, or no longer.
+  // A read for a running request begins or ends.
   void begin_urgent() { ++urgent_; }
   void end_urgent() { --urgent_; }
   [[nodiscard]] bool urgent() const { return urgent_ > 0; }
@@ -199,7 +199,7 @@ class PageReaderImpl final : public PageReader {
   ReaderStats stats_ HCACHE_GUARDED_BY(mutex_);
   bool cancelled_ HCACHE_GUARDED_BY(mutex_) = false;
   bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
-  bool queue_failed_ HCACHE_GUARDED_BY(mutex_) = false;  // nobody else should get it
+  bool queue_failed_ HCACHE_GUARDED_BY(mutex_) = false;  // it must not be used again
   // What an answer of the remote tier finds when it comes: this reader, or null once it is gone.
   struct Link {
     Mutex mutex;

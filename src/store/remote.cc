@@ -43,7 +43,7 @@ void Remote::look_up(const Fingerprint& fingerprint, const SaltId& salt, const C
       add(std::move(*record));
     }
   }
-  // Behind them a partial one, of whatever length somebody ended with.
+  // Behind them a partial one, of any length.
   if (!used.empty()) have_tail = 0;
   tokens = tokens.subspan(used.size() * kChunkTokens);
   ids.clear();

@@ -53,12 +53,12 @@ class Remote {
     // What is skipped is counted there.
     (void)tier_->write(std::move(write));
   }
-  // Chunks that were deleted: nobody may find them there any more.
+  // Chunks that were deleted: they must not be found there any more.
   void erase(std::span<const ChunkId> ids) HCACHE_EXCLUDES(mutex_);
 
   // Remembers a chunk for the disks, so that what follows it can be saved there.
   void keep(const ChunkRecord& record) HCACHE_EXCLUDES(mutex_);
-  // … and a page of it that was read and verified. Beyond a limit pages are let go.
+  // … and a page of it that was read and verified. Beyond a limit pages are dropped.
   void keep(const ChunkRecord& record, const TierPage& page) HCACHE_EXCLUDES(mutex_);
   // What has been remembered since, chunk by chunk, parents first.
   [[nodiscard]] std::vector<TierWrite> take_kept() HCACHE_EXCLUDES(mutex_);

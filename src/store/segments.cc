@@ -33,7 +33,7 @@ Result<std::vector<std::uint32_t>> Segments::list(std::uint32_t disk) const {
 
 void Segments::remember(const Key& key, std::shared_ptr<File> file) {
   if (open_.size() >= kMaxOpen) {
-    // Any that nobody uses now.
+    // Any that is not in use.
     for (auto at = open_.begin(); at != open_.end();) {
       at = at->second.use_count() == 1 ? open_.erase(at) : std::next(at);
     }

@@ -105,7 +105,7 @@ Result<std::uint64_t> Sessions::erase(std::string_view name) {
   if (found.ok()) {  // of a damaged session only the row goes
     HCACHE_ASSIGN_OR_RETURN(own, own_part(**found));
   }
-  // From the end on, as long as no other chain goes through and nobody uses it.
+  // From the end on, as long as no other chain goes through it and it is not in use.
   std::vector<ChunkRecord> victims;
   HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
   bool existed = false;

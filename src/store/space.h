@@ -72,7 +72,7 @@ class Space {
   [[nodiscard]] Status check(std::span<const ChunkRecord> chunks) const;
 
  private:
-  // `freed` gets the blocks that nobody uses any more.
+  // `freed` gets the blocks that are unused now.
   void free_page(const PagePlace& place, std::uint32_t bytes, std::vector<DiskExtent>* freed);
   void punch(std::vector<DiskExtent> freed);
   [[nodiscard]] Status reclaim_segment(std::uint32_t disk, std::uint32_t number, bool always,

@@ -50,7 +50,7 @@ class Tier {
   Tier() = default;
   Tier(const Tier&) = delete;
   Tier& operator=(const Tier&) = delete;
-  // Whoever still waits hears cancelled.
+  // Calls that still wait end as cancelled.
   virtual ~Tier() = default;
 
   // Deadlines are on the monotonic clock, in nanoseconds. At least one id.
@@ -68,7 +68,7 @@ class Tier {
 };
 
 // The tier that options.url names. invalid_argument for a URL that can't be read or whose kind is
-// unknown. That nobody answers there is no error: it may change.
+// unknown. That it does not answer is no error: it may change.
 [[nodiscard]] Result<std::unique_ptr<Tier>> open_tier(Env& env, const RemoteOptions& options);
 
 }  // namespace hcache::store

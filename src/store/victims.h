@@ -26,7 +26,7 @@ struct Victims {
   std::vector<std::int64_t> damaged_rows;  // seen on the way: they are no use to anybody
 };
 
-// Appends victims until their bytes are enough or nobody else may go. Must not write.
+// Appends victims until their bytes are enough or nothing else may go. Must not write.
 using VictimOrder = std::function<Status(Catalog::Transaction&, const VictimQuery&, Victims*)>;
 
 // The least recently used leaf first, and from there up its chain as long as that is no younger and

@@ -39,7 +39,7 @@ struct Sent {
   RedisClientImpl* client = nullptr;
   Connection* connection = nullptr;
   CallPtr call;                                     // or
-  std::function<void(const redisReply*)> internal;  // our own; null: nobody answered
+  std::function<void(const redisReply*)> internal;  // our own; null: no answer
   std::size_t bytes = 0;                            // of payload
 };
 
@@ -517,7 +517,7 @@ void RedisClientImpl::on_disconnect(const redisAsyncContext* context, int status
   }
 }
 
-// The context ends now, whoever ended it.
+// The context ends now, on either side's initiative.
 void RedisClientImpl::on_cleanup(void* data) {
   auto* connection = static_cast<Connection*>(data);
   connection->context = nullptr;
@@ -626,7 +626,7 @@ void RedisClientImpl::use_slots(Node* node, const std::vector<SlotRange>& ranges
   slots_ = std::move(fresh);
   mode_ = Mode::kCluster;
   for (auto& [name, entry] : nodes_) {
-    if (entry->listed && entry->down()) {  // until somebody has taken its place
+    if (entry->listed && entry->down()) {  // until another node has replaced it
       refresh_ = true;
       next_discovery_ = now() + kFailoverNs;
     }

@@ -2,7 +2,7 @@
 //
 // libcurl signs them (SigV4) and keeps the connections. What fails for a reason that may pass (no
 // connection, 5xx, 429) is tried again with growing pauses up to its deadline. Circuit breaker
-// (net/breaker.h): after three requests in a row that nobody answered, everything fails at once,
+// (net/breaker.h): after three requests in a row without an answer, everything fails at once,
 // and the store is probed in growing intervals (0.2 to 30 s) until it answers.
 //
 // Threading: any thread. `done` is called exactly once, on the client's thread (at destruction, on

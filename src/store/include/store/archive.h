@@ -3,8 +3,8 @@
 //
 // A file holds no salt and no chunk ids, since ids are hashes of the salt too: both are made anew
 // where it is read. Of its bytes each is covered by a checksum, and nothing in it is believed
-// before that holds. Checksums find damage, not lies: whoever wrote a file could have put any state
-// into it.
+// before that holds. Checksums find damage, not forgery: the author of a file could have put any
+// state into it.
 // Threading: plain functions; any thread.
 #pragma once
 

@@ -167,8 +167,8 @@ struct ReaderOptions {
   // reader (pinned memory of a device, say). Null: the reader allocates.
   std::byte* ring_memory = nullptr;
   std::uint32_t queue_depth = 32;  // requests in flight
-  // Nobody waits for these pages: they are read while the disks read nothing that somebody waits
-  // for, a request per disk at a time.
+  // A prefetch, for which no request waits: pages are read while the disks read nothing for a
+  // running request, a request per disk at a time.
   bool background = false;
   // Seconds after submit() at which pages that the remote tier has not brought yet count as
   // unavailable: no more than computing them again would take.
@@ -354,7 +354,7 @@ struct RemoteOptions {
   std::string access_key;
   std::string secret_key;
   std::string session_token;
-  double ttl_s = 86400;                       // chunks that nobody uses for so long go; 0: never
+  double ttl_s = 86400;  // chunks that are not used for so long expire; 0: never
   RemoteWrite write = RemoteWrite::kThrough;  // in the background
   double timeout_s = 0.25;                    // for the answer whether it has a chain
   std::uint64_t queue_bytes = 256ULL << 20;   // of pages that wait to be written there
@@ -433,7 +433,7 @@ class Store {
                                           Encoding encoding) = 0;
 
   // A request in the queue wants a match's chunks, until it is unwanted: policies that look ahead
-  // keep them in host memory, for the smallest place first. Nobody else is at that place.
+  // keep them in host memory, for the smallest place first. No other request has that place.
   virtual void want(std::uint64_t place, const Match& match) = 0;
   virtual void dispatch(std::uint64_t place) = 0;  // it waits no longer and runs
   virtual void unwant(std::uint64_t place) = 0;
