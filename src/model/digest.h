@@ -10,7 +10,7 @@ namespace hcache::model {
 
 // XXH3-128 (32 hex digits) over the numbers and every tensor's name, type, shape and bytes. The
 // vocabulary and the chat template don't shape K and V and are left out, so that editing them
-// keeps the saved state. Not a defence against a model file made to collide: whoever writes the
+// keeps the saved state. Not a defence against a model file made to collide: who writes the
 // model decides what it says anyway.
 Result<std::string> digest_content(const GgufFile& file, const HParams& hparams,
                                    const Progress& progress);

@@ -1,4 +1,4 @@
-// Reads the vocabulary's keys out of a GGUF file that nobody has checked yet.
+// Reads the vocabulary's keys out of a GGUF file that was not checked yet.
 #pragma once
 
 #include <gguf.h>
