@@ -1,6 +1,6 @@
 // Copies what the layers of a step compute into a block of device memory, inside the step's graphs,
-// and brings the block to the sink's host memory: stage one of the two-stage saving (hcache.txt
-// section 4.2.2).
+// and brings the block to the sink's host memory: stage one of the two-stage saving (HCache
+// §4.2.2).
 #pragma once
 
 #include <ggml.h>

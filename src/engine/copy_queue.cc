@@ -28,7 +28,7 @@ class HostCopyQueue : public CopyQueue {
   }
   HostCopyQueue(const HostCopyQueue&) = delete;
   HostCopyQueue& operator=(const HostCopyQueue&) = delete;
-  // Drops copies that nobody waited for: their memory may be gone by now.
+  // Drops copies that were not waited for: their memory may be gone by now.
   ~HostCopyQueue() override { ggml_free(ctx_); }
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
@@ -177,7 +177,7 @@ class EventCopyQueue : public CopyQueue {
       pending_.pop_front();
     }
   }
-  // ggml's events cannot be polled: a copy counts as done once somebody has waited for it.
+  // ggml's events cannot be polled: a copy counts as done once it was waited for.
   bool done(Ticket ticket) override { return pending_.empty() || pending_.front().ticket > ticket; }
 
  private:

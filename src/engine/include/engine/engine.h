@@ -86,7 +86,7 @@ struct StepCapture {
   size_t n_bytes = 0;       // of the block
 };
 
-// Receives captured rows: stage one of the two-stage saving (hcache.txt section 4.2.2).
+// Receives captured rows: stage one of the two-stage saving (HCache §4.2.2).
 class CaptureSink {
  public:
   virtual ~CaptureSink() = default;
