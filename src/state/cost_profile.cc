@@ -30,9 +30,9 @@ constexpr int kMaxLayers = 8;        // layers that one sample runs through
 constexpr double kSampleS = 0.03;    // a sample runs through more layers until it takes this
 constexpr int64_t kMaxDepth = 4096;  // where attention's share is measured
 constexpr int64_t kMaxRows = 512;    // of one step or slice
-// 312 TFLOP/s over 32 GB/s: the A100 of hcache.txt table 2 on its PCIe link.
+// 312 TFLOP/s over 32 GB/s: the A100 of HCache table 2 on its PCIe link.
 constexpr double kPaperFlopsPerByte = 312e12 / 32e9;
-constexpr double kLinkGuess = 1e9;       // bytes/s of disks nobody has measured yet
+constexpr double kLinkGuess = 1e9;       // bytes/s of disks that were not measured yet
 constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
 constexpr double kMinObservedS = 0.02;   // of projecting: less says little about its speed

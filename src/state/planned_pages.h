@@ -25,7 +25,7 @@ struct TierSlowness {
 
 // What the store offers of a match to this engine, as the planner wants it: runs of chunks with
 // equal encodings, layers x {hidden, kv}; encodings that this engine can't use are left out.
-// What comes from host memory or from afar is marked so.
+// Pages in host memory or in the remote tier are marked so.
 // `max_rows` cuts it (the last token is always computed).
 [[nodiscard]] policy::Availability availability(engine::Engine& engine, const store::Match& match,
                                                 int64_t max_rows, const TierSlowness& slowness);

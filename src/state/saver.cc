@@ -168,7 +168,7 @@ struct End {
 };
 constexpr SeqId kAllSequences = -1;
 struct Flush {
-  uint64_t number = 0;  // 0: nobody waits
+  uint64_t number = 0;  // 0: no caller waits
   SeqId seq = kAllSequences;
 };
 using Command = std::variant<Begin, Tokens, Fork, Captured, End, Flush>;
@@ -619,7 +619,7 @@ void SaverImpl::emit(SavedSequence& sequence) {
   ready_.push_back(std::move(chunk));
 }
 
-// A put for each owner: one whose quota is used up keeps nobody else from being saved.
+// A put for each owner: one whose quota is used up does not keep others from being saved.
 void SaverImpl::write_ready() {
   std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
     return a.salt.owner < b.salt.owner;

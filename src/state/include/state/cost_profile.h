@@ -52,7 +52,7 @@ void observe_project_time(CostProfile& profile, double seconds, double predicted
 policy::RestoreCosts restore_costs(const CostProfile& profile, const engine::Engine& engine,
                                    double max_read_bytes_per_s);
 // Bytes/s at which the projection's FLOP/s over them are 9,750: the balance of an A100 (312
-// TFLOP/s) on its PCIe link (32 GB/s, hcache.txt table 2).
+// TFLOP/s) on its PCIe link (32 GB/s, HCache table 2).
 double paper_link_bytes_per_s(const CostProfile& profile);
 
 }  // namespace hcache::state

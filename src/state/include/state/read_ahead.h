@@ -1,4 +1,4 @@
-// Brings what restores will read into the store's host memory (attentionstore.txt section 3.3.1),
+// Brings what restores will read into the store's host memory (AttentionStore §3.3.1),
 // on a thread of its own: the disks do not rest while the engine computes.
 //
 // Threading: any thread.
@@ -28,7 +28,7 @@ class ReadAhead {
   virtual ~ReadAhead() = default;
 
   // Reads what restoring by the plan would, after everything added before; the match's chunks stay
-  // pinned until then. Nobody else has this id. A page that can't be read is left to the restore.
+  // pinned until then. The id is unique. A page that can't be read is left to the restore.
   // remote_timeout_s: see store::ReaderOptions. The engine's thread; never waits.
   virtual Status add(uint64_t id, engine::Engine& engine, const store::Match& match,
                      const policy::Plan& plan, double remote_timeout_s) = 0;

@@ -1,6 +1,6 @@
 // Runs a restoration plan: pages stream from the store through a ring of host buffers to the
 // device while hidden states are projected and a layer prefix is recomputed; the prefill of the
-// new tokens follows layer by layer (hcache.txt section 4.1, design.md "One request's path").
+// new tokens follows layer by layer (HCache §4.1, docs/architecture.md).
 #pragma once
 
 #include <cstdint>
@@ -90,9 +90,9 @@ struct RestoreOutcome {
 };
 
 // A restore in slices, so that other sequences' steps can run between them ("a phase of the
-// request's life", hcache.txt section 4). It restores the plan's rows; the prefill is the caller's,
+// request's life", HCache §4). It restores the plan's rows; the prefill is the caller's,
 // but for what is done of it while pages are waited for: then some of the new tokens run through
-// the layers that are there already (layer-wise pre-loading, attentionstore.txt section 3.2.1).
+// the layers that are there already (layer-wise pre-loading, AttentionStore §3.2.1).
 // Reads run ahead in the background from begin() on, as far as the ring has room, which is the read
 // buffer of that section.
 //

@@ -1,4 +1,4 @@
-// Two-stage saving (hcache.txt section 4.2.2): the engine snapshots a step's rows into a host ring
+// Two-stage saving (HCache §4.2.2): the engine snapshots a step's rows into a host ring
 // (stage one, in the step); a background thread cuts them into pages, fills chunks and writes them
 // (stage two). Decoding never waits for storage: when the ring is full, rows are skipped and
 // counted, and their sequence is saved no further.
