@@ -43,7 +43,7 @@ class Core {
   // suspect). The task stays in its list until sweep().
   void end(Task& task, const Status& status, std::string finish_reason, bool keep_state = true);
   void leave_sequence(Task& task, bool keep_state);
-  // CaR's asynchronous offload: room before somebody asks for it.
+  // CaR's asynchronous offload: makes room before a request needs it.
   void offload();
   void sweep();
   void enter(Task& task, Phase phase, double fraction = 0);
@@ -55,7 +55,7 @@ class Core {
   enum class Admission : uint8_t {
     kAdmitted,
     kLater,    // others may overtake: its key is at its limit, or it waits for what another makes
-    kBlocked,  // nobody may overtake: it needs room
+    kBlocked,  // no other may overtake it: it needs room
     kEnded,    // it failed
   };
   [[nodiscard]] bool before(const Task& a, const Task& b, int64_t now_ns) const;

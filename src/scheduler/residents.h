@@ -1,5 +1,5 @@
 // The idle sequences: what is kept in the arena of requests that have ended or were preempted,
-// until somebody goes on from it or its cells are wanted.
+// until a request goes on from it or its cells are needed.
 //
 // A sequence is evicted when its state is durable, or never will be (saving is off or failed), or
 // when a flush has taken longer than flush_wait_s. Until then it is only asked for: nothing waits.

@@ -99,7 +99,7 @@ struct RestoreStatus {
 
 // A request in the queue. What it refers to stays until it is dequeued.
 struct Waiting {
-  uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; nobody else's
+  uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; unique
   const Salt& salt;
   std::span<const int32_t> tokens;
   int64_t restore = 0;  // leading tokens that it would restore if it were admitted now
@@ -150,7 +150,7 @@ class Executor {
   // How many leading rows are durable; kNotSaving when no more will be (off, failed, skipped).
   [[nodiscard]] virtual int64_t durable_tokens(SeqId seq) = 0;
 
-  // ---- The queue, for whoever looks ahead: what waits should be kept, and may be read ahead
+  // ---- The queue, for policies that look ahead: what waits should be kept, and may be prefetched
 
   virtual void enqueued(const Waiting& /*request*/) {}
   // The request at this place is admitted (its restore begins next), or has ended.

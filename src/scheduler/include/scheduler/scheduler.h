@@ -1,9 +1,9 @@
-// Continuous batching with a restoration phase (hcache.txt §4, §5): the life of every request
+// Continuous batching with a restoration phase (HCache §4, §5): the life of every request
 // between the server and the engine.
 //
 //   queued → fetching → restoring → prefill → decoding → done (or cancelled, failed)
 //
-// One thread owns a Scheduler and turns the crank:
+// One thread owns a Scheduler and runs its loop:
 //
 //   while (serving) {
 //     if (scheduler->run_once() != Activity::kWorked) scheduler->wait_for_work(1'000'000);
@@ -24,8 +24,8 @@
 //  - When decoding finds no room even so, the youngest request is preempted: it goes to the front
 //    of the queue and is resumed later. A request is admitted only if the arena can hold its chain
 //    beside those of the others, so this is rare.
-//  - Nothing waits for ever: the queue is in order of level and arrival, levels rise with waiting,
-//    and whoever comes first and does not fit keeps the others from overtaking.
+//  - No request starves: the queue is in order of level and arrival, levels rise with waiting, and
+//    a first request that does not fit keeps the others from overtaking.
 //
 // Threading: submit, cancel, forget, drain, stop_all, wake, visit_idle, queued, running and stats
 // may be called from any thread; everything else, construction and destruction included, belongs to
@@ -59,7 +59,7 @@ struct SchedulerOptions {
   policy::QueueLimits queue = {};
   // Which idle sequence leaves the arena.
   policy::EvictPolicy evict = policy::EvictPolicy::kSchedulerAware;
-  // Of the arena: above it idle sequences leave whose state is durable (car.txt §III-C.2 has 0.9).
+  // Of the arena: above it idle sequences leave whose state is durable (CaR §III-C.2 has 0.9).
   // Nothing has to be copied then, so keeping them until room is wanted (1) costs nothing either.
   // 0: none stays.
   double offload_above = 1;
@@ -87,7 +87,7 @@ inline constexpr size_t kEvictionReasons = 4;
 [[nodiscard]] std::string_view eviction_reason_name(EvictionReason reason);  // "admission", …
 
 struct ResidentSequence {
-  SeqId seq = kNoSeq;  // stays while the sequence does, whoever goes on from it
+  SeqId seq = kNoSeq;  // stays while the sequence does, whichever request uses it
   int64_t tokens = 0;  // rows it holds or has reserved
   bool idle = false;
 };
@@ -163,7 +163,7 @@ class Scheduler {
   void cancel(RequestId id);
   // Drops a chain from the arena in the next run_once(): idle sequences of this salt lose the rows
   // that they have in common with `tokens`, and what follows them, except for the first `keep`,
-  // which somebody else still wants. What a request in the queue or running shares stays as well.
+  // which another chain still needs. What a request in the queue or running shares stays as well.
   void forget(const Salt& salt, std::vector<int32_t> tokens, int64_t keep = 0);
   // Accepts nothing more; what is there goes on to its end.
   void drain();
