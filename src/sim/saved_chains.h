@@ -26,8 +26,8 @@ inline constexpr int64_t kChunk = 64;  // tokens; the store's
 struct SavedTier {
   double capacity_bytes = 0;  // 0: no limit
   policy::EvictPolicy policy = policy::EvictPolicy::kLru;
-  // What gives way takes all before it along that nothing else continues: whole conversations go
-  // (attentionstore.txt §3.3.2), not their ends.
+  // What is evicted takes all before it along that nothing else continues: whole conversations go
+  // (AttentionStore §3.3.2), not their ends.
   bool whole_chains = false;
   // Whose room a chain takes, whatever its length: a store that sets aside the whole context for
   // each conversation. 0: that of its own.
@@ -61,7 +61,7 @@ class SavedChains {
   // use. Policies of the others don't see it.
   void lift(std::span<const int32_t> tokens, int64_t upto, double now_s);
   // The first `drop` tokens (whole chunks) are cut off, and what was saved of the rest is valid for
-  // the shorter chain: state whose positions are put in when it is loaded (attentionstore.txt
+  // the shorter chain: state whose positions are put in when it is loaded (AttentionStore
   // §3.4). The chain as it was is gone, but for what other chains share with it.
   void cut_front(std::span<const int32_t> tokens, int64_t drop, double now_s);
 

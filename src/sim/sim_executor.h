@@ -2,7 +2,7 @@
 // and a clock that moves by what a step or a slice is expected to take.
 //
 // Steps: the larger of arithmetic and memory traffic, for the weights' products and for attention,
-// and a fixed time (hcache.txt §3.2's counts; docs/simulator.md). Restores: production's plan of
+// and a fixed time (HCache §3.2's counts; docs/simulator.md). Restores: production's plan of
 // the saved prefix, slice by slice; its reads share the links of the tiers with other restores'.
 // Threading: as an Executor.
 #pragma once

@@ -2,9 +2,9 @@
 //
 // Blocks of equal size; a request's block is hit when it and all before it are in the cache, since
 // a prefix can be restored only without gaps. What was not there is computed and put in, block by
-// block; for each one that the cache can't hold another gives way, the new one itself if it is the
-// least worth keeping. Blocks with children in the cache stay: chains shrink from their ends. The
-// policies are production's (policy/eviction.h).
+// block; for each one that the cache can't hold another is evicted, or the new one itself if it is
+// the least worth keeping. Blocks with children in the cache stay: chains shrink from their ends.
+// The policies are production's (policy/eviction.h).
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct PrefixCacheOptions {
   uint64_t capacity_blocks = 0;  // > 0
   policy::EvictPolicy policy = policy::EvictPolicy::kLru;
   // Requests are taken in order of arrival, one every 1 / service_rate seconds at most; those that
-  // have arrived and wait are the queue that policies see. 0: nobody ever waits.
+  // have arrived and wait are the queue that policies see. 0: no request ever waits.
   double service_rate = 0;  // requests per second
   // Belady's (1966): the policy sees the whole trace. Takes the place of `policy`.
   bool optimal = false;

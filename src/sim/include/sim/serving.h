@@ -47,7 +47,7 @@ struct MeasuredCosts {
   double step_finish_s = 0;      // of a step, behind its layers
 };
 
-// What becomes of a conversation that would exceed the context (attentionstore.txt §3.4).
+// What becomes of a conversation that would exceed the context (AttentionStore §3.4).
 enum class Overflow : uint8_t {
   kEnd,         // it ends
   kInvalidate,  // its earliest tokens are cut off; what was saved is of no use any more

@@ -25,7 +25,7 @@ struct LoadOptions {
   double mean_rounds = 0;
   double rounds_sigma = 0;
   int64_t most_rounds = 0;
-  // Lengths are log-normal. Means in tokens as in ShareGPT4 (hcache.txt section 2.3); the paper
+  // Lengths are log-normal. Means in tokens as in ShareGPT4 (HCache §2.3); the paper
   // gives no spread. People's messages scatter more than answers do.
   double mean_input = 66.8;
   double mean_output = 358.8;
