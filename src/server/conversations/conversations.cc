@@ -199,7 +199,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
   };
   Entry entry;
   Conversation& c = entry.conversation;
-  // Whoever resends an earlier turn and goes on differently begins another conversation.
+  // A client that resends an earlier turn and goes on differently begins another conversation.
   const Found before = find_text(tenant, text);
   const bool continues = before.entry != nullptr && !before.entry->conversation.snapshot &&
                          before.turn.tokens == before.entry->tokens.size() &&

@@ -267,7 +267,7 @@ void Connection::dispatch() {
   }
 }
 
-// Answers what can't be received, and ends the connection: nobody knows where the next request
+// Answers what can't be received, and ends the connection: it is unknown where the next request
 // would begin.
 void Connection::fail(const HttpError& error) {
   release_body();

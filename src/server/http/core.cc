@@ -76,7 +76,7 @@ std::uint64_t Core::push_idle(std::shared_ptr<Connection> connection) {
 }
 
 void Core::remove_idle(std::uint64_t ticket) {
-  std::shared_ptr<Connection> removed;  // let go outside the lock
+  std::shared_ptr<Connection> removed;  // destroyed outside the lock
   MutexLock lock(mutex_);
   const auto found = idle_.find(ticket);
   if (found == idle_.end()) return;

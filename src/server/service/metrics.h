@@ -14,7 +14,7 @@
 
 namespace hcache::server {
 
-// What is read off when somebody asks.
+// Values that are read when metrics are scraped.
 struct MetricsSnapshot {
   scheduler::Snapshot scheduler;
   store::StoreStat store;   // zeros without a store

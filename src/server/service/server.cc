@@ -37,7 +37,7 @@ class ServerImpl : public Server {
   Status stop(int64_t grace_ns) override {
     if (!service_) return {};
     service_->stop_events();  // they have no end of their own
-    // Whoever is cut off here has its generation cancelled.
+    // The generation of a client that is cut off here is cancelled.
     if (http_) http_->stop(grace_ns);
     if (endpoints_) endpoints_->stop();
     service_->watch(nullptr);

@@ -98,7 +98,7 @@ Result<SlotEndpoints::Slot> SlotEndpoints::wait_for(const Call& call, int id, bo
     if (!seq) return no_slot(id);
     Result<IdleSequence> held = visit(*seq, false);
     if (held.ok()) {
-      // Whoever may not use its state is not told of it either.
+      // A client that may not use its state does not see that it exists.
       if (held->salt != salt) return no_slot(id);
       if (release) held = visit(*seq, true);
     }

@@ -43,7 +43,7 @@ struct Request {
 
 // Answers one request: either one send(), or start_stream(), write()s and finish(). Calls never
 // block; those that come too late (the answer is given, the client gone) do nothing and return
-// false. A handler that lets go of its last reference without an answer has the client told 500,
+// false. A handler that drops its last reference without an answer has the client told 500,
 // or, in the middle of a stream, cut off, so that it can't take a torn answer for a whole one.
 class Responder {
  public:
@@ -59,7 +59,7 @@ class Responder {
   // As send(), with the body that Options::error_body gives for this status and message.
   virtual bool send_error(int status, std::string_view message, const Headers& headers) = 0;
 
-  // An answer whose length nobody knows yet: chunked for HTTP/1.1, until the end of the connection
+  // An answer of unknown length: chunked for HTTP/1.1, until the end of the connection
   // for HTTP/1.0.
   virtual bool start_stream(int status, const Headers& headers) = 0;
   // Queues bytes. A client that does not read is cut off when a write finds more than
