@@ -35,7 +35,7 @@ struct BenchArgs {
   int64_t gen = 0;
 };
 
-// Times the first token after a restart by every method (hcache.txt section 6), after comparing
+// Times the first token after a restart by every method (HCache §6), after comparing
 // the restored state and its continuation with the uninterrupted run's.
 [[nodiscard]] Status bench_restore(BenchArgs args);
 // Times prefill and decode at several depths, with and without saving the state.

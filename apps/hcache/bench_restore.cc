@@ -94,7 +94,8 @@ class RestoreBench {
     for (int64_t rep = -1; rep < args_.reps; rep++) {
       wait_for_turn(args_);
       for (size_t i = 0; i < rows.size(); i++) {
-        // Every other time in the reverse order: whoever follows another program finds cold caches.
+        // Every other time in the reverse order: a run that follows another program finds cold
+        // caches.
         RestoreRow& row = rows[rep % 2 == 0 ? i : rows.size() - 1 - i];
         // One line for all of them: a restore that takes long shows how far it is itself.
         const auto progress = [&, first = done++](double of_this) {

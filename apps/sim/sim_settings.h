@@ -80,7 +80,7 @@ class Settings {
   }
   [[nodiscard]] const std::string& place() const { return place_; }
   [[nodiscard]] Status* status() const { return status_; }
-  // Settings that nobody asked for are wrong, too.
+  // Unknown settings are errors, too.
   void refuse_others() {
     if (!object_.is_object()) return;
     for (const auto& [name, value] : object_.items()) {

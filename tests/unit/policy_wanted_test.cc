@@ -26,7 +26,7 @@ TEST(Wanted, TheFirstInTheQueueCounts) {
   EXPECT_TRUE(wanted.dispatch(10).empty());
 }
 
-// car.txt §III-B.3: 1 in the window, 2 while it runs, 0 when it is done.
+// CaR §III-B.3: 1 in the window, 2 while it runs, 0 when it is done.
 TEST(Wanted, ScoresRiseInTheWindowAndWhenDispatched) {
   Wanted wanted;
   for (uint64_t place = 1; place <= Wanted::kWindow + 1; ++place) wanted.add(place, {place});
