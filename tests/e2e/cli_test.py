@@ -130,7 +130,7 @@ class Cli(unittest.TestCase):
             self.addCleanup(server.wait)
             self.addCleanup(server.kill)
             self.assertIn(b"serving", server.stdout.readline())
-            for _ in range(100):  # it listens a moment after it says so
+            for _ in range(1200):  # it listens a moment after it says so
                 if server.poll() is not None:
                     break  # somebody else has the port
                 try:

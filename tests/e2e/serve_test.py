@@ -226,6 +226,7 @@ class Returning(unittest.TestCase):
             failures = []
 
             def hold(own):
+                lost = 0
                 try:
                     while not all(c.done() for c in own):
                         for conversation in own:  # by turns, so that all of them come back
@@ -235,6 +236,8 @@ class Returning(unittest.TestCase):
                                     answered.release()
                                     break
                                 except LOST:
+                                    lost += 1
+                                    self.assertLess(lost, 600, "the server does not come back")
                                     time.sleep(0.2)
                 except Exception as error:  # shown by the main thread
                     failures.append(error)
@@ -244,9 +247,13 @@ class Returning(unittest.TestCase):
                        for i in range(4)]
             for thread in threads:
                 thread.start()
-            for _ in range(18):  # half of all answers
-                while not answered.acquire(timeout=1):
+            for n in range(18):  # half of all answers
+                for _ in range(600):
+                    if answered.acquire(timeout=1):
+                        break
                     self.assertFalse(failures)
+                else:
+                    self.fail(f"only {n} answers came")
             time.sleep(1)  # what was complete before this is on disk
             servers[-1].kill()
             servers.append(start(folder, *options))

@@ -11,11 +11,14 @@
 #include "engine_executor.h"
 #include "model/logits.h"
 #include "model_fixtures.h"
+#include "patience.h"
 #include "state/runtime.h"
 
 namespace hcache::server {
 namespace {
 
+using hcache::test::expect_to_end;
+using hcache::test::Patience;
 using model::test::make_tiny;
 using model::test::TempDir;
 using model::test::tiny_options;
@@ -125,7 +128,8 @@ class Process {
                         const std::function<void()>& between = {}) {
     const Status begun = executor_->begin_restore(seq, tokens, upto, 1);
     EXPECT_TRUE(begun.ok()) << begun.to_string();
-    while (begun.ok()) {
+    Patience patience("a restore of " + std::to_string(upto) + " tokens");
+    while (begun.ok() && patience.lasts()) {
       auto status = executor_->advance_restore(seq, 0);
       EXPECT_TRUE(status.ok()) << status.status().to_string();
       if (!status.ok()) break;
@@ -139,12 +143,19 @@ class Process {
   }
   void wait_until_durable(SeqId seq, int64_t n) {
     executor_->request_flush(seq);
-    while (executor_->durable_tokens(seq) >= 0 && executor_->durable_tokens(seq) < n) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Patience patience(std::to_string(n) + " durable tokens");
+    while (executor_->durable_tokens(seq) >= 0 && executor_->durable_tokens(seq) < n &&
+           patience.lasts()) {
     }
     EXPECT_GE(executor_->durable_tokens(seq), n);
   }
   [[nodiscard]] int slices() const { return slices_; }
+  // Removes what nobody has pinned; how many chunks that was.
+  [[nodiscard]] uint64_t remove_saved() {
+    const auto removed = runtime_->store()->remove({});
+    EXPECT_TRUE(removed.ok()) << removed.status().to_string();
+    return removed.value_or(0);
+  }
   [[nodiscard]] uint64_t checksum_failures() {
     const auto stat = runtime_->store()->stat();
     EXPECT_TRUE(stat.ok()) << stat.status().to_string();
@@ -369,7 +380,8 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     p->enqueued({.place = 5, .salt = salt, .tokens = first, .restore = 300});
     p->enqueued({.place = 9, .salt = salt, .tokens = second, .restore = 300});
     const SeqId other = p.create("", false);
-    for (int i = 0; ahead ? p->bytes_read_ahead() == 0 : i < 300; ++i) {
+    Patience patience("anything to be read ahead");
+    for (int i = 0; ahead ? p->bytes_read_ahead() == 0 && patience.lasts() : i < 300; ++i) {
       if (!ahead) p.append(other, {i});
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -388,7 +400,8 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
   }
 }
 
-// Over a link that takes an hour for it: whoever leaves the queue does not wait, nor does the end.
+// Over a link that takes an hour for it: whoever leaves the queue does not wait, its pages are let
+// go, and the end does not wait for what is being read.
 TEST_F(ExecutorTest, ReadingAheadStopsForWhatDoesNotWaitAnyMore) {
   const Tokens one = random_tokens(300, 1);
   const Tokens two = random_tokens(300, 2);
@@ -397,15 +410,29 @@ TEST_F(ExecutorTest, ReadingAheadStopsForWhatDoesNotWaitAnyMore) {
     auto p = process();
     for (const Tokens& tokens : {one, two, three}) p->append(p->create(), tokens);
   }
-  Process p(model_, dir_.file("state"), policy::Mode::kKv,
-            {.fetch = policy::FetchPolicy::kSchedulerAware, .dram_bytes = 10'000'000}, 100);
   const Salt salt = own_salt("");
-  p->enqueued({.place = 1, .salt = salt, .tokens = one, .restore = 300});
-  p->enqueued({.place = 2, .salt = salt, .tokens = two, .restore = 300});
-  p->enqueued({.place = 3, .salt = salt, .tokens = three, .restore = 300});
-  p->dequeued(2, false);  // waits for its turn
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  p->dequeued(1, false);  // is being read
+  for (const bool all_leave : {false, true}) {
+    auto p = std::make_unique<Process>(
+        model_, dir_.file("state"), policy::Mode::kKv,
+        EngineExecutorOptions{.fetch = policy::FetchPolicy::kSchedulerAware,
+                              .dram_bytes = 10'000'000},
+        100);
+    EngineExecutor& executor = **p;
+    executor.enqueued({.place = 1, .salt = salt, .tokens = one, .restore = 300});
+    executor.enqueued({.place = 2, .salt = salt, .tokens = two, .restore = 300});
+    executor.enqueued({.place = 3, .salt = salt, .tokens = three, .restore = 300});
+    expect_to_end("leaving the queue before its turn", [&] { executor.dequeued(2, false); });
+    expect_to_end("leaving the queue while it is read", [&] { executor.dequeued(1, false); });
+    if (all_leave) {
+      expect_to_end("leaving the queue as the last", [&] { executor.dequeued(3, false); });
+      // While a reader has pages to read they are pinned.
+      uint64_t removed = p->remove_saved();
+      Patience patience("the pages of those who left the queue");
+      while (removed < 3 * 5 && patience.lasts()) removed += p->remove_saved();
+      EXPECT_EQ(removed, 3U * 5);
+    }
+    expect_to_end("a process that reads ahead", [&] { p.reset(); });
+  }
 }
 
 // While the link is slow, new tokens run through the layers that are there, and what they compute
@@ -442,7 +469,8 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
     const Status begun = p->begin_restore(back, chain, 300, 1);
     ASSERT_TRUE(begun.ok()) << begun.to_string();
     RestoreStatus done;
-    while (done.phase != RestoreStatus::Phase::kDone) {
+    Patience patience("a restore over a slow link");
+    while (done.phase != RestoreStatus::Phase::kDone && patience.lasts()) {
       auto status = p->advance_restore(back, 1);
       ASSERT_TRUE(status.ok()) << status.status().to_string();
       done = *status;

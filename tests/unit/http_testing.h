@@ -26,21 +26,14 @@
 #include "base/sync.h"
 #include "base_testing.h"
 #include "http/server.h"
+#include "patience.h"
 
 namespace hcache::http::testing {
 
-// How long a test waits for what must happen before it gives up.
+// How long a test's client waits for bytes before it gives up.
 inline constexpr std::chrono::seconds kPatience{120};
 
-// Whether `condition` comes true in time.
-inline bool eventually(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
-}
+using hcache::test::eventually;
 
 struct Reply {
   int status = 0;                                   // 0: the connection ended before an answer

@@ -6,6 +6,7 @@
 namespace hcache::scheduler {
 namespace {
 
+using hcache::test::Patience;
 using testing::Bench;
 using ::testing::ElementsAre;
 using testing::FakeOptions;
@@ -147,7 +148,8 @@ TEST(SchedulerLife, LimitsEachKey) {
   bench.submit(tokens(10, 3), 30, key("a"));
   EXPECT_EQ(bench.refusal(tokens(10, 4), 30, key("a")).code(), Code::kResourceExhausted);
   const Record& other = bench.submit(tokens(10, 5), 10, key("b"));
-  while (bench.run_once() != Activity::kIdle) {
+  for (Patience patience("the end of all requests"); bench.run_once() != Activity::kIdle;) {
+    ASSERT_TRUE(patience.lasts());
     EXPECT_LE(bench.scheduler->running(), 2);
     EXPECT_TRUE(first.ended == 1 || second.answer.empty());
   }

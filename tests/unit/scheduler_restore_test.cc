@@ -6,6 +6,7 @@
 namespace hcache::scheduler {
 namespace {
 
+using hcache::test::Patience;
 using testing::Bench;
 using testing::FakeOptions;
 using testing::Record;
@@ -102,12 +103,14 @@ TEST(SchedulerRestore, TheTimerLoadsTheNextInTimeForAnEnd) {
     bench.run_once();
     const Record& next = bench.submit(tokens(300, 2) + tokens(5, 5), 5);
     const Record& last = bench.submit(tokens(20, 6), 5);
-    while (next.phases.empty() || next.phases.back() == Phase::kQueued) bench.run_once();
+    ASSERT_TRUE(bench.run_until(
+        [&] { return !next.phases.empty() && next.phases.back() != Phase::kQueued; }));
     EXPECT_EQ(running.ended == 0, timed);
     if (timed) {
       EXPECT_GT(running.answer.size(), 50U);  // replies were 100 long so far
     }
-    while (running.ended == 0) {
+    for (Patience patience("the running request's end"); running.ended == 0;) {
+      ASSERT_TRUE(patience.lasts());
       bench.run_once();
       EXPECT_TRUE(last.phases.empty() || last.phases.back() == Phase::kQueued);
       EXPECT_TRUE(next.answer.empty());
@@ -129,7 +132,8 @@ TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
   const Record& running = bench.submit(tokens(10, 2), 400);
   bench.run_once();
   const Record& restored = bench.submit(tokens(300) + tokens(5, 3), 5);
-  for (;;) {
+  for (Patience patience("the restore's end");;) {
+    ASSERT_TRUE(patience.lasts());
     bench.run_once();
     const Phase phase = restored.phases.empty() ? Phase::kQueued : restored.phases.back();
     if (phase != Phase::kFetching && phase != Phase::kRestoring) break;
@@ -154,7 +158,9 @@ TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
   const Record& restored = bench.submit(tokens(400) + tokens(5, 3), 5);
   double excess_s = 0;
   double slices_s = 0;
+  Patience patience("the restored request's prefill");
   while (restored.phases.empty() || restored.phases.back() != Phase::kPrefill) {
+    ASSERT_TRUE(patience.lasts());
     bench.run_once();
     const auto& trace = bench.executor.trace;
     ASSERT_EQ(trace.steps.size(), 1U);  // never a step without the running request
@@ -184,7 +190,9 @@ TEST(SchedulerRestore, TakesLargeSlicesWhenNothingDecodes) {
   bench.executor.save({}, tokens(400));
   const Record& record = bench.submit(tokens(400) + tokens(5, 3), 5);
   int iterations = 0;
+  Patience patience("the restored request's prefill");
   while (record.phases.empty() || record.phases.back() != Phase::kPrefill) {
+    ASSERT_TRUE(patience.lasts());
     const Activity activity = bench.run_once();
     ++iterations;
     EXPECT_TRUE(activity == Activity::kWorked || bench.executor.trace.slices_s == 0)
@@ -240,7 +248,8 @@ TEST(SchedulerRestore, LimitsThoseInFlightAndLetsOthersPass) {
   bench.submit(tokens(200, 1) + tokens(5, 4), 5);
   const Record& second = bench.submit(tokens(200, 2) + tokens(5, 4), 5);
   const Record& third = bench.submit(tokens(30, 3), 5);
-  while (bench.run_once() != Activity::kIdle) {
+  for (Patience patience("the end of all requests"); bench.run_once() != Activity::kIdle;) {
+    ASSERT_TRUE(patience.lasts());
     const Snapshot stats = bench.scheduler->stats();
     EXPECT_LE(stats.fetching + stats.restoring, 1);
   }

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "patience.h"
 #include "scheduler/scheduler.h"
 
 namespace hcache::scheduler::testing {

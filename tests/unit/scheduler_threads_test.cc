@@ -6,6 +6,8 @@
 namespace hcache::scheduler {
 namespace {
 
+using hcache::test::expect_to_end;
+using hcache::test::Patience;
 using testing::FakeExecutor;
 using testing::hash_of;
 using testing::next_token;
@@ -44,7 +46,8 @@ TEST(SchedulerThreads, ManySubmitCancelAndWatch) {
   std::vector<std::thread> threads;
   threads.reserve(kThreads);
   for (int thread = 0; thread < kThreads; ++thread) threads.emplace_back(submitter, thread);
-  while (ended < kThreads * kRequests) {
+  Patience patience("the end of all requests");
+  while (ended < kThreads * kRequests && patience.lasts()) {
     if (scheduler->run_once() != Activity::kIdle) {
       executor.pass(1e-4);
     } else {
@@ -66,7 +69,7 @@ TEST(SchedulerThreads, WaitingEndsWithWorkOrAWake) {
   constexpr int64_t kLongNs = 3'600'000'000'000;
   EXPECT_FALSE(scheduler->wait_for_work(1000));
   scheduler->wake();
-  EXPECT_TRUE(scheduler->wait_for_work(kLongNs));
+  expect_to_end("waiting after a wake", [&] { EXPECT_TRUE(scheduler->wait_for_work(kLongNs)); });
   EXPECT_EQ(scheduler->run_once(), Activity::kIdle);
   std::thread submitter([&] {
     Request request;
@@ -74,8 +77,11 @@ TEST(SchedulerThreads, WaitingEndsWithWorkOrAWake) {
     request.max_new_tokens = 0;
     EXPECT_TRUE(scheduler->submit(std::move(request)).ok());
   });
-  while (!scheduler->wait_for_work(kLongNs)) {
-  }
+  // A wake-up may be spurious, so it may take several waits.
+  expect_to_end("waiting for work that came", [&] {
+    while (!scheduler->wait_for_work(kLongNs)) {
+    }
+  });
   submitter.join();
   EXPECT_EQ(scheduler->run_once(), Activity::kWorked);
   EXPECT_EQ(scheduler->stats().done, 1U);

@@ -12,6 +12,7 @@
 #include "base/throttled_env.h"
 #include "model/logits.h"
 #include "model_fixtures.h"
+#include "patience.h"
 #include "state/runtime.h"
 
 namespace hcache::state {
@@ -440,8 +441,8 @@ TEST_F(ConversationTest, CountsWhatWaitsForTheDisk) {
   ASSERT_NE(runtime, nullptr);
   ASSERT_TRUE(runtime->start(random_tokens(100, 1), {}).ok());
   ASSERT_TRUE(runtime->engine().synchronize().ok());
-  while (runtime->saver()->stats().rows_captured < 100) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  hcache::test::Patience patience("100 captured rows");
+  while (runtime->saver()->stats().rows_captured < 100 && patience.lasts()) {
   }
   EXPECT_GT(runtime->saver()->stats().backlog_bytes, 0U);  // a full chunk waits for others
   ASSERT_TRUE(runtime->flush().ok());

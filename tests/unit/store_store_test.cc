@@ -11,12 +11,14 @@
 #include <thread>
 
 #include "base/throttled_env.h"
+#include "patience.h"
 #include "store_testing.h"
 
 namespace hcache::store {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
+using hcache::test::Patience;
 
 const Fingerprint kModel = fingerprint_of("model");
 const SaltId kSalt = salt_id("");
@@ -534,7 +536,9 @@ TEST_F(StoreTest, NobodyWaitsForABackgroundReader) {
   ASSERT_OK(urgent);
   ASSERT_OK((*urgent)->submit({pages.data(), 1}));
   // Until the urgent reader has asked, the other one may read.
-  while ((*urgent)->stats().requests == 0) Env::real().sleep_ns(1'000'000);
+  Patience patience("the urgent reader's first request");
+  while ((*urgent)->stats().requests == 0 && patience.lasts()) {
+  }
   ReaderOptions ahead;
   ahead.background = true;
   auto background = store_->new_reader(ahead);
@@ -731,7 +735,7 @@ TEST_F(StoreTest, AReaderInAnotherProcessWorksWhileTheWriterWrites) {
     if (!reader.ok()) _exit(2);
     const std::int64_t end = Env::real().monotonic_ns() + 700'000'000;
     int good = 0;
-    while (Env::real().monotonic_ns() < end) {
+    while (good == 0 || Env::real().monotonic_ns() < end) {
       auto match = (*reader)->match(kModel, kSalt, tokens_of(300, 1));
       if (!match.ok() || match->n_tokens != 300) _exit(3);
       if (!read_back(**reader, *match).failed.empty()) _exit(4);
@@ -742,7 +746,12 @@ TEST_F(StoreTest, AReaderInAnotherProcessWorksWhileTheWriterWrites) {
   }
   std::uint32_t seed = 2;
   int status = 0;
+  Patience patience("the reader's end");
   while (waitpid(child, &status, WNOHANG) == 0) {
+    if (!patience.lasts()) {
+      kill(child, SIGKILL);
+      FAIL();
+    }
     if (seed < 200) put(Chain(kModel, kSalt, tokens_of(200, seed++), shape));
   }
   EXPECT_TRUE(WIFEXITED(status));
