@@ -18,7 +18,7 @@ SOURCES = $(shell find src apps tests bench -name '*.cc' -o -name '*.h' 2>/dev/n
 .PHONY: help
 help:  ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' Makefile | sed -E 's/^([a-z-]+).*## /\1\t/' | \
-	  awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	  awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 .PHONY: release debug
 release debug: build-deps  ## Build the program: build/release/bin/hcache (or build/debug/…)
@@ -44,8 +44,9 @@ serve: release  ## Serve the default model with its page on http://127.0.0.1:808
 	@HCACHE_MODEL="$${HCACHE_MODEL:-$$($(MAKE) -s print-model)}" build/release/bin/hcache serve
 
 .PHONY: test
-test: deps  ## Build everything and run all tests, the checks of docs, format and layering
+test: deps  ## Build everything, run all tests and check docs, locks, format and layering
 	@scripts/build.sh release
+	@scripts/thread_safety.py build/release
 	@scripts/run_tests.sh release $(CTEST_FLAGS)
 	@$(MAKE) check-format check-layering
 
@@ -114,7 +115,7 @@ deps:  ## Install the Debian packages that building and testing need, or print t
 build-deps:  ## Only those that building the program needs
 	@scripts/deps.sh build
 
-.PHONY: format check-format check-layering check-docs tidy
+.PHONY: format check-format check-layering check-docs thread-safety tidy tidy-changed
 format:  ## Format all sources
 	@clang-format -i $(SOURCES)
 check-format:
@@ -123,8 +124,12 @@ check-layering:
 	@$(PYTHON) scripts/check_layering.py
 check-docs: release
 	@$(PYTHON) scripts/check_docs.py build/release/bin/hcache
+thread-safety: deps release  ## Let clang check every lock (-Wthread-safety -Werror)
+	@scripts/thread_safety.py build/release
 tidy: deps release  ## Run clang-tidy on all sources (minutes)
 	@scripts/tidy.sh build/release
+tidy-changed: deps release  ## Run clang-tidy on what changed since BASE, for at most MINUTES (5)
+	@scripts/tidy_changed.py build/release $(if $(BASE),--base $(BASE)) $(if $(MINUTES),--minutes $(MINUTES))
 
 .PHONY: clean
 clean:  ## Remove the build folder (the cache outside the checkout stays)

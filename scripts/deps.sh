@@ -16,7 +16,7 @@ build=(
 )
 test=(
   # tools
-  git python3-venv clang-format clang-tidy
+  git python3-venv clang clang-format clang-tidy
   # libraries
   libbenchmark-dev
   # a server for the tests of the remote tier

@@ -9,8 +9,9 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <thread>
+
+#include "base/sync.h"
 
 namespace hcache::model {
 namespace {
@@ -172,10 +173,14 @@ Status GgufWriter::write(const std::string& path, const FillRows& fill, int n_th
   HCACHE_RETURN_IF_ERROR(out.write(header.data(), header.size(), 0));
 
   std::atomic<size_t> next = 0;
-  std::mutex mutex;  // guards the three below
-  size_t done = 0;
-  Status first_error;
-  bool stop = false;
+  // What the threads share.
+  struct Outcome {
+    Mutex mutex;
+    size_t done HCACHE_GUARDED_BY(mutex) = 0;
+    Status first_error HCACHE_GUARDED_BY(mutex);
+    bool stop HCACHE_GUARDED_BY(mutex) = false;
+  };
+  Outcome outcome;
   const auto work = [&] {
     std::vector<uint8_t> buffer;
     for (size_t b = next++; b < blocks.size(); b = next++) {
@@ -188,15 +193,15 @@ Status GgufWriter::write(const std::string& path, const FillRows& fill, int n_th
                           row_bytes * static_cast<size_t>(block.first_row);
         status = out.write(buffer.data(), buffer.size(), at);
       }
-      const std::lock_guard lock(mutex);
-      done++;
-      if (status.ok() && !stop && progress &&
-          !progress(static_cast<float>(done) / static_cast<float>(blocks.size()))) {
+      const MutexLock lock(outcome.mutex);
+      outcome.done++;
+      if (status.ok() && !outcome.stop && progress &&
+          !progress(static_cast<float>(outcome.done) / static_cast<float>(blocks.size()))) {
         status = cancelled(fmt::format("{}: writing was cancelled", path));
       }
-      if (!status.ok() && first_error.ok()) first_error = std::move(status);
-      stop = !first_error.ok();
-      if (stop) return;
+      if (!status.ok() && outcome.first_error.ok()) outcome.first_error = std::move(status);
+      outcome.stop = !outcome.first_error.ok();
+      if (outcome.stop) return;
     }
   };
   const auto limit = static_cast<unsigned>(std::max<size_t>(1, blocks.size()));
@@ -206,7 +211,8 @@ Status GgufWriter::write(const std::string& path, const FillRows& fill, int n_th
   for (unsigned i = 1; i < std::min(std::max(1U, wanted), limit); i++) helpers.emplace_back(work);
   work();
   for (std::thread& t : helpers) t.join();
-  HCACHE_RETURN_IF_ERROR(first_error);
+  const MutexLock lock(outcome.mutex);
+  HCACHE_RETURN_IF_ERROR(outcome.first_error);
   return out.commit();
 }
 

@@ -5,17 +5,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <variant>
 
 #include "base/log.h"
+#include "base/sync.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -185,7 +183,7 @@ class SaverImpl : public Saver {
   ~SaverImpl() override {
     flush().ignore("logged when it happened; a destructor has nobody to tell");
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       stop_ = true;
     }
     wake_.notify_all();
@@ -212,19 +210,19 @@ class SaverImpl : public Saver {
   }
   void end(SeqId seq) override {
     give(End{seq});
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     durable_.erase(seq);
   }
   void request_flush(SeqId seq) override { give(Flush{.number = 0, .seq = seq}); }
   int64_t durable_tokens(SeqId seq) const override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto it = durable_.find(seq);
     return it == durable_.end() ? kNotSaved : it->second;
   }
   Status flush() override;
 
   std::byte* reserve(size_t n_bytes) override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return ring_->take(n_bytes);
   }
   void publish(std::byte* block, const engine::StepCapture& capture) override {
@@ -237,13 +235,13 @@ class SaverImpl : public Saver {
                   .kv_row = capture.kv_row_bytes});
   }
   void drop(std::byte* block) override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ring_->give_back(block);
   }
 
   // --- Any thread --------------------------------------------------------------------------
   SaverStats stats() const override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     SaverStats stats = stats_;
     stats.ring_peak_bytes = ring_->peak();
     stats.backlog_bytes = ring_->used() + ready_bytes_;
@@ -277,12 +275,12 @@ class SaverImpl : public Saver {
   }
   // The engine's thread: from now on the sequence has an answer for durable_tokens().
   void open_durable(SeqId seq, int64_t n_tokens) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     durable_[seq] = n_tokens;
   }
   // Stage two: unless the sequence has ended meanwhile.
   void set_durable(SeqId seq, int64_t n_tokens) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (const auto it = durable_.find(seq); it != durable_.end()) it->second = n_tokens;
   }
 
@@ -290,17 +288,18 @@ class SaverImpl : public Saver {
   store::Store& store_;
   const SaverOptions options_;
 
-  mutable std::mutex mutex_;  // guards what stands up to the next gap
-  std::unique_ptr<HostRing> ring_;
-  std::deque<Command> commands_;
-  std::map<SeqId, int64_t> durable_;  // leading tokens of what is being saved; kNotSaved: given up
-  SaverStats stats_;
-  Status flush_error_;  // the first since the last flush
-  uint64_t flushes_wanted_ = 0;
-  uint64_t flushes_done_ = 0;
-  bool stop_ = false;
-  std::condition_variable wake_;
-  std::condition_variable flushed_;
+  mutable Mutex mutex_;
+  CondVar wake_;
+  CondVar flushed_;
+  const std::unique_ptr<HostRing> ring_ HCACHE_PT_GUARDED_BY(mutex_);
+  std::deque<Command> commands_ HCACHE_GUARDED_BY(mutex_);
+  // Leading tokens of what is being saved; kNotSaved: given up.
+  std::map<SeqId, int64_t> durable_ HCACHE_GUARDED_BY(mutex_);
+  SaverStats stats_ HCACHE_GUARDED_BY(mutex_);
+  Status flush_error_ HCACHE_GUARDED_BY(mutex_);  // the first since the last flush
+  uint64_t flushes_wanted_ HCACHE_GUARDED_BY(mutex_) = 0;
+  uint64_t flushes_done_ HCACHE_GUARDED_BY(mutex_) = 0;
+  bool stop_ HCACHE_GUARDED_BY(mutex_) = false;
 
   // Stage two's own.
   std::map<SeqId, SavedSequence> sequences_;
@@ -320,7 +319,7 @@ void SaverImpl::give(Command command) {
     return;
   }
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     commands_.push_back(std::move(command));
   }
   wake_.notify_one();
@@ -329,24 +328,23 @@ void SaverImpl::give(Command command) {
 Status SaverImpl::flush() {
   uint64_t number = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     number = ++flushes_wanted_;
   }
   give(Flush{number, kAllSequences});
-  std::unique_lock lock(mutex_);
-  flushed_.wait(lock, [&] { return flushes_done_ >= number; });
+  const MutexLock lock(mutex_);
+  while (flushes_done_ < number) flushed_.wait(mutex_);
   return std::exchange(flush_error_, Status());
 }
 
 void SaverImpl::work() {
-  const auto interval = std::chrono::milliseconds(options_.flush_interval_ms);
-  std::unique_lock lock(mutex_);
+  const int64_t interval_ns = int64_t{options_.flush_interval_ms} * 1'000'000;
+  MutexLock lock(mutex_);
   while (true) {
-    const auto due = [&] { return stop_ || !commands_.empty(); };
     if (ready_.empty()) {
-      wake_.wait(lock, due);
-    } else {
-      wake_.wait_for(lock, interval, due);
+      while (!stop_ && commands_.empty()) wake_.wait(mutex_);
+    } else if (!stop_ && commands_.empty()) {
+      wake_.wait_for_ns(mutex_, interval_ns);
     }
     if (commands_.empty() && stop_) return;
     const bool has_command = !commands_.empty();
@@ -357,7 +355,7 @@ void SaverImpl::work() {
     }
     lock.unlock();
     if (has_command) run(command);
-    const bool old = env_.monotonic_ns() - ready_since_ns_ >= options_.flush_interval_ms * 1000000;
+    const bool old = env_.monotonic_ns() - ready_since_ns_ >= interval_ns;
     if (!ready_.empty() && (ready_bytes_ >= options_.batch_bytes || old)) write_ready();
     lock.lock();
   }
@@ -374,7 +372,7 @@ void SaverImpl::run(Command& command) {
     fork_sequence(*fork);
   } else if (auto* captured = std::get_if<Captured>(&command)) {
     cut(*captured);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ring_->give_back(captured->block);
   } else if (auto* end = std::get_if<End>(&command)) {
     const auto it = sequences_.find(end->seq);
@@ -388,7 +386,7 @@ void SaverImpl::run(Command& command) {
     write_ready();
     if (flush->number == 0) return;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       flushes_done_ = flush->number;
     }
     flushed_.notify_all();
@@ -578,7 +576,7 @@ void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
     row += n;
     if (open.n_rows == kChunk) emit(sequence);
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   stats_.rows_captured += rows.n_rows;
 }
 
@@ -672,7 +670,7 @@ void SaverImpl::write(std::span<const ReadyChunk> chunks) {
     note_durable(chunks);
   }
 
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   stats_.write_s += seconds;
   if (report.ok()) {
     stats_.chunks_written += report->chunks_new + report->chunks_extended;
@@ -690,7 +688,7 @@ void SaverImpl::write(std::span<const ReadyChunk> chunks) {
 
 // They are on disk.
 void SaverImpl::note_durable(std::span<const ReadyChunk> chunks) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const ReadyChunk& chunk : chunks) {
     const auto it = durable_.find(chunk.seq);
     if (it == durable_.end() || it->second == kNotSaved) continue;  // ended, or given up
@@ -700,7 +698,7 @@ void SaverImpl::note_durable(std::span<const ReadyChunk> chunks) {
 
 void SaverImpl::lose(SavedSequence& sequence, int64_t n_rows) {
   sequence.broken = true;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto it = durable_.find(sequence.seq); it != durable_.end()) it->second = kNotSaved;
   stats_.rows_skipped += static_cast<uint64_t>(n_rows);
 }

@@ -4,7 +4,8 @@
 
 #include <cstring>
 #include <map>
-#include <mutex>
+
+#include "base/sync.h"
 
 namespace hcache::store {
 namespace {
@@ -56,9 +57,10 @@ Code code_of(int rc) {
 }  // namespace
 
 struct Catalog::Connection {
-  std::mutex mutex;
-  sqlite3* db = nullptr;
-  std::map<const char*, sqlite3_stmt*> statements;  // by the address of a literal
+  Mutex mutex;
+  sqlite3* db HCACHE_GUARDED_BY(mutex) = nullptr;
+  // By the address of a literal.
+  std::map<const char*, sqlite3_stmt*> statements HCACHE_GUARDED_BY(mutex);
 
   Connection() = default;
   Connection(const Connection&) = delete;
@@ -68,13 +70,15 @@ struct Catalog::Connection {
     sqlite3_close(db);
   }
 
-  int exec(const char* sql) const { return sqlite3_exec(db, sql, nullptr, nullptr, nullptr); }
+  int exec(const char* sql) const HCACHE_REQUIRES(mutex) {
+    return sqlite3_exec(db, sql, nullptr, nullptr, nullptr);
+  }
 };
 
-// A prepared statement in use; it is reset when it goes. Needs the connection's mutex.
+// A prepared statement in use; it is reset when it goes, with the lock still held.
 class Catalog::Statement {
  public:
-  Statement(Connection& connection, const char* sql) {
+  Statement(Connection& connection, const char* sql) HCACHE_REQUIRES(connection.mutex) {
     sqlite3_stmt*& cached = connection.statements[sql];
     if (cached == nullptr) {
       rc_ = sqlite3_prepare_v3(connection.db, sql, -1, SQLITE_PREPARE_PERSISTENT, &cached, nullptr);
@@ -168,6 +172,7 @@ ChunkRow read_row(const Statement& s) {
 Catalog::~Catalog() = default;
 
 Status Catalog::error(const Connection& c, const char* what) const {
+  c.mutex.assert_held();
   const int rc = sqlite3_extended_errcode(c.db);
   return {code_of(rc), fmt::format("catalog {}: cannot {}: {}", path_, what, sqlite3_errmsg(c.db))};
 }
@@ -175,6 +180,7 @@ Status Catalog::error(const Connection& c, const char* what) const {
 Result<std::unique_ptr<Catalog::Connection>> Catalog::connect(const CatalogOptions& options,
                                                               bool read_only) const {
   auto c = std::make_unique<Connection>();
+  const MutexLock lock(c->mutex);
   const int flags =
       (read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE) | SQLITE_OPEN_NOMUTEX;
   const int rc = sqlite3_open_v2(path_.c_str(), &c->db, flags,
@@ -232,6 +238,7 @@ Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& o
 // Makes the schema unless there is one. A crash leaves all of it or none.
 Status Catalog::create(Env& env) {
   Connection& c = *writer_;
+  const MutexLock lock(c.mutex);
   std::int64_t version = 0;
   std::int64_t tables = 0;
   {
@@ -267,6 +274,7 @@ Status Catalog::create(Env& env) {
 
 Status Catalog::read_header() {
   Connection& c = reader();
+  const MutexLock lock(c.mutex);
   std::int64_t application = 0;
   std::int64_t version = 0;
   {
@@ -297,7 +305,7 @@ Status Catalog::read_header() {
 
 Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk WHERE id = ?1");
   if (!s.bind_id(id).step()) {
     if (s.failed()) return error(c, "look a chunk up");
@@ -314,7 +322,7 @@ Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
 Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
                                                    std::int32_t first_token) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<ChunkRecord> out;
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk WHERE parent = ?1 AND first_token = ?2"
@@ -330,7 +338,7 @@ Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
 
 Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT body FROM session WHERE name = ?1");
   if (!s.bind_text(name).step()) {
     if (s.failed()) return error(c, "look a session up");
@@ -342,7 +350,7 @@ Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
 
 Result<std::vector<std::string>> Catalog::session_names() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "SELECT name FROM session ORDER BY name");
   while (s.step()) out.emplace_back(s.bytes(0));
@@ -352,7 +360,7 @@ Result<std::vector<std::string>> Catalog::session_names() {
 
 Result<std::vector<std::uint32_t>> Catalog::disks() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::uint32_t> out;
   Statement s(c, "SELECT disk FROM disk ORDER BY disk");
   while (s.step()) {
@@ -368,7 +376,7 @@ Result<std::vector<std::uint32_t>> Catalog::disks() {
 
 Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::unordered_map<SaltId, SaltId> out;
   Statement s(c, "SELECT key, value FROM meta WHERE key > 'owner:' AND key < 'owner;'");
   while (s.step()) {
@@ -384,7 +392,7 @@ Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
 
 Result<std::uint64_t> Catalog::count_sessions() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT count(*) FROM session");
   if (!s.step()) return error(c, "count sessions");
   return static_cast<std::uint64_t>(s.number(0));
@@ -396,7 +404,7 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
   while (true) {
     std::vector<ChunkRow> rows;
     {
-      const std::lock_guard<std::mutex> lock(c.mutex);
+      const MutexLock lock(c.mutex);
       Statement s(
           c, "SELECT seq, id, last_used, body FROM chunk WHERE seq > ?1 ORDER BY seq LIMIT ?2");
       s.bind(last).bind(kScanRows);
@@ -417,7 +425,7 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
 
 Result<std::vector<std::string>> Catalog::sqlite_check() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "PRAGMA integrity_check(20)");
   while (s.step()) {
@@ -437,7 +445,8 @@ std::uint64_t Catalog::allocated_bytes(Env& env) const {
   return sum;
 }
 
-Result<Catalog::Transaction> Catalog::begin() {
+// The lock goes with the transaction, which gives it back in commit() or its destructor.
+Result<Catalog::Transaction> Catalog::begin() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
   writer_->mutex.lock();
   if (writer_->exec("BEGIN IMMEDIATE") != SQLITE_OK) {
@@ -455,7 +464,7 @@ Catalog::Transaction::Transaction(Transaction&& other) noexcept
   other.open_ = false;
 }
 
-Catalog::Transaction::~Transaction() {
+Catalog::Transaction::~Transaction() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   if (!open_) return;
   catalog_->writer_->exec("ROLLBACK");
   catalog_->writer_->mutex.unlock();
@@ -463,6 +472,7 @@ Catalog::Transaction::~Transaction() {
 
 Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last_used_ns) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   const ChunkInfo& info = record.info;
   Statement s(c,
               "INSERT INTO chunk(id, parent, first_token, position, last_used, body)"
@@ -477,6 +487,7 @@ Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last
 
 Status Catalog::Transaction::update(const ChunkRecord& record) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET body = ?2 WHERE id = ?1");
   if (!s.bind_id(record.info.id).bind_blob(encode_chunk(record)).run()) {
     return catalog_->error(c, "change a chunk");
@@ -486,6 +497,7 @@ Status Catalog::Transaction::update(const ChunkRecord& record) {
 
 Status Catalog::Transaction::erase(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM chunk WHERE id = ?1");
   if (!s.bind_id(id).run()) return catalog_->error(c, "remove a chunk");
   return {};
@@ -493,6 +505,7 @@ Status Catalog::Transaction::erase(const ChunkId& id) {
 
 Status Catalog::Transaction::erase_row(std::int64_t seq) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM chunk WHERE seq = ?1");
   if (!s.bind(seq).run()) return catalog_->error(c, "remove a damaged row");
   return {};
@@ -500,6 +513,7 @@ Status Catalog::Transaction::erase_row(std::int64_t seq) {
 
 Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET last_used = ?2 WHERE id = ?1");
   if (!s.bind_id(id).bind(last_used_ns).run()) return catalog_->error(c, "mark a chunk as used");
   return {};
@@ -507,6 +521,7 @@ Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns)
 
 Status Catalog::Transaction::put_session(const Session& session) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO session(name, body) VALUES(?1, ?2)");
   if (!s.bind_text(session.name).bind_blob(encode_session(session)).run()) {
     return catalog_->error(c, "save a session");
@@ -516,6 +531,7 @@ Status Catalog::Transaction::put_session(const Session& session) {
 
 Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM session WHERE name = ?1");
   if (!s.bind_text(name).run()) return catalog_->error(c, "delete a session");
   *found = sqlite3_changes(c.db) > 0;
@@ -524,6 +540,7 @@ Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
 
 Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, ?2)");
   if (!s.bind_text(owner_key(salt)).bind_id(owner).run())
     return catalog_->error(c, "name an owner");
@@ -532,6 +549,7 @@ Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) 
 
 Status Catalog::Transaction::erase_owner(const SaltId& salt) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM meta WHERE key = ?1");
   if (!s.bind_text(owner_key(salt)).run()) return catalog_->error(c, "forget an owner");
   return {};
@@ -539,6 +557,7 @@ Status Catalog::Transaction::erase_owner(const SaltId& salt) {
 
 Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_ns) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR IGNORE INTO disk(disk, created_ns) VALUES(?1, ?2)");
   if (!s.bind(disk).bind(created_ns).run()) return catalog_->error(c, "add a disk");
   return {};
@@ -546,6 +565,7 @@ Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_n
 
 Status Catalog::Transaction::leaves_by_use(const std::function<bool(ChunkRow&&)>& visit) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk AS c"
               " WHERE NOT EXISTS (SELECT 1 FROM chunk AS d WHERE d.parent = c.id)"
@@ -560,6 +580,7 @@ Status Catalog::Transaction::leaves_by_use(const std::function<bool(ChunkRow&&)>
 Result<std::optional<ChunkRow>> Catalog::Transaction::followed_by(const ChunkId& id,
                                                                   std::int64_t n) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk AS c WHERE id = ?1"
               " AND (SELECT count(*) FROM chunk AS d WHERE d.parent = c.id) = ?2");
@@ -570,13 +591,14 @@ Result<std::optional<ChunkRow>> Catalog::Transaction::followed_by(const ChunkId&
 
 Result<bool> Catalog::Transaction::has_children(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT 1 FROM chunk WHERE parent = ?1 LIMIT 1");
   const bool found = s.bind_id(id).step();
   if (s.failed()) return catalog_->error(c, "look for followers");
   return found;
 }
 
-Status Catalog::Transaction::commit() {
+Status Catalog::Transaction::commit() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   Connection& c = *catalog_->writer_;
   Status status;
   if (c.exec("COMMIT") != SQLITE_OK) {
@@ -590,7 +612,7 @@ Status Catalog::Transaction::commit() {
 
 Status Catalog::checkpoint() {
   if (writer_ == nullptr) return {};
-  const std::lock_guard<std::mutex> lock(writer_->mutex);
+  const MutexLock lock(writer_->mutex);
   const int rc =
       sqlite3_wal_checkpoint_v2(writer_->db, nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
   // Another process may be reading from the log: then it stays for now.
@@ -600,7 +622,7 @@ Status Catalog::checkpoint() {
 
 Status Catalog::vacuum() {
   if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
-  const std::lock_guard<std::mutex> lock(writer_->mutex);
+  const MutexLock lock(writer_->mutex);
   if (writer_->exec("VACUUM") != SQLITE_OK) return error(*writer_, "compact it");
   return {};
 }

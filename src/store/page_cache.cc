@@ -26,7 +26,8 @@ const PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) const {
 }
 
 PageCache::Chunk* PageCache::chunk_of(const ChunkId& id) {
-  return const_cast<Chunk*>(std::as_const(*this).chunk_of(id));
+  const auto found = chunks_.find(short_id(id));
+  return found != chunks_.end() && found->second.id == id ? &found->second : nullptr;
 }
 
 void PageCache::mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const {

@@ -18,11 +18,15 @@
 #define HCACHE_CAPABILITY HCACHE_THREAD_ANNOTATION(capability("mutex"))
 #define HCACHE_SCOPED_CAPABILITY HCACHE_THREAD_ANNOTATION(scoped_lockable)
 #define HCACHE_GUARDED_BY(m) HCACHE_THREAD_ANNOTATION(guarded_by(m))
+#define HCACHE_PT_GUARDED_BY(m) HCACHE_THREAD_ANNOTATION(pt_guarded_by(m))
 #define HCACHE_REQUIRES(...) HCACHE_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
 #define HCACHE_EXCLUDES(...) HCACHE_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define HCACHE_ACQUIRE(...) HCACHE_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
 #define HCACHE_RELEASE(...) HCACHE_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
 #define HCACHE_ACQUIRED_AFTER(...) HCACHE_THREAD_ANNOTATION(acquired_after(__VA_ARGS__))
+#define HCACHE_ASSERT_CAPABILITY(x) HCACHE_THREAD_ANNOTATION(assert_capability(x))
+// For a function that takes a lock for its caller to release later; a comment says who does.
+#define HCACHE_NO_THREAD_SAFETY_ANALYSIS HCACHE_THREAD_ANNOTATION(no_thread_safety_analysis)
 
 namespace hcache {
 
@@ -30,6 +34,8 @@ class HCACHE_CAPABILITY Mutex {
  public:
   void lock() HCACHE_ACQUIRE() { mutex_.lock(); }
   void unlock() HCACHE_RELEASE() { mutex_.unlock(); }
+  // Tells the analysis what it can't see: the lock is held here. Does nothing.
+  void assert_held() const HCACHE_ASSERT_CAPABILITY(this) {}
 
  private:
   friend class CondVar;

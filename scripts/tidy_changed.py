@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""clang-tidy on what changed since a base, within so many minutes; its warnings are errors.
+
+    tidy_changed.py BUILD_DIR [--base REVISION] [--minutes N] [--list]
+
+Changed sources come first, then one file for each changed header, then all other files that include
+one. What the time does not allow is named. Without a base: where the default branch of `origin` has
+commits that this checkout lacks or the other way round, their common ancestor; on that very branch the
+last few commits. What is not committed counts as changed.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAST_COMMITS = 5  # of a checkout that is the default branch itself
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+
+
+def git(*args: str) -> str:
+    """A command's output; empty where it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True,
+                          check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def find_base() -> str:
+    """What to compare with when nobody says."""
+    head = git("rev-parse", "HEAD")
+    for branch in ("origin/HEAD", "origin/main", "origin/master"):
+        ancestor = git("merge-base", "HEAD", branch)
+        if ancestor and ancestor != head:
+            return ancestor
+    for n in range(LAST_COMMITS, 0, -1):
+        if git("rev-parse", "--verify", "--quiet", f"HEAD~{n}"):
+            return f"HEAD~{n}"
+    return EMPTY_TREE  # no history: all of it is new
+
+
+def changed_since(base: str) -> set[pathlib.Path]:
+    """Files that differ from the base, those that are not committed included."""
+    names = git("diff", "--name-only", "--diff-filter=d", base).splitlines()
+    names += git("ls-files", "--others", "--exclude-standard").splitlines()
+    return {ROOT / name for name in names}
+
+
+def sources_of(build: pathlib.Path) -> dict[pathlib.Path, str]:
+    """The project's compiled files, and the objects that the build names them by."""
+    out = {}
+    for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
+        path = pathlib.Path(entry["directory"], entry["file"]).resolve()
+        if path.is_relative_to(ROOT) and "build" not in path.relative_to(ROOT).parts:
+            words = entry.get("arguments") or shlex.split(entry["command"])
+            out[path] = words[words.index("-o") + 1]
+    return out
+
+
+def headers_of(build: pathlib.Path) -> dict[str, set[pathlib.Path]]:
+    """By object: the project's headers that it was compiled from, as the build has noted them."""
+    done = subprocess.run(["ninja", "-C", str(build), "-t", "deps"], capture_output=True, text=True,
+                          check=True)
+    out: dict[str, set[pathlib.Path]] = {}
+    of: set[pathlib.Path] = set()
+    for line in done.stdout.splitlines():
+        if line and not line[0].isspace() and ": #deps" in line:
+            of = out.setdefault(line.split(": #deps")[0], set())
+        elif line.strip().endswith(".h") and not line.strip().startswith("/usr/"):
+            path = pathlib.Path(os.path.normpath(build / line.strip()))
+            if path.is_relative_to(ROOT):
+                of.add(path)
+    return out
+
+
+def in_order(changed: set[pathlib.Path], build: pathlib.Path) -> list[pathlib.Path]:
+    """Files to check, the most telling first."""
+    sources = sources_of(build)
+    order = sorted(path for path in sources if path in changed)
+    headers = {path for path in changed if path.suffix == ".h"}
+    if not headers:
+        return order
+    includes = headers_of(build)
+    users = {path: includes.get(output, set()) & headers for path, output in sources.items()}
+    covered = set().union(*(users[path] for path in order)) if order else set()
+    rest = sorted(path for path, used in users.items() if used and path not in order)
+    for header in sorted(headers - covered):
+        if header in covered:
+            continue
+        using = [path for path in rest if header in users[path]]
+        if not using:
+            continue
+        # A file of the header's own name, or the one that covers most of what is missing.
+        best = max(using, key=lambda p: (p.stem == header.stem, len(users[p] - covered)))
+        order.append(best)
+        covered |= users[best]
+        rest.remove(best)
+    return order + rest
+
+
+def check(path: pathlib.Path, build: pathlib.Path) -> tuple[bool, str]:
+    done = subprocess.run(["clang-tidy", "--quiet", "--extra-arg=-Wno-unknown-warning-option",
+                           "-p", str(build), str(path)], capture_output=True, text=True, check=False)
+    return done.returncode == 0, done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("--base", default="")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--list", action="store_true", help="only say what would be checked")
+    args = parser.parse_args()
+    base = args.base or find_base()
+    if base != EMPTY_TREE and not git("rev-parse", "--verify", "--quiet", base + "^{commit}"):
+        print(f"tidy: there is no revision '{base}': name one with BASE=", file=sys.stderr)
+        return 2
+    build = args.build.resolve()
+    files = in_order(changed_since(base), build)
+    if args.list:
+        for path in files:
+            print(path.relative_to(ROOT))
+        return 0
+    print(f"tidy: {len(files)} files changed since {base}, or include what did")
+    end = time.monotonic() + 60 * args.minutes
+    left_out = []
+    failed = []
+    lock = threading.Lock()
+
+    def run(path: pathlib.Path) -> None:
+        name = str(path.relative_to(ROOT))
+        if time.monotonic() > end:
+            with lock:
+                left_out.append(name)
+            return
+        ok, report = check(path, build)
+        with lock:
+            print(f"tidy: {name}", flush=True)
+            if not ok:
+                failed.append(name)
+                print(report, flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count() or 1))) \
+            as pool:
+        list(pool.map(run, files))
+    if left_out:
+        print(f"tidy: left out after {args.minutes:g} minutes (make tidy-changed MINUTES=N for more): "
+              f"{len(left_out)} files: {' '.join(sorted(left_out))}")
+    if failed:
+        print(f"tidy: {len(failed)} files fail: {' '.join(failed)}")
+        return 1
+    print(f"tidy: ok ({len(files) - len(left_out)} files)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
