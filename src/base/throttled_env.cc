@@ -155,30 +155,32 @@ class ThrottledEnv::ThrottledQueue final : public IoQueue {
     link_.advance();
     std::int64_t wait_ns = 0;
     const double piece = link_.rate * kReportS;
-    std::erase_if(transfers_, [&](const std::unique_ptr<Transfer>& transfer) {
-      if (!transfer->arrived) return false;
-      IoCompletion& completion = transfer->completion;
-      if (transfer->cancelled && completion.status.ok()) {
-        completion.status = hcache::cancelled("the read was cancelled");
-        completion.bytes = 0;
-      }
-      if (transfer->cancelled || transfer->done()) {
-        link_.remove(transfer.get());
-        out->push_back(std::move(completion));
-        return true;
-      }
-      if (transfer->carried >= transfer->reported + piece) {
-        transfer->reported = transfer->carried;
-        out->push_back({.tag = transfer->tag,
-                        .status = {},
-                        .bytes = static_cast<std::size_t>(transfer->carried),
-                        .partial = true});
-      }
-      const double next = std::min(transfer->length, transfer->reported + piece);
-      const std::int64_t ns = std::max<std::int64_t>(1, link_.ns_until(*transfer, next));
-      wait_ns = wait_ns == 0 ? ns : std::min(wait_ns, ns);
-      return false;
-    });
+    const auto complete =
+        [&](const std::unique_ptr<Transfer>& transfer) HCACHE_REQUIRES(link_.mutex) {
+          if (!transfer->arrived) return false;
+          IoCompletion& completion = transfer->completion;
+          if (transfer->cancelled && completion.status.ok()) {
+            completion.status = hcache::cancelled("the read was cancelled");
+            completion.bytes = 0;
+          }
+          if (transfer->cancelled || transfer->done()) {
+            link_.remove(transfer.get());
+            out->push_back(std::move(completion));
+            return true;
+          }
+          if (transfer->carried >= transfer->reported + piece) {
+            transfer->reported = transfer->carried;
+            out->push_back({.tag = transfer->tag,
+                            .status = {},
+                            .bytes = static_cast<std::size_t>(transfer->carried),
+                            .partial = true});
+          }
+          const double next = std::min(transfer->length, transfer->reported + piece);
+          const std::int64_t ns = std::max<std::int64_t>(1, link_.ns_until(*transfer, next));
+          wait_ns = wait_ns == 0 ? ns : std::min(wait_ns, ns);
+          return false;
+        };
+    std::erase_if(transfers_, complete);
     return wait_ns;
   }
 
