@@ -85,9 +85,12 @@ def options_of(entry: dict) -> list[str]:
     return out
 
 
-def check(entry: dict, extra: list[str]) -> str:
-    """What clang has to say about a file."""
-    command = ["clang++", *options_of(entry), *CHECKS, *extra, entry["file"]]
+def check(entry: dict, parsed: list[str]) -> str:
+    """What clang has to say about a file; `parsed` are the options that give it the common headers."""
+    options = options_of(entry)
+    if any(option.startswith("-m") for option in options):
+        parsed = []  # clang refuses it for another instruction set
+    command = ["clang++", *options, *CHECKS, *parsed, entry["file"]]
     done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True,
                           check=False)
     return done.stderr if done.returncode != 0 else ""
