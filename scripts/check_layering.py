@@ -23,16 +23,16 @@ LADDER = {
     "engine": {"base", "model", "ggml"},
     "state": {"base", "policy", "store", "model", "engine", "ggml"},
     "scheduler": {"base", "policy"},
+    "serving": {"base", "policy", "store", "model", "engine", "state", "scheduler"},
     "sim": {"base", "policy", "scheduler"},
-    # Below `server`: bytes on a socket; JSON and text; what was said before; the engine behind the
-    # scheduler. server/service joins them.
+    # Below `server`: bytes on a socket; JSON and text; what was said before. server/service joins
+    # them with what runs requests.
     "server/http": {"base"},
-    "server/api": {"base", "model"},
+    "server/api": {"base", "policy", "model"},
     "server/page": set(),
     "server/conversations": {"base", "model", "store"},
-    "server/executor": {"base", "policy", "store", "model", "engine", "state", "scheduler"},
-    "server": {"base", "policy", "store", "model", "engine", "state", "scheduler", "server/http",
-               "server/api", "server/page", "server/conversations", "server/executor"},
+    "server": {"base", "policy", "store", "model", "engine", "state", "scheduler", "serving",
+               "server/http", "server/api", "server/page", "server/conversations"},
 }
 EVERYTHING = set(LADDER) | {"ggml", "llama"}
 # Headers are named after the last folder: "http/server.h" belongs to server/http.

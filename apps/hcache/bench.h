@@ -52,6 +52,9 @@ void warn_of_debug_build();
 [[nodiscard]] Status report(const BenchArgs& args, const Json& results,
                             const std::vector<std::vector<std::string>>& table);
 
+// Drops an idle sequence from the arena.
+[[nodiscard]] Status release_idle(serving::Serving& serving, scheduler::SeqId seq);
+
 // With --paced: says "ready" and waits for a line before each repetition, so that a script can let
 // another program take its turn. At the end of the input it waits no more.
 void wait_for_turn(const BenchArgs& args);

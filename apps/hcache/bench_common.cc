@@ -2,6 +2,7 @@
 #include <ggml.h>
 
 #include <algorithm>
+#include <future>
 #include <random>
 
 #include "base/cpu_target.h"
@@ -58,6 +59,15 @@ Status report(const BenchArgs& args, const Json& results,
   }
   if (args.json_file.empty()) return {};
   return write_json(results, args.json_file);
+}
+
+Status release_idle(serving::Serving& serving, scheduler::SeqId seq) {
+  std::promise<Status> done;
+  serving.scheduler().visit_idle(seq, /*release=*/true,
+                                 [&done](const Result<scheduler::IdleSequence>& sequence) {
+                                   done.set_value(sequence.status());
+                                 });
+  return done.get_future().get();
 }
 
 void wait_for_turn(const BenchArgs& args) {

@@ -15,23 +15,6 @@
 namespace hcache::cli {
 namespace {
 
-// Appends tokens straight on the engine; the last token's logits.
-Result<std::vector<float>> forward(engine::Engine& engine, engine::SeqId seq,
-                                   std::span<const int32_t> tokens) {
-  const auto step = static_cast<size_t>(engine.options().max_batch_rows);
-  std::vector<float> logits;
-  for (size_t i = 0; i < tokens.size(); i += step) {
-    engine::BatchItem item;
-    item.seq = seq;
-    item.tokens = tokens.subspan(i, std::min(step, tokens.size() - i));
-    const bool last = i + step >= tokens.size();
-    item.output = last ? engine::BatchItem::Output::kLast : engine::BatchItem::Output::kNone;
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits out, engine.decode(std::span(&item, 1)));
-    if (last) logits.assign(out.rows.at(0).begin(), out.rows.at(0).end());
-  }
-  return logits;
-}
-
 std::vector<double> milliseconds(std::vector<double> seconds) {
   for (double& s : seconds) s *= 1e3;
   return seconds;
@@ -39,7 +22,6 @@ std::vector<double> milliseconds(std::vector<double> seconds) {
 
 // What the uninterrupted run had and said.
 struct Reference {
-  engine::SeqId seq = -1;  // holds the history
   std::vector<std::byte> kv;
   std::vector<std::vector<float>> logits;  // after the new tokens, then after each greedy one
   std::vector<int32_t> reply;
@@ -62,7 +44,7 @@ struct RestoreRow {
   bool resident = false;
   std::string link;
   double link_bytes_per_s = 0;
-  state::RestoreReport report;
+  policy::RestoreRecord record;
   std::vector<double> ttft_s;
   std::vector<double> predicted_s;  // every restore corrects what the next one is predicted from
   std::vector<double> restore_s;
@@ -71,22 +53,31 @@ struct RestoreRow {
   Fidelity fidelity;
 };
 
+// One request and what was seen of it on the engine's thread.
+struct Run {
+  scheduler::Outcome outcome;
+  double ttft_s = 0;                       // from its submission to the first token's logits
+  std::vector<std::vector<float>> logits;  // that each of its tokens was chosen from
+};
+
 class RestoreBench {
  public:
-  RestoreBench(const BenchArgs& args, ThrottledEnv& env, state::Runtime& runtime,
+  RestoreBench(const BenchArgs& args, ThrottledEnv& env, serving::Serving& serving,
                TokenSource source)
       : args_(args),
         env_(env),
-        runtime_(runtime),
-        engine_(runtime.engine()),
+        serving_(serving),
+        model_(serving.runtime().model()),
+        n_layer_(serving.runtime().engine().n_layer()),
         source_(std::move(source)) {}
 
   Status measure(int64_t history, int64_t conversation, ProgressLine& line) {
+    line_ = &line;
     history_ = history;
     conversation_ = conversation;
     const auto seed = static_cast<uint32_t>(history + 100003 * conversation + 1);
     HCACHE_ASSIGN_OR_RETURN(tokens_, source_.take(history + args_.new_tokens, seed));
-    HCACHE_RETURN_IF_ERROR(make_reference(line));
+    HCACHE_RETURN_IF_ERROR(make_reference());
     HCACHE_ASSIGN_OR_RETURN(std::vector<RestoreRow> rows, make_rows());
     // Rep -1 verifies and warms up.
     const int64_t runs = (args_.reps + 1) * static_cast<int64_t>(rows.size());
@@ -97,17 +88,14 @@ class RestoreBench {
         // Every other time in the reverse order: a run that follows another program finds cold
         // caches.
         RestoreRow& row = rows[rep % 2 == 0 ? i : rows.size() - 1 - i];
-        // One line for all of them: a restore that takes long shows how far it is itself.
-        const auto progress = [&, first = done++](double of_this) {
-          return line.update(fmt::format("history {}: restoring", history),
-                             (static_cast<double>(first) + of_this) / static_cast<double>(runs));
-        };
-        if (!progress(0)) return cancelled("interrupted");
-        HCACHE_RETURN_IF_ERROR(run(row, rep < 0, progress));
+        const std::string what =
+            fmt::format("history {}: restoring ({} of {})", history, ++done, runs);
+        if (!line.update(what, 0)) return cancelled("interrupted");
+        HCACHE_RETURN_IF_ERROR(run(row, rep < 0, what));
       }
     }
     for (const RestoreRow& row : rows) add_row(row);
-    return runtime_.finish(reference_.seq);
+    return release_idle(serving_, resident_);
   }
 
   [[nodiscard]] const Json& json() const { return json_; }
@@ -118,7 +106,7 @@ class RestoreBench {
     std::vector<RestoreRow> rows;
     for (const std::string& link : args_.links) {
       HCACHE_ASSIGN_OR_RETURN(const Link parsed, parse_link(link));
-      const double rate = parsed.bytes_per_s(runtime_.profile());
+      const double rate = parsed.bytes_per_s(serving_.runtime().profile());
       for (const std::string& method : args_.methods) {
         RestoreRow row;
         row.method = method;
@@ -137,103 +125,153 @@ class RestoreBench {
     return rows;
   }
 
-  // Prefill, then decode, as a conversation does; saved on the way.
-  Status make_reference(ProgressLine& line) {
-    reference_ = {};
-    const int64_t decoded = std::min(args_.decoded, history_ - 1);
-    state::StartOptions start;
-    start.mode = policy::Mode::kRecompute;
-    start.progress = [&](double f) {
-      return line.update(fmt::format("history {}: uninterrupted run", history_), f);
+  // Runs a request whose tokens are chosen by `choose` (may be empty: the likeliest), and keeps the
+  // logits. Its sequence stays in the arena.
+  Result<Run> submit(scheduler::Request request, const std::string& what,
+                     const std::function<int32_t(size_t)>& choose = {}) {
+    Run run;
+    double begin = 0;
+    request.salt = own_salt(args_.runtime.salt);
+    request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
+      const size_t n = run.logits.size();
+      if (n == 0) run.ttft_s = now_s() - begin;
+      run.logits.emplace_back(logits.begin(), logits.end());
+      return scheduler::NextToken{
+          .token = choose ? choose(n) : model::argmax(logits), .stop = false, .finish_reason = {}};
     };
-    HCACHE_ASSIGN_OR_RETURN(const state::Started started,
-                            runtime_.start(part(tokens_, 0, history_ - decoded), start));
-    reference_.seq = started.seq;
-    for (int64_t i = history_ - decoded; i < history_; i++) {
-      if (interrupted()) return cancelled("interrupted");
-      HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens_, i, i + 1)).status());
-    }
-    HCACHE_RETURN_IF_ERROR(runtime_.flush());
-    HCACHE_ASSIGN_OR_RETURN(reference_.kv, read_kv(reference_.seq));
+    request.on_state = [&](scheduler::Phase, double fraction) { tell(what, fraction); };
+    begin = now_s();
+    HCACHE_ASSIGN_OR_RETURN(run.outcome,
+                            serving_.run(std::move(request), [] { return !interrupted(); }));
+    HCACHE_RETURN_IF_ERROR(run.outcome.status);
+    return run;
+  }
 
-    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId fork,
-                            engine_.fork_sequence(reference_.seq, history_));
-    HCACHE_ASSIGN_OR_RETURN(std::vector<float> logits, forward(engine_, fork, new_tokens()));
-    for (int64_t i = 0; i < args_.greedy; i++) {
+  void tell(const std::string& what, double fraction) { line_->update(what, fraction); }
+
+  // Prefill, then decode, as a conversation does; saved on the way. What answers the new tokens is
+  // forked off unsaved, so that the store has the history alone, and stays for the resident method.
+  Status make_reference() {
+    reference_ = {};
+    const std::string what = fmt::format("history {}: uninterrupted run", history_);
+    const int64_t decoded = std::min(args_.decoded, history_ - 1);
+    scheduler::Request held;
+    held.tokens.assign(tokens_.begin(), tokens_.begin() + (history_ - decoded));
+    held.cache = scheduler::CacheUse::kNone;
+    // The last token that is chosen is not computed any more.
+    held.max_new_tokens = decoded + 1;
+    HCACHE_ASSIGN_OR_RETURN(const Run history, submit(std::move(held), what, [&](size_t n) {
+                              return tokens_[static_cast<size_t>(history_ - decoded) + n];
+                            }));
+    HCACHE_RETURN_IF_ERROR(serving_.flush());
+    HCACHE_ASSIGN_OR_RETURN(reference_.kv, read_kv(history.outcome.seq));
+
+    scheduler::Request asked = whole_request();
+    asked.cache = scheduler::CacheUse::kAll;
+    HCACHE_ASSIGN_OR_RETURN(Run answered, submit(std::move(asked), what));
+    reference_.logits = std::move(answered.logits);
+    for (const std::vector<float>& logits : reference_.logits) {
       reference_.reply.push_back(model::argmax(logits));
-      reference_.logits.push_back(std::move(logits));
-      if (i + 1 == args_.greedy) break;
-      HCACHE_ASSIGN_OR_RETURN(logits,
-                              forward(engine_, fork, std::span(&reference_.reply.back(), 1)));
     }
-    return engine_.release_sequence(fork);
+    resident_ = answered.outcome.seq;
+    return release_idle(serving_, history.outcome.seq);
   }
 
-  [[nodiscard]] std::span<const int32_t> new_tokens() const {
-    return part(tokens_, history_, history_ + args_.new_tokens);
+  // History and new tokens, and the answer to them; nothing of it is saved.
+  [[nodiscard]] scheduler::Request whole_request() const {
+    scheduler::Request request;
+    request.tokens = tokens_;
+    request.max_new_tokens = args_.greedy;
+    request.save = false;
+    return request;
   }
 
-  Result<std::vector<std::byte>> read_kv(engine::SeqId seq) {
-    const size_t row = engine_.kv_row_bytes();
-    const size_t half = row * static_cast<size_t>(history_);
-    std::vector<std::byte> kv(2 * half * static_cast<size_t>(engine_.n_layer()));
-    for (int layer = 0; layer < engine_.n_layer(); layer++) {
-      std::byte* k = kv.data() + 2 * half * static_cast<size_t>(layer);
-      HCACHE_RETURN_IF_ERROR(
-          engine_.read_kv(seq, layer, 0, static_cast<int>(history_), k, k + half));
-    }
+  Result<std::vector<std::byte>> read_kv(scheduler::SeqId seq) {
+    std::vector<std::byte> kv;
+    HCACHE_RETURN_IF_ERROR(serving_.on_engine([&](state::Runtime& runtime) {
+      engine::Engine& engine = runtime.engine();
+      const size_t half = engine.kv_row_bytes() * static_cast<size_t>(history_);
+      kv.resize(2 * half * static_cast<size_t>(n_layer_));
+      for (int layer = 0; layer < n_layer_; layer++) {
+        std::byte* k = kv.data() + 2 * half * static_cast<size_t>(layer);
+        HCACHE_RETURN_IF_ERROR(
+            engine.read_kv(seq, layer, 0, static_cast<int>(history_), k, k + half));
+      }
+      return Status();
+    }));
     return kv;
   }
 
-  Status run(RestoreRow& row, bool verify, const std::function<bool(double)>& progress) {
-    engine::SeqId seq = -1;
-    std::vector<float> logits;
-    state::RestoreReport report;
-    double ttft = 0;
+  // The continuation is forced along the reference's, so that every position is comparable.
+  Status run(RestoreRow& row, bool verify, const std::string& what) {
+    scheduler::Request request = whole_request();
+    request.cache = row.resident ? scheduler::CacheUse::kAll : scheduler::CacheUse::kSaved;
+    request.restore = {.mode = row.mode, .token_rounding = row.token_rounding};
+    if (!verify) request.max_new_tokens = 1;
+    env_.set_read_bytes_per_s(row.link_bytes_per_s);
     if (row.resident) {
-      HCACHE_ASSIGN_OR_RETURN(seq, engine_.fork_sequence(reference_.seq, history_));
-      HCACHE_RETURN_IF_ERROR(engine_.synchronize());
-      const double begin = now_s();
-      HCACHE_ASSIGN_OR_RETURN(logits, forward(engine_, seq, new_tokens()));
-      ttft = now_s() - begin;
-      report.prefilled_tokens = args_.new_tokens;
-      report.schedule = "-";
-      report.compute_busy_s = ttft;
+      HCACHE_RETURN_IF_ERROR(drop_new_tokens(what));
     } else {
-      state::StartOptions start;
-      start.mode = row.mode;
-      start.token_rounding = row.token_rounding;
-      start.save = false;
-      start.progress = progress;
-      engine_.forget_tokens();  // a new process knows none
-      env_.set_read_bytes_per_s(row.link_bytes_per_s);
-      const double begin = now_s();
-      HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(tokens_, start));
-      ttft = now_s() - begin;
-      seq = started.seq;
-      logits = std::move(started.logits);
-      report = std::move(started.report);
+      HCACHE_RETURN_IF_ERROR(serving_.on_engine([](state::Runtime& runtime) {
+        runtime.engine().forget_tokens();  // a new process knows none
+        return Status();
+      }));
     }
+    HCACHE_ASSIGN_OR_RETURN(const Run run, submit(std::move(request), what,
+                                                  [&](size_t n) { return reference_.reply[n]; }));
     if (verify) {
-      HCACHE_ASSIGN_OR_RETURN(row.fidelity, compare(seq, std::move(logits)));
+      HCACHE_ASSIGN_OR_RETURN(row.fidelity, compare(run));
     } else {
-      row.report = report;
-      row.ttft_s.push_back(ttft);
-      row.predicted_s.push_back(report.predicted_s);
-      row.restore_s.push_back(report.restore_s);
-      row.io_busy.push_back(report.io_busy_s / ttft);
-      row.compute_busy.push_back(report.compute_busy_s / ttft);
+      const scheduler::Outcome& outcome = run.outcome;
+      row.record = outcome.restores.empty() ? policy::RestoreRecord() : outcome.restores.back();
+      if (row.resident) row.record.schedule = "-";
+      if (row.mode == policy::Mode::kRecompute) {
+        HCACHE_ASSIGN_OR_RETURN(row.record, prefill_plan());
+      }
+      row.ttft_s.push_back(run.ttft_s);
+      row.predicted_s.push_back(row.record.predicted_first_s);
+      row.restore_s.push_back(row.record.restore_s);
+      row.io_busy.push_back(row.record.io_busy_s / run.ttft_s);
+      row.compute_busy.push_back((row.record.compute_busy_s + outcome.prefill_s) / run.ttft_s);
     }
-    return row.resident ? engine_.release_sequence(seq) : runtime_.finish(seq);
+    if (row.resident) {
+      resident_ = run.outcome.seq;
+      return {};
+    }
+    return release_idle(serving_, run.outcome.seq);
   }
 
-  // The continuation is forced along the reference's, so that every position is comparable.
-  Result<Fidelity> compare(engine::SeqId seq, std::vector<float> logits) {
+  // The resident sequence holds what the new tokens have in common with another one: the history.
+  Status drop_new_tokens(const std::string& what) {
+    scheduler::Request other = whole_request();
+    other.tokens.resize(static_cast<size_t>(history_ + 1));
+    other.tokens.back() = other.tokens.back() == 0 ? 1 : 0;
+    other.max_new_tokens = 0;
+    HCACHE_ASSIGN_OR_RETURN(const Run run, submit(std::move(other), what));
+    resident_ = run.outcome.seq;
+    return {};
+  }
+
+  // What the planner expects of computing everything: there is no restore that would tell.
+  Result<policy::RestoreRecord> prefill_plan() {
+    policy::RestoreRecord record;
+    HCACHE_RETURN_IF_ERROR(serving_.on_engine([&](state::Runtime& runtime) -> Status {
+      HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
+                              runtime.plan(tokens_, {}, {.mode = policy::Mode::kRecompute}));
+      record.schedule = planned.plan.schedule;
+      record.predicted_first_s = planned.plan.predicted.makespan_s;
+      return {};
+    }));
+    return record;
+  }
+
+  Result<Fidelity> compare(const Run& run) {
     Fidelity f;
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv, read_kv(seq));
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv, read_kv(run.outcome.seq));
     f.kv_identical = kv == reference_.kv;
     for (size_t i = 0; i < reference_.reply.size(); i++) {
       const std::vector<float>& expected = reference_.logits[i];
+      const std::vector<float>& logits = run.logits.at(i);
       f.greedy_total++;
       const int32_t choice = model::argmax(logits);
       if (choice == reference_.reply[i]) {
@@ -247,17 +285,16 @@ class RestoreBench {
                                                                static_cast<double>(logits[j])));
       }
       f.mean_kl += model::kl_divergence(expected, logits);
-      if (i + 1 == reference_.reply.size()) break;
-      HCACHE_ASSIGN_OR_RETURN(logits, forward(engine_, seq, std::span(&reference_.reply[i], 1)));
     }
     f.mean_kl /= static_cast<double>(f.greedy_total);
     return f;
   }
 
   void add_row(const RestoreRow& row) {
-    const model::Model& model = runtime_.model();
+    const model::Model& model = model_;
     const double per_token =
-        static_cast<double>(row.report.page_bytes) / static_cast<double>(history_);
+        static_cast<double>(row.record.hidden_pages.total() + row.record.kv_pages.total()) /
+        static_cast<double>(history_);
     const double predicted_ms = median(row.predicted_s) * 1e3;
     json_.push_back({{"model", std::filesystem::path(model.path()).filename().string()},
                      {"type", model.type_name()},
@@ -267,12 +304,12 @@ class RestoreBench {
                      {"conversation", conversation_},
                      {"new", args_.new_tokens},
                      {"method", row.method},
-                     {"schedule", row.report.schedule},
+                     {"schedule", row.record.schedule},
                      {"link", row.link},
                      {"link_bytes_per_s",
                       row.link_bytes_per_s > 0 ? Json(row.link_bytes_per_s) : Json(nullptr)},
                      {"bytes_per_token", per_token},
-                     {"bytes_read", row.report.bytes_read},
+                     {"bytes_read", row.record.read.disk},
                      {"restore_ms", spread(row.restore_s, 1e3)},
                      {"ttft_ms", spread(row.ttft_s, 1e3)},
                      {"ttft_samples_ms", milliseconds(row.ttft_s)},
@@ -289,9 +326,9 @@ class RestoreBench {
     table_.push_back(
         {fmt::format("{}", history_),
          row.link_bytes_per_s > 0 ? format_rate(row.link_bytes_per_s) : "none", row.method,
-         row.report.schedule, fmt::format("{:.1f}", median(row.ttft_s) * 1e3),
+         row.record.schedule, fmt::format("{:.1f}", median(row.ttft_s) * 1e3),
          predicted_ms > 0 ? fmt::format("{:.1f}", predicted_ms) : "-",
-         fmt::format("{:.1f}", median(row.restore_s) * 1e3), format_bytes(row.report.bytes_read),
+         fmt::format("{:.1f}", median(row.restore_s) * 1e3), format_bytes(row.record.read.disk),
          fmt::format("{:.0f} %", median(row.io_busy) * 100),
          fmt::format("{:.0f} %", median(row.compute_busy) * 100),
          row.fidelity.kv_identical ? "identical" : "differs",
@@ -304,13 +341,16 @@ class RestoreBench {
 
   const BenchArgs& args_;
   ThrottledEnv& env_;
-  state::Runtime& runtime_;
-  engine::Engine& engine_;
+  serving::Serving& serving_;
+  const model::Model& model_;
+  const int n_layer_;
   TokenSource source_;
+  ProgressLine* line_ = nullptr;
   int64_t history_ = 0;
   int64_t conversation_ = 0;
   std::vector<int32_t> tokens_;
   Reference reference_;
+  scheduler::SeqId resident_ = scheduler::kNoSeq;  // holds the history, and is not saved
   Json json_ = Json::array();
   std::vector<std::vector<std::string>> table_ = {{"history", "link", "method", "schedule",
                                                    "TTFT ms", "predicted", "restore ms", "read",
@@ -347,21 +387,22 @@ Status bench_restore(BenchArgs args) {
   const Scratch scratch(args.runtime);
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
-  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(*runtime, args.text));
-  RestoreBench bench(args, env, *runtime, std::move(source));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
+  state::Runtime& runtime = serving->runtime();
+  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(runtime, args.text));
+  RestoreBench bench(args, env, *serving, std::move(source));
   for (const int64_t n : args.histories) {
     for (int64_t i = 0; i < args.conversations; i++) {
       HCACHE_RETURN_IF_ERROR(bench.measure(n, i, line));
     }
   }
   line.finish();
-  HCACHE_ASSIGN_OR_RETURN(Json stored, store_json(args, *runtime));
-  Json results = {{"machine", machine_json(*runtime)},
-                  {"gemm_flops_per_s", runtime->profile().gemm_flops_per_s},
+  HCACHE_ASSIGN_OR_RETURN(Json stored, store_json(args, runtime));
+  Json results = {{"machine", machine_json(runtime)},
+                  {"gemm_flops_per_s", runtime.profile().gemm_flops_per_s},
                   {"store", std::move(stored)},
                   {"rows", bench.json()}};
-  HCACHE_RETURN_IF_ERROR(runtime->close());
+  HCACHE_RETURN_IF_ERROR(serving->close());
   return report(args, results, bench.table());
 }
 

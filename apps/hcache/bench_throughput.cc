@@ -20,8 +20,11 @@ struct Speeds {
 
 class ThroughputBench {
  public:
-  ThroughputBench(const BenchArgs& args, state::Runtime& runtime, TokenSource source)
-      : args_(args), runtime_(runtime), source_(std::move(source)) {}
+  ThroughputBench(const BenchArgs& args, serving::Serving& serving, TokenSource source)
+      : args_(args),
+        serving_(serving),
+        model_(serving.runtime().model()),
+        source_(std::move(source)) {}
 
   Status run(ProgressLine& line) {
     for (const int64_t depth : args_.depths) HCACHE_RETURN_IF_ERROR(save_depth(depth, line));
@@ -66,8 +69,8 @@ class ThroughputBench {
       const auto& [depth, capture, prompt] = key;
       if (prompt == 0) continue;
       const Speeds& decode = speeds_.at({depth, capture, 0});
-      Json one = {{"model", std::filesystem::path(runtime_.model().path()).filename().string()},
-                  {"type", runtime_.model().type_name()},
+      Json one = {{"model", std::filesystem::path(model_.path()).filename().string()},
+                  {"type", model_.type_name()},
                   {"prompt", prompt},
                   {"gen", args_.gen},
                   {"depth", depth},
@@ -92,32 +95,56 @@ class ThroughputBench {
   }
 
  private:
+  // Runs a request that computes its prompt, and then so many of the `forced` tokens one at a time.
+  Result<scheduler::SeqId> compute(std::vector<int32_t> tokens, bool save,
+                                   scheduler::CacheUse cache,
+                                   std::span<const int32_t> forced = {}) {
+    scheduler::Request request;
+    request.tokens = std::move(tokens);
+    request.salt = own_salt(args_.runtime.salt);
+    request.save = save;
+    request.cache = cache;
+    // The last token that is chosen is not computed.
+    request.max_new_tokens = static_cast<int64_t>(forced.size()) + 1;
+    request.next = [forced,
+                    n = size_t{0}](std::span<const float>) mutable -> Result<scheduler::NextToken> {
+      const bool last = n == forced.size();
+      return scheduler::NextToken{
+          .token = last ? 0 : forced[n++], .stop = last, .finish_reason = {}};
+    };
+    HCACHE_ASSIGN_OR_RETURN(const scheduler::Outcome outcome,
+                            serving_.run(std::move(request), [] { return !interrupted(); }));
+    HCACHE_RETURN_IF_ERROR(outcome.status);
+    return outcome.seq;
+  }
+
   // Depth comes out of the store: restoring it is much faster than computing it for every run.
   Status save_depth(int64_t depth, ProgressLine& line) {
     HCACHE_ASSIGN_OR_RETURN(depth_tokens_[depth], source_.take(depth, kDepthSeed));
     if (depth == 0) return {};
-    state::StartOptions start;
-    start.progress = [&](double f) { return line.update(fmt::format("depth {}", depth), f); };
-    HCACHE_ASSIGN_OR_RETURN(const state::Started started,
-                            runtime_.start(depth_tokens_[depth], start));
-    HCACHE_RETURN_IF_ERROR(runtime_.finish(started.seq));
-    return runtime_.flush();
+    if (!line.update(fmt::format("depth {}", depth), 0)) return cancelled("interrupted");
+    HCACHE_ASSIGN_OR_RETURN(const scheduler::SeqId seq, compute(depth_tokens_[depth], /*save=*/true,
+                                                                scheduler::CacheUse::kSaved));
+    HCACHE_RETURN_IF_ERROR(serving_.flush());
+    return release_idle(serving_, seq);
   }
 
   // Off means that the engine's graphs have no tap at all.
   Status set_capture(bool on) {
-    engine::Engine& engine = runtime_.engine();
-    if (!on) return engine.set_capture(nullptr, {});
-    engine::CaptureOptions options;
-    for (const policy::Encoding encoding : runtime_.save_plan().layers) {
-      uint8_t mask = 0;
-      if ((encoding & policy::kHasHidden) != 0) mask |= engine::kTapHidden;
-      if ((encoding & policy::kHasKv) != 0) mask |= engine::kTapKv;
-      options.layers.push_back(mask);
-    }
-    HCACHE_ASSIGN_OR_RETURN(options.hidden_type,
-                            state::parse_state_type(args_.runtime.state_type, engine));
-    return engine.set_capture(runtime_.saver(), options);
+    return serving_.on_engine([&](state::Runtime& runtime) -> Status {
+      engine::Engine& engine = runtime.engine();
+      if (!on) return engine.set_capture(nullptr, {});
+      engine::CaptureOptions options;
+      for (const policy::Encoding encoding : runtime.save_plan().layers) {
+        uint8_t mask = 0;
+        if ((encoding & policy::kHasHidden) != 0) mask |= engine::kTapHidden;
+        if ((encoding & policy::kHasKv) != 0) mask |= engine::kTapKv;
+        options.layers.push_back(mask);
+      }
+      HCACHE_ASSIGN_OR_RETURN(options.hidden_type,
+                              state::parse_state_type(args_.runtime.state_type, engine));
+      return engine.set_capture(runtime.saver(), options);
+    });
   }
 
   // A prompt of `prompt` tokens in batches, or with 0 --gen tokens one at a time.
@@ -125,31 +152,28 @@ class ThroughputBench {
     const int64_t n = prompt == 0 ? args_.gen : prompt;
     HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens, source_.take(n + 1, next_seed_++));
     std::vector<int32_t> chain = depth_tokens_.at(depth);
-    chain.push_back(tokens[0]);  // a start needs one token to compute
+    chain.push_back(tokens[0]);  // a prompt has at least one token to compute
     HCACHE_RETURN_IF_ERROR(set_capture(capture));
-    state::StartOptions start;
-    start.save = capture;
-    start.progress = [](double) { return !interrupted(); };
-    HCACHE_ASSIGN_OR_RETURN(const state::Started started, runtime_.start(chain, start));
+    HCACHE_RETURN_IF_ERROR(compute(chain, capture, scheduler::CacheUse::kSaved).status());
 
+    // It goes on from the sequence that stayed resident.
+    const std::span<const int32_t> rest = part(tokens, 1, n + 1);
+    const std::span<const int32_t> at_once = prompt > 0 ? rest : rest.first(1);
+    chain.insert(chain.end(), at_once.begin(), at_once.end());
     const double begin = now_s();
-    if (prompt > 0) {
-      HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens, 1, n + 1)).status());
-    } else {
-      for (int64_t i = 1; i <= n; i++) {
-        if (interrupted()) return cancelled("interrupted");
-        HCACHE_RETURN_IF_ERROR(runtime_.append(started.seq, part(tokens, i, i + 1)).status());
-      }
-    }
+    HCACHE_ASSIGN_OR_RETURN(const scheduler::SeqId seq,
+                            compute(std::move(chain), capture, scheduler::CacheUse::kAll,
+                                    rest.subspan(at_once.size())));
     out->tps.push_back(static_cast<double>(n) / (now_s() - begin));
-    HCACHE_RETURN_IF_ERROR(runtime_.flush());
+    HCACHE_RETURN_IF_ERROR(serving_.flush());
     if (capture) out->durable_tps.push_back(static_cast<double>(n) / (now_s() - begin));
-    return runtime_.finish(started.seq);
+    return release_idle(serving_, seq);
   }
 
   static constexpr uint32_t kDepthSeed = 1;
   const BenchArgs& args_;
-  state::Runtime& runtime_;
+  serving::Serving& serving_;
+  const model::Model& model_;
   TokenSource source_;
   uint32_t next_seed_ = 1000;
   std::map<int64_t, std::vector<int32_t>> depth_tokens_;
@@ -168,16 +192,16 @@ Status bench_throughput(BenchArgs args) {
   const Scratch scratch(args.runtime);
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
-  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(*runtime, args.text));
-  ThroughputBench bench(args, *runtime, std::move(source));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
+  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(serving->runtime(), args.text));
+  ThroughputBench bench(args, *serving, std::move(source));
   HCACHE_RETURN_IF_ERROR(bench.run(line));
   line.finish();
-  const Json machine = machine_json(*runtime);
+  const Json machine = machine_json(serving->runtime());
   Json rows = Json::array();
   std::vector<std::vector<std::string>> table;
   bench.results(&rows, &table);
-  HCACHE_RETURN_IF_ERROR(runtime->close());
+  HCACHE_RETURN_IF_ERROR(serving->close());
   return report(args, {{"machine", machine}, {"rows", rows}}, table);
 }
 

@@ -93,9 +93,9 @@ Status chat(const ChatArgs& args) {
   }
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
-                          Conversation::open(*runtime, args.runtime, args.session));
+                          Conversation::open(*serving, args.runtime, args.session));
   const bool terminal = isatty(STDIN_FILENO) == 1 && isatty(STDOUT_FILENO) == 1;
   if (terminal) {
     fmt::print(stderr, "{} tokens so far. One line per message; Ctrl-D ends.\n",
@@ -117,8 +117,8 @@ Status chat(const ChatArgs& args) {
   if (status.ok() && interrupted()) status = cancelled("interrupted");
   if (terminal) fmt::print("\n");
   // Whatever ended it, what was said is kept.
-  const Status closed = conversation->close();
-  const Status ended = runtime->close();
+  const Status closed = conversation->save();
+  const Status ended = serving->close();
   if (!status.ok()) return status;
   return closed.ok() ? ended : closed;
 }

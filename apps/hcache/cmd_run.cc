@@ -36,9 +36,9 @@ Status run(const RunArgs& args) {
   }
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
-                          Conversation::open(*runtime, args.runtime, args.session));
+                          Conversation::open(*serving, args.runtime, args.session));
   const auto print = [&](const std::string& piece) {
     if (args.json) return;
     fmt::print("{}", piece);
@@ -48,9 +48,9 @@ Status run(const RunArgs& args) {
       const Turn turn,
       args.raw ? conversation->complete(text, args.sampling, args.max_tokens, print)
                : conversation->say(text, args.system, args.sampling, args.max_tokens, print));
-  HCACHE_RETURN_IF_ERROR(conversation->close());
+  HCACHE_RETURN_IF_ERROR(conversation->save());
   Json saved;
-  if (const state::Saver* saver = runtime->saver(); saver != nullptr) {
+  if (const state::Saver* saver = serving->runtime().saver(); saver != nullptr) {
     const state::SaverStats stats = saver->stats();
     saved = {{"rows", stats.rows_captured},
              {"rows_skipped", stats.rows_skipped},
@@ -58,9 +58,10 @@ Status run(const RunArgs& args) {
              {"bytes_written", stats.bytes_written},
              {"write_ms", stats.write_s * 1e3}};
   }
-  HCACHE_RETURN_IF_ERROR(runtime->close());
+  const std::string model = serving->runtime().model().path();
+  HCACHE_RETURN_IF_ERROR(serving->close());
   if (args.json) {
-    Json json = {{"model", runtime->model().path()}, {"session", args.session}};
+    Json json = {{"model", model}, {"session", args.session}};
     json.update(to_json(turn));
     json["saved"] = saved;  // null where nothing is to be saved
     HCACHE_RETURN_IF_ERROR(write_json(json, ""));

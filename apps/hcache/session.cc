@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include "base/env.h"
@@ -109,17 +111,39 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   return o;
 }
 
-Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, ThrottledEnv& env,
-                                                     ProgressLine& line) {
+namespace {
+
+// The options of a runtime that tells its progress and slows `env` to --link.
+Result<state::RuntimeOptions> opened_options(const RuntimeArgs& args, ThrottledEnv& env,
+                                             ProgressLine& line) {
   HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.link));
   HCACHE_ASSIGN_OR_RETURN(state::RuntimeOptions options, runtime_options(args));
   options.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
   slow_to(link, env, &options);
+  return options;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, ThrottledEnv& env,
+                                                     ProgressLine& line) {
+  HCACHE_ASSIGN_OR_RETURN(const state::RuntimeOptions options, opened_options(args, env, line));
   auto runtime = state::Runtime::open(env, options);
   line.finish();
   return runtime;
+}
+
+Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args, ThrottledEnv& env,
+                                                       ProgressLine& line) {
+  serving::ServingOptions options;
+  HCACHE_ASSIGN_OR_RETURN(options.runtime, opened_options(args, env, line));
+  // A single conversation: the plan weighs what restoring little of it is worth.
+  options.scheduler.reuse.cheap_tokens = 0;
+  auto serving = serving::Serving::open(env, options);
+  line.finish();
+  return serving;
 }
 
 double Link::bytes_per_s(const state::CostProfile& profile) const {
@@ -147,20 +171,6 @@ double Turn::decode_tokens_per_s() const {
              : static_cast<double>(reply_tokens.size() - 1) / decode_s;
 }
 
-Json to_json(const state::RestoreReport& r) {
-  return {{"schedule", r.schedule},
-          {"restored_tokens", r.restored_tokens},
-          {"prefilled_tokens", r.prefilled_tokens},
-          {"bytes_read", r.bytes_read},
-          {"bytes_remote", r.bytes_remote},
-          {"restore_ms", r.restore_s * 1e3},
-          {"first_logits_ms", r.ttft_s * 1e3},
-          {"predicted_ms", r.predicted_s * 1e3},
-          {"io_busy_ms", r.io_busy_s * 1e3},
-          {"compute_busy_ms", r.compute_busy_s * 1e3},
-          {"damaged_pages", r.damaged_pages}};
-}
-
 Json to_json(const Turn& turn) {
   Json json = {{"history_tokens", turn.history_tokens},
                {"prompt_tokens", turn.prompt_tokens},
@@ -170,7 +180,19 @@ Json to_json(const Turn& turn) {
                {"finish", turn.finish},
                {"reply", turn.reply},
                {"reply_tokens", turn.reply_tokens}};
-  if (!turn.resident) json["restore"] = to_json(turn.report);
+  const policy::RestoreRecord& r = turn.record;
+  if (turn.resident) return json;
+  json["restore"] = {{"schedule", r.schedule},
+                     {"restored_tokens", r.restored_tokens},
+                     {"prefilled_tokens", turn.computed_tokens},
+                     {"bytes_read", r.read.disk},
+                     {"bytes_remote", r.read.remote},
+                     {"restore_ms", r.restore_s * 1e3},
+                     {"first_logits_ms", turn.first_logits_s * 1e3},
+                     {"predicted_ms", r.predicted_first_s * 1e3},
+                     {"io_busy_ms", r.io_busy_s * 1e3},
+                     {"compute_busy_ms", (r.compute_busy_s + turn.prefill_s) * 1e3},
+                     {"damaged_pages", r.damaged_pages}};
   return json;
 }
 
@@ -179,12 +201,12 @@ std::string summary(const Turn& turn) {
   if (turn.resident) {
     out = fmt::format("{} tokens resident, {} computed", turn.history_tokens, turn.prompt_tokens);
   } else {
-    const state::RestoreReport& r = turn.report;
+    const policy::RestoreRecord& r = turn.record;
     if (r.restored_tokens > 0) {
       out = fmt::format("{} tokens restored ({}, {}), ", r.restored_tokens, r.schedule,
-                        format_bytes(r.bytes_read));
+                        format_bytes(r.read.disk));
     }
-    out += fmt::format("{} computed", r.prefilled_tokens);
+    out += fmt::format("{} computed", turn.computed_tokens);
   }
   out += fmt::format("; first token after {:.2f} s", turn.ttft_s);
   if (turn.decode_tokens_per_s() > 0) {
@@ -193,30 +215,32 @@ std::string summary(const Turn& turn) {
   return out;
 }
 
-Result<std::unique_ptr<Conversation>> Conversation::open(state::Runtime& runtime,
+Result<std::unique_ptr<Conversation>> Conversation::open(serving::Serving& serving,
                                                          const RuntimeArgs& args,
                                                          const std::string& name) {
-  std::unique_ptr<Conversation> c(new Conversation(runtime, args, name));
-  HCACHE_ASSIGN_OR_RETURN(c->tokenizer_, model::Tokenizer::load(runtime.model().path()));
+  std::unique_ptr<Conversation> c(new Conversation(serving, args, name));
+  const std::string& model = serving.runtime().model().path();
+  HCACHE_ASSIGN_OR_RETURN(c->tokenizer_, model::Tokenizer::load(model));
   HCACHE_ASSIGN_OR_RETURN(c->chat_, model::ChatTemplate::create(*c->tokenizer_));
   if (c->chat_->is_fallback()) {
-    log::warn("{} has no chat template; using chatml", runtime.model().path());
+    log::warn("{} has no chat template; using chatml", model);
   }
   if (!name.empty()) HCACHE_RETURN_IF_ERROR(c->load());
   return c;
 }
 
 Status Conversation::load() {
-  if (runtime_.store() == nullptr) {
+  const state::Runtime& runtime = serving_.runtime();
+  if (serving_.runtime().store() == nullptr) {
     return invalid_argument("--session needs the store: leave out --no-store");
   }
-  auto stored = runtime_.store()->get_session(name_);
+  auto stored = serving_.runtime().store()->get_session(name_);
   if (stored.code() == Code::kNotFound) return {};
   HCACHE_RETURN_IF_ERROR(stored.status());
-  if (stored->salt != runtime_.salt()) {
+  if (stored->salt != runtime.salt()) {
     return permission_denied(fmt::format("session {} belongs to another salt", name_));
   }
-  if (stored->fingerprint != runtime_.fingerprint()) {
+  if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(fmt::format(
         "session {} was held with another model or KV type; choose another name, or remove it "
         "with `hcache store rm --session {}`",
@@ -256,6 +280,18 @@ Result<Turn> Conversation::complete(const std::string& text, const model::Sampli
   return take_turn(added, sampling, max_tokens, on_text, started_ns);
 }
 
+Result<scheduler::Request> Conversation::request(std::vector<int32_t> chain,
+                                                 int64_t max_tokens) const {
+  scheduler::Request request;
+  request.tokens = std::move(chain);
+  request.max_new_tokens = std::max<int64_t>(max_tokens, 0);
+  request.salt = own_salt(args_.salt);
+  request.save = saves();
+  HCACHE_ASSIGN_OR_RETURN(request.restore.mode, policy::parse_mode(args_.restore_method));
+  request.restore.token_rounding = args_.token_rounding;
+  return request;
+}
+
 Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
                                      const model::SamplingOptions& sampling, int64_t max_tokens,
                                      const OnText& on_text, int64_t started_ns) {
@@ -263,101 +299,75 @@ Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
   Turn turn;
   turn.history_tokens = static_cast<int64_t>(tokens_.size());
   turn.prompt_tokens = static_cast<int64_t>(added.size());
-  turn.resident = seq_ >= 0;
-  turn.finish = "length";
   std::vector<int32_t> chain = tokens_;
   chain.insert(chain.end(), added.begin(), added.end());
   if (chain.empty()) return invalid_argument("there is nothing to say");
+  sampler->remember(chain);
+  HCACHE_ASSIGN_OR_RETURN(scheduler::Request request, this->request(chain, max_tokens));
 
-  std::vector<float> logits;
-  if (seq_ >= 0) {
-    const auto held = static_cast<size_t>(runtime_.engine().length(seq_));
-    auto next = runtime_.append(seq_, std::span<const int32_t>(chain).subspan(held));
-    if (!next.ok()) {
-      // The cache may hold a part of what was said: the next turn begins from the store.
-      runtime_.finish(seq_).ignore("the append's error is the one to report");
-      seq_ = -1;
-      return next.status();
-    }
-    logits = std::move(next).value();
-  } else {
-    state::StartOptions start;
-    HCACHE_ASSIGN_OR_RETURN(start.mode, policy::parse_mode(args_.restore_method));
-    start.token_rounding = args_.token_rounding;
-    start.save = !args_.no_store && !args_.no_save;
-    ProgressLine line;
-    start.progress = [&line](double fraction) { return line.update("reading", fraction); };
-    HCACHE_ASSIGN_OR_RETURN(state::Started started, runtime_.start(chain, start));
-    seq_ = started.seq;
-    logits = std::move(started.logits);
-    turn.report = std::move(started.report);
-  }
-  tokens_ = std::move(chain);
-  reply_ended_ = false;
-  sampler->remember(tokens_);
-
+  ProgressLine line;
   model::TextDecoder decoder(*tokenizer_);
   const auto emit = [&](const std::string& text) {
     turn.reply += text;
     if (on_text && !text.empty()) on_text(text);
   };
+  // The engine's thread from here on, while this one waits.
   int64_t first_ns = 0;
-  for (int64_t n = 0; n < max_tokens; n++) {
+  bool ended = false;
+  std::atomic<bool> begun = false;
+  const int64_t submitted_ns = Env::real().monotonic_ns();
+  request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
+    if (!begun) {
+      turn.first_logits_s = seconds_since(submitted_ns);
+      line.finish();
+    }
     HCACHE_ASSIGN_OR_RETURN(const int32_t token, sampler->sample(logits));
-    if (n == 0) {
+    if (!begun) {
       first_ns = Env::real().monotonic_ns();
       turn.ttft_s = static_cast<double>(first_ns - started_ns) / kNsPerSecond;
+      begun = true;
     }
     HCACHE_RETURN_IF_ERROR(sampler->accept(token));
-    tokens_.push_back(token);
     turn.reply_tokens.push_back(token);
     turn.decode_s = seconds_since(first_ns);
-    if (tokenizer_->is_eog(token)) {
-      turn.finish = "stop";
-      reply_ended_ = true;
-      break;
-    }
+    ended = tokenizer_->is_eog(token);
+    if (ended) return scheduler::NextToken{.token = token, .stop = true, .finish_reason = "stop"};
     emit(decoder.push(token));
-    if (interrupted()) {
-      turn.finish = "interrupted";
-      break;
-    }
-    if (n + 1 < max_tokens) {
-      auto next = runtime_.append(seq_, std::span(&token, 1));
-      // The context is full: the reply ends here, and what there is of it counts.
-      if (next.code() == Code::kOutOfRange || next.code() == Code::kResourceExhausted) {
-        log::warn("the reply ends early: {}", next.status().message());
-        break;
-      }
-      HCACHE_RETURN_IF_ERROR(next.status());
-      logits = std::move(next).value();
-    }
-  }
+    return scheduler::NextToken{
+        .token = token, .stop = interrupted(), .finish_reason = "interrupted"};
+  };
+  request.on_state = [&](scheduler::Phase phase, double fraction) {
+    if (phase == scheduler::Phase::kRestoring) line.update("reading", fraction);
+    if (phase == scheduler::Phase::kPrefill) line.update("computing", fraction);
+  };
+  HCACHE_ASSIGN_OR_RETURN(
+      const scheduler::Outcome outcome,
+      serving_.run(std::move(request), [&begun] { return begun || !interrupted(); }));
+  HCACHE_RETURN_IF_ERROR(outcome.status);
+
+  tokens_ = std::move(chain);
+  tokens_.insert(tokens_.end(), turn.reply_tokens.begin(), turn.reply_tokens.end());
+  reply_ended_ = ended;
+  turn.finish = outcome.finish_reason;
+  turn.resident = turn.history_tokens > 0 && outcome.resident_tokens > 0;
+  turn.computed_tokens = outcome.new_tokens;
+  turn.prefill_s = outcome.prefill_s;
+  if (!outcome.restores.empty()) turn.record = outcome.restores.back();
   emit(decoder.flush());
   return turn;
 }
 
 Status Conversation::save() {
-  if (args_.no_store || args_.no_save) return {};
-  HCACHE_RETURN_IF_ERROR(runtime_.flush());
+  if (!saves()) return {};
+  HCACHE_RETURN_IF_ERROR(serving_.flush());
   if (name_.empty() || tokens_.empty()) return {};
   store::Session session;
   session.name = name_;
-  session.fingerprint = runtime_.fingerprint();
-  session.salt = runtime_.salt();
+  session.fingerprint = serving_.runtime().fingerprint();
+  session.salt = serving_.runtime().salt();
   session.tokens = tokens_;
   session.metadata_json = "{}";
-  return runtime_.store()->put_session(session);
-}
-
-Status Conversation::close() {
-  const Status saved = save();
-  if (seq_ >= 0) {
-    const Status finished = runtime_.finish(seq_);
-    seq_ = -1;
-    if (saved.ok()) return finished;
-  }
-  return saved;
+  return serving_.runtime().store()->put_session(session);
 }
 
 }  // namespace hcache::cli

@@ -1,5 +1,5 @@
-// A conversation on the command line: opens the runtime as the options say, keeps the chain of
-// tokens, and saves it under a name.
+// A conversation on the command line: opens what runs requests as the options say, keeps the chain
+// of tokens, and saves it under a name.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 #include "model/sampler.h"
 #include "model/tokenizer.h"
 #include "options.h"
-#include "state/runtime.h"
+#include "serving/serving.h"
 #include "terminal.h"
 
 namespace hcache::cli {
@@ -56,6 +56,10 @@ void add_restore_options(CLI::App& app, RuntimeArgs* out);
 [[nodiscard]] Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args,
                                                                    ThrottledEnv& env,
                                                                    ProgressLine& line);
+// The same with what runs requests on it.
+[[nodiscard]] Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args,
+                                                                     ThrottledEnv& env,
+                                                                     ProgressLine& line);
 // --link.
 struct Link {
   bool paper = false;
@@ -70,26 +74,28 @@ void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options
 struct Turn {
   std::string reply;
   std::vector<int32_t> reply_tokens;
-  std::string finish;           // "stop", "length" or "interrupted"
-  int64_t history_tokens = 0;   // of the conversation before this turn
-  int64_t prompt_tokens = 0;    // that this turn added before the reply
-  bool resident = false;        // the history was still in the KV cache: nothing to restore
-  state::RestoreReport report;  // of the restore; zeros when resident
-  double ttft_s = 0;            // from the message to the first token, tokenisation included
-  double decode_s = 0;          // from the first token to the last
+  std::string finish;            // "stop", "length" or "interrupted"
+  int64_t history_tokens = 0;    // of the conversation before this turn
+  int64_t prompt_tokens = 0;     // that this turn added before the reply
+  bool resident = false;         // the history was still in the KV cache: nothing to restore
+  int64_t computed_tokens = 0;   // of history and prompt: neither resident nor restored
+  policy::RestoreRecord record;  // of the restore; zeros when there was none
+  double prefill_s = 0;          // compute behind the restore
+  double first_logits_s = 0;     // from the request to the first token's logits
+  double ttft_s = 0;             // from the message to the first token, tokenisation included
+  double decode_s = 0;           // from the first token to the last
   [[nodiscard]] double decode_tokens_per_s() const;
 };
 [[nodiscard]] Json to_json(const Turn& turn);
-[[nodiscard]] Json to_json(const state::RestoreReport& report);
 // "3,401 tokens restored (RE:2 KV:28) and 31 computed; first token after 0.31 s; 54.1 tokens/s".
 [[nodiscard]] std::string summary(const Turn& turn);
 
-// Threading: one thread. The runtime must outlive it.
+// Threading: one thread. What it runs on must outlive it.
 class Conversation {
  public:
   // A new conversation, or with a name the stored one of that name (a new one where there is
   // none). kFailedPrecondition when it was held with another model, or is named without a store.
-  static Result<std::unique_ptr<Conversation>> open(state::Runtime& runtime,
+  static Result<std::unique_ptr<Conversation>> open(serving::Serving& serving,
                                                     const RuntimeArgs& args,
                                                     const std::string& name);
 
@@ -97,7 +103,8 @@ class Conversation {
   [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
 
   using OnText = std::function<void(const std::string&)>;
-  // Says `message` as the user and gives the model's reply, piece by piece to on_text as well.
+  // Says `message` as the user and gives the model's reply, piece by piece to on_text as well (on
+  // the engine's thread).
   // `system` (may be empty) opens a new conversation. An interrupt ends the reply after the token
   // in hand; before the first one it is kCancelled.
   Result<Turn> say(const std::string& message, const std::string& system,
@@ -110,23 +117,22 @@ class Conversation {
   // Saves the chain under the name, if it has one and the store may be written; then everything
   // captured is durable.
   Status save();
-  // save(), and ends the sequence.
-  Status close();
 
  private:
-  Conversation(state::Runtime& runtime, const RuntimeArgs& args, std::string name)
-      : runtime_(runtime), args_(args), name_(std::move(name)) {}
+  Conversation(serving::Serving& serving, const RuntimeArgs& args, std::string name)
+      : serving_(serving), args_(args), name_(std::move(name)) {}
   Status load();
+  [[nodiscard]] bool saves() const { return !args_.no_store && !args_.no_save; }
+  Result<scheduler::Request> request(std::vector<int32_t> chain, int64_t max_tokens) const;
   Result<Turn> take_turn(const std::vector<int32_t>& added, const model::SamplingOptions& sampling,
                          int64_t max_tokens, const OnText& on_text, int64_t started_ns);
 
-  state::Runtime& runtime_;
+  serving::Serving& serving_;
   const RuntimeArgs args_;
   std::string name_;
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_;
-  engine::SeqId seq_ = -1;       // -1: not in the KV cache
-  std::vector<int32_t> tokens_;  // the whole chain; the engine may lack the last ones
+  std::vector<int32_t> tokens_;  // the whole chain
   bool reply_ended_ = false;     // the last token ends a turn
 };
 

@@ -48,6 +48,7 @@ Offer offer_of(const ReuseSnapshot& snapshot, int32_t index, const ReuseLimits& 
     offer.action = Reuse::kTakeOver;
   } else if (offer.rows >= limits.min_fork_tokens) {
     const bool both_fit = snapshot.slots >= 2 && snapshot.tokens + candidate.held <= snapshot.room;
+    if (candidate.fork_only && !both_fit) return {};
     offer.action = candidate.idle && !both_fit ? Reuse::kTakeOver : Reuse::kFork;
   } else {
     return {};
@@ -94,7 +95,7 @@ ReuseChoice choose_reuse(const ReuseSnapshot& snapshot, const ReuseLimits& limit
     const bool free_of_charge = offer.action == Reuse::kTakeOver && best.action != Reuse::kTakeOver;
     if (offer.rows > best.rows || (offer.rows == best.rows && free_of_charge)) best = offer;
     const int64_t later = std::min({candidate.shared, candidate.coming, snapshot.tokens - 1});
-    if (later > soon) {
+    if (later > soon && !candidate.fork_only) {
       soon = later;
       awaited = static_cast<int32_t>(i);
     }

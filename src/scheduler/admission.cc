@@ -133,7 +133,9 @@ void Core::enqueue(std::unique_ptr<Task> task) {
   executor_.enqueued({.place = t.place,
                       .salt = t.request.salt,
                       .tokens = t.chain,
-                      .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0});
+                      .prefix = t.saved,
+                      .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0,
+                      .method = t.request.restore});
 }
 
 void Core::leave_queue(Task& task, bool admitted) {
@@ -187,6 +189,7 @@ void Core::admitted(Task& task) {
   leave_queue(task, /*admitted=*/true);
   task.preempted = false;
   Outcome& outcome = task.outcome;
+  outcome.seq = task.seq;
   if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);
   if (outcome.generated_tokens == 0) {
     outcome.resident_tokens = task.computed;
@@ -215,14 +218,24 @@ int32_t Core::restores_in_flight() const {
                                             [](const auto& task) { return task->in_restore(); }));
 }
 
+// What was found stays pinned, and is looked up again only where more may be found: what has left
+// the arena since is saved alone, and after a while so may be what others have computed.
 int64_t Core::saved_prefix(Task& task) {
+  const Request& request = task.request;
+  if (request.cache == CacheUse::kNone) return 0;
+  if (request.restore.mode == policy::Mode::kRecompute) return 0;
   const int64_t now_ns = executor_.now_ns();
-  if (task.saved >= 0 && seconds_between(task.saved_ns, now_ns) < kLookupAgeS) return task.saved;
-  const Result<int64_t> saved = executor_.saved_prefix(task.request.salt, task.chain);
-  if (!saved.ok()) log::warn("saved state not looked up: {}", saved.status().to_string());
-  task.saved = saved.value_or(0);
-  task.saved_ns = now_ns;
-  return task.saved;
+  const bool whole = task.saved && task.saved->tokens() + 1 >= task.length();
+  const bool fresh = task.saved_ns >= 0 && task.saved_evictions == residents_.evicted() &&
+                     seconds_between(task.saved_ns, now_ns) < kLookupAgeS;
+  if (!whole && !fresh) {
+    Result<SavedPrefixRef> saved = executor_.saved_prefix(request.salt, task.chain, task.saved);
+    if (!saved.ok()) log::warn("saved state not looked up: {}", saved.status().to_string());
+    task.saved = saved.ok() ? std::move(*saved) : nullptr;
+    task.saved_ns = now_ns;
+    task.saved_evictions = residents_.evicted();
+  }
+  return task.saved ? task.saved->tokens() : 0;
 }
 
 // Candidates: the idle sequences, then the active ones.
@@ -234,11 +247,16 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   snapshot.room = room;
   snapshot.slots = executor_.limits().max_sequences - static_cast<int64_t>(active_.size());
   const Request& request = task.request;
+  // What is not saved can be forked off what is.
+  const auto may_share = [&](const Salt& salt, bool save) {
+    return request.cache == CacheUse::kAll && salt == request.salt && (save || !request.save);
+  };
   for (const Resident& resident : residents_.all()) {
     policy::ReuseCandidate candidate;
     candidate.held = candidate.coming = static_cast<int64_t>(resident.tokens.size());
-    candidate.idle = true;
-    if (resident.salt == request.salt && resident.save == request.save) {
+    candidate.idle = resident.save == request.save;
+    candidate.fork_only = !candidate.idle;
+    if (may_share(resident.salt, resident.save)) {
       candidate.shared = common_prefix(task.chain, resident.tokens);
     }
     snapshot.candidates.push_back(candidate);
@@ -247,7 +265,7 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
     policy::ReuseCandidate candidate;
     candidate.held = other->computed;
     candidate.coming = other->length();
-    if (other->request.salt == request.salt && other->request.save == request.save) {
+    if (may_share(other->request.salt, other->request.save)) {
       candidate.shared = common_prefix(task.chain, other->chain);
     }
     snapshot.candidates.push_back(candidate);
@@ -299,7 +317,7 @@ Core::Admission Core::fork(Task& task, SeqId source, int64_t rows) {
   if (!make_slot(source)) return Admission::kBlocked;
   residents_.free_up(rows, EvictionReason::kAdmission, source);
   if (executor_.free_cells() < rows) return Admission::kBlocked;
-  const Result<SeqId> seq = executor_.fork(source, rows);
+  const Result<SeqId> seq = executor_.fork(source, rows, task.request.save);
   if (!seq.ok()) {
     log::warn("a prefix is computed instead of forked: {}", seq.status().to_string());
     task.compute_only = true;
@@ -342,11 +360,25 @@ void Core::begin_restore(Task& task, int64_t rows) {
   task.restore_begin_ns = executor_.now_ns();
   task.restore_number = ++last_restore_;
   task.restore_alone = true;
-  const bool decoding = std::any_of(active_.begin(), active_.end(), [](const auto& other) {
-    return other->phase == Phase::kDecoding;
-  });
+  task.restore_used_s = 0;
+  bool decoding = false;
+  bool shared = false;
+  for (const auto& other : active_) {
+    decoding = decoding || other->phase == Phase::kDecoding;
+    if (!other->in_restore()) continue;
+    // It gets its share from now on, and does not make up for what the others have had.
+    task.restore_used_s =
+        shared ? std::min(task.restore_used_s, other->restore_used_s) : other->restore_used_s;
+    shared = true;
+  }
   const Status status = executor_.begin_restore(
-      task.seq, task.chain, rows, policy::restore_compute_share(decoding, options_.restore));
+      task.seq, {.prefix = std::exchange(task.saved, nullptr),
+                 .tokens = task.chain,
+                 .upto = rows,
+                 .method = task.request.restore,
+                 .compute_share = policy::restore_compute_share(decoding, options_.restore),
+                 .alone = active_.empty() && queue_.size() == 1});
+  task.saved_ns = -1;
   if (!status.ok()) return restore_failed(task, status);
   task.reserved = rows;
   enter(task, Phase::kFetching);

@@ -98,15 +98,20 @@ class Core {
   void step_failed(Task& task, const Status& status);
   [[nodiscard]] bool make_way_for(Task& task);
   void deliver(Task& task, int32_t rows, std::span<const float> logits);
+  // The whole chain has its rows: the logits are of its last token.
+  void chain_computed(Task& task, std::span<const float> logits);
   void sample(Task& task, std::span<const float> logits);
   [[nodiscard]] bool preempt_one();
   void preempt(Task& task);
   void restore();
-  [[nodiscard]] Task* oldest_restore() const;
+  // Seconds that restores took beside others, each its fair share.
+  [[nodiscard]] double restore_in_turns(double budget_s);
+  // The restore that nothing else runs or waits beside; null: there is none.
+  [[nodiscard]] Task* lone_restore() const;
   // Restores that are not alone are marked as such.
   void note_company();
-  [[nodiscard]] double advance(Task& task, double budget_s);
-  void restored(Task& task, const RestoreStatus& status);
+  [[nodiscard]] double advance(Task& task, const RestoreTurn& turn);
+  void restored(Task& task, RestoreStatus& status);
   void restore_failed(Task& task, const Status& status);
   void count_time(bool restoring, double slices_s);
 

@@ -161,6 +161,11 @@ bool Inbox::wait(int64_t timeout_ns) {
   return signalled_;
 }
 
+bool Inbox::signalled() const {
+  MutexLock lock(mutex_);
+  return signalled_;
+}
+
 bool Inbox::may_run(const std::string& key) const {
   if (options_.max_running_per_key <= 0) return true;
   MutexLock lock(mutex_);

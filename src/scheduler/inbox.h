@@ -57,6 +57,8 @@ class Inbox {
   };
   [[nodiscard]] Delivery take() HCACHE_EXCLUDES(mutex_);
   bool wait(int64_t timeout_ns) HCACHE_EXCLUDES(mutex_);
+  // Whether anything came since take().
+  [[nodiscard]] bool signalled() const HCACHE_EXCLUDES(mutex_);
 
   // The way of a request: queued, running (and back, when preempted), ended.
   [[nodiscard]] bool may_run(const std::string& key) const HCACHE_EXCLUDES(mutex_);

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -66,6 +67,9 @@ class Residents {
   [[nodiscard]] int64_t cells() const;
   [[nodiscard]] const std::array<uint64_t, kEvictionReasons>& evictions() const {
     return evictions_;
+  }
+  [[nodiscard]] uint64_t evicted() const {
+    return std::accumulate(evictions_.begin(), evictions_.end(), uint64_t{0});
   }
   [[nodiscard]] uint64_t evicted_unsaved() const { return evicted_unsaved_; }
 

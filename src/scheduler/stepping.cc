@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
+#include <tuple>
 #include <utility>
 
 #include "base/log.h"
@@ -13,6 +15,8 @@ namespace {
 
 // Steps in a row in which a request may be told kUnavailable.
 constexpr int kStepTries = 3;
+// A restore that has the device to itself is told of in steps of this.
+constexpr double kShownFraction = 0.02;
 
 double fraction_of(int64_t part, int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(std::max<int64_t>(whole, 1));
@@ -25,7 +29,7 @@ double fraction_of(int64_t part, int64_t whole) {
 void Core::step() {
   step_s_ = 0;
   policy::StepPlan plan;
-  if (!options_.restore.exclusive || oldest_restore() == nullptr) plan = plan_with_room();
+  if (!options_.restore.exclusive || restores_in_flight() == 0) plan = plan_with_room();
   stepped_ = !plan.pieces.empty();
   decoding_ = plan.decode_rows > 0;
   if (!stepped_) return;
@@ -90,9 +94,11 @@ void Core::run(std::span<const policy::StepPiece> pieces) {
   if (decoding_) load_timer_.stepped(output->seconds);
   size_t next_logits = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
+    Task& task = *ready_[static_cast<size_t>(pieces[i].index)];
+    if (task.phase == Phase::kPrefill) task.outcome.prefill_s += output->seconds;
     std::span<const float> logits;
     if (items[i].wants_logits) logits = output->logits[next_logits++];
-    deliver(*ready_[static_cast<size_t>(pieces[i].index)], pieces[i].rows, logits);
+    deliver(task, pieces[i].rows, logits);
   }
 }
 
@@ -126,7 +132,10 @@ void Core::deliver(Task& task, int32_t rows, std::span<const float> logits) {
     totals_.prefill_rows += static_cast<uint64_t>(rows);
     enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
   }
-  if (task.computed < task.length()) return;
+  if (task.computed == task.length()) chain_computed(task, logits);
+}
+
+void Core::chain_computed(Task& task, std::span<const float> logits) {
   Outcome& outcome = task.outcome;
   if (outcome.generated_tokens == 0) {
     outcome.new_tokens = outcome.prompt_tokens - outcome.resident_tokens - outcome.hidden_tokens -
@@ -177,7 +186,8 @@ void Core::preempt(Task& task) {
   leave_sequence(task, /*keep_state=*/true);
   task.preempted = true;
   task.compute_only = false;
-  task.saved = -1;
+  task.saved = nullptr;
+  task.saved_ns = -1;
   task.outcome.preempted_at_s.push_back(since_submit_s(task));
   ++totals_.preemptions;
   progressed_ = true;
@@ -193,20 +203,61 @@ void Core::preempt(Task& task) {
 // ---- Restores
 
 void Core::restore() {
-  const double budget_s =
-      policy::restore_budget_s(decoding_, step_s_, restore_debt_s_, options_.restore);
-  const bool restoring = oldest_restore() != nullptr;
+  const bool restoring = restores_in_flight() > 0;
   note_company();
   double used_s = 0;
-  while (used_s < budget_s) {
-    Task* task = oldest_restore();
-    if (task == nullptr) break;
-    used_s += advance(*task, budget_s - used_s);
-    if (task->in_restore()) break;  // it waits for I/O, or the budget is spent
+  if (Task* task = lone_restore(); task != nullptr) {
+    used_s = advance(*task, {.budget_s = std::numeric_limits<double>::infinity(),
+                             .proceed = [this, task, shown = 0.0](double fraction) mutable {
+                               if (fraction >= shown + kShownFraction) {
+                                 enter(*task, Phase::kRestoring, fraction);
+                                 shown = fraction;
+                               }
+                               return !inbox_.signalled();
+                             }});
+    restore_debt_s_ = 0;
+  } else {
+    const double budget_s =
+        policy::restore_budget_s(decoding_, step_s_, restore_debt_s_, options_.restore);
+    used_s = restore_in_turns(budget_s);
+    restore_debt_s_ = policy::restore_debt_s(decoding_, budget_s, used_s);
   }
-  restore_debt_s_ = policy::restore_debt_s(decoding_, budget_s, used_s);
   if (used_s > 0) progressed_ = true;
   count_time(restoring, used_s);
+}
+
+// The one that has had least comes next; one that waits for its bytes lets the others go on.
+double Core::restore_in_turns(double budget_s) {
+  std::vector<Task*> able;
+  for (const auto& task : active_) {
+    if (task->in_restore()) able.push_back(task.get());
+  }
+  // Beside a step what there is is too little to be cut: they take turns from step to step.
+  const double turn_s =
+      decoding_ ? budget_s : budget_s / static_cast<double>(std::max<size_t>(able.size(), 1));
+  double used_s = 0;
+  while (used_s < budget_s && !able.empty()) {
+    const auto next = std::min_element(able.begin(), able.end(), [](const Task* a, const Task* b) {
+      return std::tuple(a->restore_used_s, a->restore_number) <
+             std::tuple(b->restore_used_s, b->restore_number);
+    });
+    Task& task = **next;
+    const double spent_s =
+        advance(task, {.budget_s = std::min(turn_s, budget_s - used_s), .proceed = {}});
+    task.restore_used_s += spent_s;
+    used_s += spent_s;
+    if (!task.in_restore() || task.waits_for_io) {
+      able.erase(next);
+    } else if (decoding_) {
+      break;  // its turn is over
+    }
+  }
+  return used_s;
+}
+
+Task* Core::lone_restore() const {
+  const bool lone = active_.size() == 1 && queue_.empty() && !stepped_;
+  return lone && active_[0]->in_restore() ? active_[0].get() : nullptr;
 }
 
 void Core::note_company() {
@@ -216,62 +267,45 @@ void Core::note_company() {
   }
 }
 
-Task* Core::oldest_restore() const {
-  Task* oldest = nullptr;
-  for (const auto& task : active_) {
-    if (!task->in_restore()) continue;
-    if (oldest == nullptr || task->restore_number < oldest->restore_number) oldest = task.get();
-  }
-  return oldest;
-}
-
-double Core::advance(Task& task, double budget_s) {
-  const Result<RestoreStatus> status = executor_.advance_restore(task.seq, budget_s);
+double Core::advance(Task& task, const RestoreTurn& turn) {
+  Result<RestoreStatus> status = executor_.advance_restore(task.seq, turn);
   if (!status.ok()) {
     restore_failed(task, status.status());
     return 0;
   }
-  task.outcome.restore_busy_s += status->seconds;
+  const double seconds = status->seconds;
+  task.waits_for_io = status->phase == RestoreStatus::Phase::kWaitingForIo;
+  task.outcome.restore_busy_s += seconds;
   if (status->phase == RestoreStatus::Phase::kDone) {
     restored(task, *status);
-    return status->seconds;
+    return seconds;
   }
   task.reserved = status->reserved;
-  if (status->phase == RestoreStatus::Phase::kWorking || status->seconds > 0) {
+  if (status->phase == RestoreStatus::Phase::kWorking || seconds > 0) {
     enter(task, Phase::kRestoring, status->fraction);
   }
-  return status->seconds;
+  return seconds;
 }
 
-void Core::restored(Task& task, const RestoreStatus& status) {
-  const RestoreReport& report = status.report;
+void Core::restored(Task& task, RestoreStatus& status) {
+  policy::RestoreRecord& record = status.record;
   Outcome& outcome = task.outcome;
-  const double seconds = seconds_between(task.restore_begin_ns, executor_.now_ns());
-  outcome.restore_s += seconds;
-  load_timer_.loaded(status.tokens, seconds);
-  outcome.restores.push_back({.seconds = seconds,
-                              .predicted_s = report.predicted_s,
-                              .alone = task.restore_alone,
-                              .hidden_tokens = report.hidden_tokens,
-                              .kv_tokens = report.kv_tokens,
-                              .recomputed_tokens = report.recomputed_tokens,
-                              .hidden_pages = report.hidden_pages,
-                              .kv_pages = report.kv_pages});
-  outcome.bytes_dram += report.bytes_dram;
-  outcome.bytes_disk += report.bytes_disk;
-  outcome.bytes_remote += report.bytes_remote;
-  outcome.overlap = report.overlap;
-  outcome.schedule = report.schedule;
-  outcome.timeline = report.timeline;
+  record.alone = task.restore_alone;
+  load_timer_.loaded(status.tokens, seconds_between(task.restore_begin_ns, executor_.now_ns()));
+  outcome.restore_s += record.restore_s;
+  outcome.bytes += record.read;
   if (outcome.generated_tokens == 0) {
-    outcome.hidden_tokens = report.hidden_tokens;
-    outcome.kv_tokens = report.kv_tokens;
-    outcome.recomputed_tokens = report.recomputed_tokens;
+    outcome.hidden_tokens = record.hidden_tokens;
+    outcome.kv_tokens = record.kv_tokens;
+    outcome.recomputed_tokens = record.recomputed_tokens;
   }
-  task.computed = std::min(status.tokens, task.length() - 1);
+  outcome.restores.push_back(std::move(record));
+  const bool whole = status.tokens == task.length() && !status.logits.empty();
+  task.computed = std::min(status.tokens, whole ? task.length() : task.length() - 1);
   task.reserved = 0;
   progressed_ = true;
   enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
+  if (whole) chain_computed(task, status.logits);
 }
 
 void Core::restore_failed(Task& task, const Status& status) {

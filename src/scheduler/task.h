@@ -27,8 +27,9 @@ struct Task {
   int64_t computed = 0;  // rows of the chain that the sequence holds
   int64_t reserved = 0;  // rows that its restore in flight has taken
 
-  int64_t saved = -1;  // saved prefix as last looked up; -1: not yet
-  int64_t saved_ns = 0;
+  SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet
+  int64_t saved_ns = -1;         // when; -1: not yet
+  uint64_t saved_evictions = 0;  // from the arena, until then
   uint64_t place = 0;      // in the queue, as the Executor was told; 0: it was not, or no longer
   uint64_t came_from = 0;  // of one that was admitted: its place before
   policy::QueueGroup group = policy::QueueGroup::kNoHistory;
@@ -36,6 +37,8 @@ struct Task {
   int32_t overtaken = 0;  // by later ones, since it was queued
   int64_t restore_begin_ns = 0;
   bool restore_alone = true;    // so far; see RestoreRecord
+  bool waits_for_io = false;    // when it was last worked on
+  double restore_used_s = 0;    // compute of the restore in flight, as its share is counted
   uint64_t restore_number = 0;  // in the order of their beginnings
   bool compute_only = false;    // reuse or restore failed: prefill everything this time
   int step_failures = 0;        // in a row

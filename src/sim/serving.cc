@@ -200,8 +200,8 @@ class Serving {
     }
     served.prompt_tokens = outcome.prompt_tokens;
     served.history_tokens = known;
-    if (const uint64_t bytes = outcome.bytes_dram + outcome.bytes_disk; bytes > 0) {
-      served.memory_share = static_cast<double>(outcome.bytes_dram) / static_cast<double>(bytes);
+    if (const uint64_t bytes = outcome.bytes.total(); bytes > 0) {
+      served.memory_share = static_cast<double>(outcome.bytes.dram) / static_cast<double>(bytes);
     }
     served.resident_tokens = outcome.resident_tokens;
     served.restored_tokens = outcome.hidden_tokens + outcome.kv_tokens + outcome.recomputed_tokens;

@@ -144,7 +144,7 @@ Result<SimExecutor::SeqId> SimExecutor::create(const Salt& /*salt*/, bool /*save
   return last_seq_;
 }
 
-Result<SimExecutor::SeqId> SimExecutor::fork(SeqId src, int64_t n_tokens) {
+Result<SimExecutor::SeqId> SimExecutor::fork(SeqId src, int64_t n_tokens, bool /*save*/) {
   const Sequence& source = at(src);
   Sequence copy;
   copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
@@ -171,8 +171,13 @@ void SimExecutor::release(SeqId seq) {
 
 // ---- Saved state
 
-Result<int64_t> SimExecutor::saved_prefix(const Salt& /*salt*/, std::span<const int32_t> tokens) {
-  return chains_.find(tokens).tokens;
+Result<scheduler::SavedPrefixRef> SimExecutor::saved_prefix(
+    const Salt& /*salt*/, std::span<const int32_t> tokens,
+    const scheduler::SavedPrefixRef& /*known*/) {
+  scheduler::SavedPrefixRef prefix;
+  const int64_t n = chains_.find(tokens).tokens;
+  if (n > 0) prefix = std::make_shared<scheduler::SavedPrefix>(n);
+  return prefix;
 }
 
 // ---- The queue
@@ -286,11 +291,11 @@ Result<const SimExecutor::Methods*> SimExecutor::plan(int64_t tokens, size_t tie
   return &place->second;
 }
 
-Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                                  double compute_share) {
+Status SimExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job) {
   Sequence& sequence = at(seq);
   Restore restore;
-  restore.tokens.assign(tokens.begin(), tokens.begin() + upto);
+  restore.begin_s = now_s_;
+  restore.tokens.assign(job.tokens.begin(), job.tokens.begin() + job.upto);
   restore.found = chains_.use(restore.tokens, now_s_);
   const int64_t n = restore.found.tokens;
   if (n > 0 && setup_.method != ServingMethod::kIdeal) {
@@ -298,7 +303,7 @@ Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, in
     for (size_t t = 0; t < links_.size(); ++t) {
       if (restore.found.by_tier[t] > 0) slowest = t;
     }
-    HCACHE_ASSIGN_OR_RETURN(const Methods* methods, plan(n, slowest, compute_share));
+    HCACHE_ASSIGN_OR_RETURN(const Methods* methods, plan(n, slowest, job.compute_share));
     // A plan without runs: prefilling all of it is faster.
     if (methods->layers.empty()) restore.found.tokens = 0;
     restore.schedule = methods->schedule;
@@ -310,8 +315,8 @@ Status SimExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, in
       restore.streams.push_back(links_[t].open(now_s_, pieces));
     }
   }
-  restore.reserved = upto;
-  used_cells_ += upto;
+  restore.reserved = job.upto;
+  used_cells_ += job.upto;
   sequence.restore = std::move(restore);
   return {};
 }
@@ -323,7 +328,8 @@ bool SimExecutor::arrived(const Restore& restore) {
   return true;
 }
 
-Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
+Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, const scheduler::RestoreTurn& turn) {
+  const double budget_s = std::min(turn.budget_s, setup_.scheduler.restore.idle_slice_s);
   Sequence& sequence = at(seq);
   Restore& restore = *sequence.restore;
   RestoreStatus status;
@@ -349,12 +355,13 @@ Result<RestoreStatus> SimExecutor::advance_restore(SeqId seq, double budget_s) {
   status.phase = RestoreStatus::Phase::kDone;
   status.fraction = 1;
   status.tokens = restore.found.tokens;
-  status.report.schedule = restore.schedule;
-  status.report.kv_tokens = status.tokens;
+  status.record.schedule = restore.schedule;
+  status.record.restored_tokens = status.record.kv_tokens = status.tokens;
+  status.record.restore_s = now_s_ - restore.begin_s;
   for (size_t t = 0; t < links_.size(); ++t) {
     const auto bytes = static_cast<uint64_t>(restore.found.by_tier[t]) *
                        static_cast<uint64_t>(saved_.bytes_per_token);
-    (setup_.tiers[t].name == "dram" ? status.report.bytes_dram : status.report.bytes_disk) += bytes;
+    (setup_.tiers[t].name == "dram" ? status.record.read.dram : status.record.read.disk) += bytes;
   }
   std::vector<int32_t> tokens = std::move(restore.tokens);
   tokens.resize(static_cast<size_t>(status.tokens));

@@ -59,13 +59,16 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] int64_t now_ns() const override;
   [[nodiscard]] int64_t free_cells() const override { return limits_.arena_cells - used_cells_; }
   Result<SeqId> create(const Salt& salt, bool save) override;
-  Result<SeqId> fork(SeqId src, int64_t n_tokens) override;
+  Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) override;
   Status trim(SeqId seq, int64_t n_tokens) override;
   void release(SeqId seq) override;
-  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
-  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                       double compute_share) override;
-  Result<scheduler::RestoreStatus> advance_restore(SeqId seq, double budget_s) override;
+  Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                                 const scheduler::SavedPrefixRef& known) override;
+  Status begin_restore(SeqId seq, const scheduler::RestoreJob& job) override;
+  // Of a turn without a budget no more than a short while passes: what arrives meanwhile is not
+  // known here.
+  Result<scheduler::RestoreStatus> advance_restore(SeqId seq,
+                                                   const scheduler::RestoreTurn& turn) override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;
   void completed(uint64_t place) override;
@@ -92,6 +95,7 @@ class SimExecutor final : public scheduler::Executor {
     std::vector<SharedLink::Id> streams;  // by tier
     size_t next = 0;                      // slice
     int64_t reserved = 0;
+    double begin_s = 0;
   };
   struct StepShape {      // of one item
     int64_t rows = 0;     // appended

@@ -32,7 +32,8 @@ std::vector<ChunkSpan> chunk_spans(const store::Match& match, int64_t max_rows) 
   return spans;
 }
 
-// The chunk's page for a method, or nullptr where this engine can't use what is stored.
+}  // namespace
+
 const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info, int layer,
                                    Method method) {
   for (const store::PageInfo& page : info.pages) {
@@ -53,8 +54,6 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
   }
   return nullptr;
 }
-
-}  // namespace
 
 policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,
                                   const TierSlowness& slowness) {

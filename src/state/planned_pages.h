@@ -45,6 +45,11 @@ struct Segment {
   std::vector<PlannedPage> pages;
 };
 
+// The chunk's page for a method, or nullptr where this engine can't use what is stored.
+[[nodiscard]] const store::PageInfo* usable_page(engine::Engine& engine,
+                                                 const store::ChunkInfo& info, int layer,
+                                                 policy::Method method);
+
 // What the plan reads, in its order: by layer. The pages point into the match.
 [[nodiscard]] Result<std::vector<std::vector<Segment>>> planned_pages(engine::Engine& engine,
                                                                       const store::Match* match,

@@ -20,56 +20,49 @@ using policy::Method;
 
 // Rows of a recomputation through several layers whose cost isn't known yet.
 constexpr int64_t kFewRows = 16;
+// How long one wait for a page takes before the caller is asked whether to go on.
+constexpr int64_t kLookUpNs = 1'000'000;
+// Damaged pages are computed again up to this part of what computing all restored rows would be,
+// or as many as so many pages of the last layer would take.
+constexpr int64_t kRepairShare = 4;
+constexpr int64_t kRepairedPages = 2;
+// For one page that is read in another encoding; more where pages are large.
+constexpr uint64_t kSpareRingBytes = 1U << 20;
 
-// The prefill of what is not restored, the first batch of it layer by layer behind the restore.
+// New tokens on their way through the layers behind the restored rows.
 class NewTokens {
  public:
-  NewTokens(Engine& engine, const RestoreRun& run, int64_t first)
-      : engine_(engine), run_(run), next_(first) {}
-
-  // Prepares the next batch, of at most so many tokens. kResourceExhausted: the arena has no room,
-  // and nothing has changed.
-  Status begin(int64_t most) {
-    const auto n_tokens = static_cast<int64_t>(run_.tokens.size());
-    const int64_t n = std::min<int64_t>({n_tokens - next_, engine_.options().max_batch_rows, most});
-    const auto tokens = run_.tokens.subspan(next_, n);
-    const BatchItem item{
-        .seq = run_.seq,
-        .tokens = tokens,
-        .first_pos = next_,
-        .output = next_ + n == n_tokens ? BatchItem::Output::kLast : BatchItem::Output::kNone};
-    HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-    if (run_.before_step) run_.before_step(next_, tokens);
-    step_.emplace(std::move(step));
-    next_ += n;
-    layers_ = 0;
-    return {};
+  // Prepares the first n of them. kResourceExhausted: the arena has no room, and nothing has
+  // changed.
+  static Result<NewTokens> begin(Engine& engine, const RestoreRun& run, int64_t first, int64_t n) {
+    const auto tokens = run.tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(n));
+    const bool last = first + n == static_cast<int64_t>(run.tokens.size());
+    const BatchItem item{.seq = run.seq,
+                         .tokens = tokens,
+                         .first_pos = first,
+                         .output = last ? BatchItem::Output::kLast : BatchItem::Output::kNone};
+    HCACHE_ASSIGN_OR_RETURN(Step step, engine.prepare({&item, 1}));
+    if (run.before_step) run.before_step(first, tokens);
+    return NewTokens(engine, std::move(step));
   }
-  Status begin() { return begin(std::numeric_limits<int64_t>::max()); }
-  Status run_layers(int begin, int end) {
-    layers_ = end;
-    return engine_.run_layers(*step_, begin, end);
+  Status run_layer() {
+    ++layers_;
+    return engine_->run_layers(step_, layers_ - 1, layers_);
   }
-  // That the batch in hand has run through.
-  [[nodiscard]] int layers() const { return layers_; }
-  Status finish() {
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_.finish(*step_));
-    if (!logits.rows.empty()) logits_.assign(logits.rows[0].begin(), logits.rows[0].end());
-    return {};
+  [[nodiscard]] int layers() const { return layers_; }  // that they have run through
+  // The logits of the last token, if it was among them.
+  Result<std::vector<float>> finish() {
+    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_->finish(step_));
+    if (logits.rows.empty()) return std::vector<float>();
+    return std::vector<float>(logits.rows[0].begin(), logits.rows[0].end());
   }
-  [[nodiscard]] bool done() const { return next_ == static_cast<int64_t>(run_.tokens.size()); }
-  [[nodiscard]] double fraction() const {
-    return static_cast<double>(next_) / static_cast<double>(run_.tokens.size());
-  }
-  std::vector<float> take_logits() { return std::move(logits_); }
 
  private:
-  Engine& engine_;
-  const RestoreRun& run_;
-  int64_t next_;  // position behind the batch in hand
-  std::optional<Step> step_;
+  NewTokens(Engine& engine, Step step) : engine_(&engine), step_(std::move(step)) {}
+
+  Engine* engine_;
+  Step step_;
   int layers_ = 0;
-  std::vector<float> logits_;
 };
 
 class RestorationImpl : public Restoration {
@@ -88,52 +81,8 @@ class RestorationImpl : public Restoration {
   double fraction() const override {
     return static_cast<double>(cursor_.layer) / static_cast<double>(engine_.n_layer());
   }
-  const RestoreReport& report() const override { return report_; }
-  const std::optional<PageFailure>& failure() const override { return failure_; }
-
-  // --- run_restore's ---
-  Status reserve();
-  Status recompute_prefix();
-  Status restore_layer(int layer);
-  // Nothing of the ring is read any more.
-  Status finish();
-  // Runs an engine call and counts its time as compute.
-  template <typename F>
-  auto timed(F&& call) {
-    const int64_t start = env_.monotonic_ns();
-    auto result = call();
-    report_.compute_busy_s += elapsed(start);
-    return result;
-  }
-  // The same for layers [begin, end) of the restore.
-  template <typename F>
-  auto timed_layers(int begin, int end, F&& call) {
-    const double begin_s = elapsed(start_ns_);
-    auto result = timed(std::forward<F>(call));
-    for (int layer = begin; layer < end; ++layer) {
-      LayerTimes& times = report_.layers[layer];
-      if (times.compute_end_s == 0) times.compute_begin_s = begin_s;
-      times.compute_end_s = elapsed(start_ns_);
-    }
-    return result;
-  }
-  // The same for rows of one layer that are projected.
-  template <typename F>
-  auto timed_projection(int layer, F&& call) {
-    const double before_s = report_.compute_busy_s;
-    auto result = timed_layers(layer, layer + 1, std::forward<F>(call));
-    report_.project_busy_s += report_.compute_busy_s - before_s;
-    return result;
-  }
-  Status report_progress(double fraction) {
-    if (run_.progress && !run_.progress(fraction)) return cancelled("the restore was cancelled");
-    return {};
-  }
-  [[nodiscard]] double elapsed(int64_t since_ns) const {
-    return static_cast<double>(env_.monotonic_ns() - since_ns) * 1e-9;
-  }
-  // The sequence is empty again and nothing reads the ring.
-  void abandon();
+  const policy::RestoreRecord& record() const override { return record_; }
+  std::span<const float> logits() const override { return logits_; }
 
  private:
   // The next row to be restored: layer, segment of the layer, page of the segment, row of the page.
@@ -149,11 +98,10 @@ class RestorationImpl : public Restoration {
     int64_t rows = 0;
     ggml_type type = GGML_TYPE_COUNT;
   };
+  enum class Fetched : uint8_t { kReady, kWaiting, kDamaged };
 
-  // Runs new tokens through the next layer if it is restored. False: nothing could be done.
-  Result<bool> follow(int64_t most_rows);
-  Result<bool> begin_to_follow(int64_t most_rows);
-  Status end_follow();
+  // One unit of work. False: there is none until a page has been read.
+  Result<bool> work(const Slice& slice, double left_s);
   Status recompute_rows(int64_t n);
   [[nodiscard]] int64_t recompute_slice(const Slice& slice, double left_s) const;
   // One page, or the part of it that fills a slice. False: the page has not been read yet.
@@ -161,12 +109,67 @@ class RestorationImpl : public Restoration {
   Status stage(const PlannedPage& page, int64_t slice_rows);
   Status load(const PlannedPage& page);
   Status project();
+  // The device reads the view until `ticket` is done; the next page comes next.
+  Status leave_page(Engine::Ticket ticket);
   void next_page();
-  // Makes view_ the cursor's page. False: it has not been read yet, and `wait` is false. An error
-  // with failure_ set: the page can't be used.
-  Result<bool> fetch_page(const PlannedPage& page, bool wait);
+  // Makes view_ the cursor's page.
+  Result<Fetched> fetch_page(const PlannedPage& page, const Slice& slice);
+  Result<bool> wait_for_page(const Slice& slice);
   void note_read(Method method);  // view_'s bytes, and its times as its layer's
+  void count_reads(const store::PageReader& reader);
   Status release_done(bool all);
+
+  // The cursor's page can't be used.
+  Status repair(PlannedPage& page);
+  // Gives the rows of the partial last chunk up.
+  Status drop_tail();
+  Status compute_page(const PlannedPage& page);
+  Status hand_over(const PlannedPage& page);
+
+  // Runs new tokens through the next layer if it is restored. False: nothing could be done.
+  Result<bool> follow(int64_t most_rows);
+  // The same where nothing else wants the device: they begin before the first layer.
+  Status begin_to_follow_all();
+  Result<bool> begin_to_follow(int64_t most_rows);
+  Status begin_new_tokens(int64_t n);
+  Status end_follow();
+  Status finish();  // nothing of the ring is read any more
+  void abandon();   // the sequence is empty again and nothing reads the ring
+
+  // Runs an engine call and counts its time as compute.
+  template <typename F>
+  auto timed(F&& call) {
+    const int64_t start = env_.monotonic_ns();
+    auto result = call();
+    record_.compute_busy_s += elapsed(start);
+    return result;
+  }
+  // The same for layers [begin, end) of the restore.
+  template <typename F>
+  auto timed_layers(int begin, int end, F&& call) {
+    const double begin_s = elapsed(start_ns_);
+    auto result = timed(std::forward<F>(call));
+    for (int layer = begin; layer < end; ++layer) {
+      policy::RestoredLayer& times = record_.layers[layer];
+      if (times.compute_end_s == 0) times.compute_begin_s = begin_s;
+      times.compute_end_s = elapsed(start_ns_);
+    }
+    return result;
+  }
+  // The same for rows of one layer that are projected.
+  template <typename F>
+  auto timed_projection(int layer, F&& call) {
+    const double before_s = record_.compute_busy_s;
+    auto result = timed_layers(layer, layer + 1, std::forward<F>(call));
+    record_.project_busy_s += record_.compute_busy_s - before_s;
+    return result;
+  }
+  [[nodiscard]] double elapsed(int64_t since_ns) const {
+    return static_cast<double>(env_.monotonic_ns() - since_ns) * 1e-9;
+  }
+  [[nodiscard]] bool recomputes() const {
+    return plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens;
+  }
 
   Env& env_;
   Engine& engine_;
@@ -177,6 +180,7 @@ class RestorationImpl : public Restoration {
   Phase phase_ = Phase::kWorking;
   int64_t start_ns_ = 0;
   bool reserved_ = false;
+  int64_t rows_ = 0;  // that are restored: the plan's, or without those of its last chunk
   int64_t recomputed_rows_ = 0;
   double recompute_row_s_ = 0;                // of the newest rows; 0: not known yet
   double unit_s_ = 0;                         // what a unit of advance() is expected to take
@@ -184,33 +188,39 @@ class RestorationImpl : public Restoration {
   Cursor cursor_;
   Staged staged_;
   std::optional<NewTokens> following_;  // on their way through the layers
+  std::vector<float> logits_;
   std::unique_ptr<store::PageReader> reader_;
+  // Of the cursor's page alone, which was damaged: it reads another encoding of it.
+  std::unique_ptr<store::PageReader> spare_;
   std::optional<store::PageView> view_;  // of the cursor's page
   struct Held {
     Engine::Ticket ticket = 0;
     size_t index = 0;
   };
-  std::deque<Held> held_;  // pages the device may still be reading
-  std::optional<PageFailure> failure_;
-  RestoreReport report_;
+  std::deque<Held> held_;  // pages of reader_ that the device may still be reading
+  bool too_damaged_ = false;
+  bool no_room_ = false;      // for the new tokens behind the restored ones
+  double busy_at_end_s_ = 0;  // of compute, when the last layer was restored
+  policy::RestoreRecord record_;
 };
 
 Status RestorationImpl::open() {
   start_ns_ = env_.monotonic_ns();
+  rows_ = plan_.restored_tokens;
   HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
   store::ReaderOptions options;
   options.ring_bytes = run_.ring_bytes;
   options.remote_timeout_s = run_.remote_timeout_s;
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(layers_), options));
-  report_.layers.resize(engine_.n_layer());
+  record_.layers.resize(engine_.n_layer());
   for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
-    report_.layers[layer].method = plan_.runs[0].layers[layer];
+    record_.layers[layer].method = plan_.runs[0].layers[layer];
   }
-  report_.schedule = plan_.schedule;
-  report_.restored_tokens = plan_.restored_tokens;
-  report_.predicted_s = plan_.predicted.makespan_s;
-  report_.predicted_restore_s = plan_.predicted.restored_s;
-  report_.predicted_project_s = plan_.predicted.project_busy_s;
+  record_.schedule = plan_.schedule;
+  record_.restored_tokens = plan_.restored_tokens;
+  record_.predicted_first_s = plan_.predicted.makespan_s;
+  record_.predicted_restore_s = plan_.predicted.restored_s;
+  record_.predicted_project_s = plan_.predicted.project_busy_s;
   for (const policy::PlanRun& run : plan_.runs) {
     const auto count = [&](Method m) {
       return std::count(run.layers.begin(), run.layers.end(), m);
@@ -219,19 +229,13 @@ Status RestorationImpl::open() {
     const auto kv = count(Method::kKv);
     const auto recomputed = count(Method::kRecompute);
     if (recomputed > hidden && recomputed > kv) {
-      report_.tokens_recomputed += run.tokens;
+      record_.recomputed_tokens += run.tokens;
     } else if (hidden >= kv) {
-      report_.tokens_hidden += run.tokens;
+      record_.hidden_tokens += run.tokens;
     } else {
-      report_.tokens_kv += run.tokens;
+      record_.kv_tokens += run.tokens;
     }
   }
-  return {};
-}
-
-Status RestorationImpl::reserve() {
-  HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(run_.seq, plan_.restored_tokens));
-  reserved_ = true;
   return {};
 }
 
@@ -248,37 +252,45 @@ Status RestorationImpl::release_done(bool all) {
   return {};
 }
 
-Result<bool> RestorationImpl::fetch_page(const PlannedPage& page, bool wait) {
-  if (view_) return true;
+// False: it has not come yet.
+Result<bool> RestorationImpl::wait_for_page(const Slice& slice) {
+  store::PageReader& reader = spare_ ? *spare_ : *reader_;
   HCACHE_RETURN_IF_ERROR(release_done(false));
-  HCACHE_ASSIGN_OR_RETURN(view_, reader_->try_next());
-  if (!view_) {
-    // The reader may be out of ring space because of pages that are still held.
-    HCACHE_RETURN_IF_ERROR(release_done(true));
-    if (wait) {
-      HCACHE_ASSIGN_OR_RETURN(view_, reader_->next());
-    } else {
-      HCACHE_ASSIGN_OR_RETURN(view_, reader_->try_next());
-      if (!view_) return false;
-    }
+  HCACHE_ASSIGN_OR_RETURN(view_, reader.try_next());
+  if (view_) return true;
+  // The reader may be out of ring space because of pages that are still held.
+  HCACHE_RETURN_IF_ERROR(release_done(true));
+  HCACHE_ASSIGN_OR_RETURN(view_, reader.try_next());
+  while (!view_ && slice.proceed && slice.proceed(fraction())) {
+    HCACHE_ASSIGN_OR_RETURN(view_, reader.next_within(kLookUpNs));
   }
+  return view_.has_value();
+}
+
+Result<RestorationImpl::Fetched> RestorationImpl::fetch_page(const PlannedPage& page,
+                                                             const Slice& slice) {
+  if (view_) return Fetched::kReady;
+  HCACHE_ASSIGN_OR_RETURN(const bool there, wait_for_page(slice));
+  if (!there) return Fetched::kWaiting;
   if (view_->status.ok()) {
     note_read(store::is_hidden(page.info->encoding) ? Method::kHidden : Method::kKv);
-    return true;
+    return Fetched::kReady;
   }
-  const Status status = view_->status;
-  failure_ = PageFailure{.chunk = page.chunk->info().id,
-                         .layer = page.info->layer,
-                         .encoding = page.info->encoding,
-                         .status = status,
-                         .remote = view_->origin == store::PageOrigin::kRemote};
-  reader_->release(view_->index);
+  ++record_.damaged_pages;
+  if (run_.on_damage) {
+    run_.on_damage({.chunk = page.chunk->info().id,
+                    .layer = page.info->layer,
+                    .encoding = page.info->encoding,
+                    .status = view_->status,
+                    .remote = view_->origin == store::PageOrigin::kRemote});
+  }
+  (spare_ ? *spare_ : *reader_).release(view_->index);
   view_.reset();
-  return status;
+  return Fetched::kDamaged;
 }
 
 void RestorationImpl::note_read(Method method) {
-  TierBytes& pages = method == Method::kHidden ? report_.hidden_pages : report_.kv_pages;
+  policy::TierBytes& pages = method == Method::kHidden ? record_.hidden_pages : record_.kv_pages;
   const uint64_t bytes = view_->bytes.size();
   switch (view_->origin) {
     case store::PageOrigin::kMemory: pages.dram += bytes; return;
@@ -288,7 +300,7 @@ void RestorationImpl::note_read(Method method) {
   const auto since_start = [&](int64_t ns) {
     return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
   };
-  LayerTimes& times = report_.layers[cursor_.layer];
+  policy::RestoredLayer& times = record_.layers[cursor_.layer];
   if (times.io_end_s == 0) times.io_begin_s = since_start(view_->read_begin_ns);
   times.io_begin_s = std::min(times.io_begin_s, since_start(view_->read_begin_ns));
   times.io_end_s = std::max(times.io_end_s, since_start(view_->read_end_ns));
@@ -303,9 +315,7 @@ Status RestorationImpl::load(const PlannedPage& page) {
                             return engine_.load_kv(run_.seq, cursor_.layer, page.begin,
                                                    static_cast<int>(page.n_rows), k, v);
                           }));
-  held_.push_back({ticket, view_->index});
-  next_page();
-  return {};
+  return leave_page(ticket);
 }
 
 // Projections are done in slices of consecutive rows in one encoding.
@@ -323,10 +333,7 @@ Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
                           }));
   staged_.rows += n;
   cursor_.row += n;
-  if (cursor_.row == page.n_rows) {
-    held_.push_back({ticket, view_->index});
-    next_page();
-  }
+  if (cursor_.row == page.n_rows) HCACHE_RETURN_IF_ERROR(leave_page(ticket));
   // At a segment's end the next rows are another layer's, or another method's.
   const bool segment_ends = cursor_.page == 0 && cursor_.row == 0;
   return staged_.rows >= slice_rows || segment_ends ? project() : Status();
@@ -341,6 +348,19 @@ Status RestorationImpl::project() {
   });
 }
 
+Status RestorationImpl::leave_page(Engine::Ticket ticket) {
+  if (spare_) {
+    HCACHE_RETURN_IF_ERROR(engine_.wait(ticket));
+    count_reads(*spare_);
+    spare_->release(view_->index);
+    spare_.reset();
+  } else {
+    held_.push_back({ticket, view_->index});
+  }
+  next_page();
+  return {};
+}
+
 void RestorationImpl::next_page() {
   view_.reset();
   cursor_.row = 0;
@@ -350,19 +370,26 @@ void RestorationImpl::next_page() {
 }
 
 Result<bool> RestorationImpl::restore_some(const Slice& slice) {
-  const std::vector<Segment>& segments = layers_[cursor_.layer];
+  std::vector<Segment>& segments = layers_[cursor_.layer];
   if (cursor_.segment == segments.size()) {
     cursor_ = {.layer = cursor_.layer + 1};
     return true;
   }
-  const Segment& segment = segments[cursor_.segment];
-  const PlannedPage& page = segment.pages[cursor_.page];
-  HCACHE_ASSIGN_OR_RETURN(const bool ready, fetch_page(page, slice.wait));
-  if (!ready) {
-    HCACHE_RETURN_IF_ERROR(project());  // rather than idle
-    return false;
+  PlannedPage& page = segments[cursor_.segment].pages[cursor_.page];
+  HCACHE_ASSIGN_OR_RETURN(const Fetched fetched, fetch_page(page, slice));
+  if (fetched != Fetched::kReady) HCACHE_RETURN_IF_ERROR(project());  // rather than idle
+  if (fetched == Fetched::kWaiting) return false;
+  if (page.begin >= rows_) {
+    if (view_) reader_->release(view_->index);
+    next_page();
+    return true;
   }
-  if (segment.method != Method::kHidden) {
+  if (fetched == Fetched::kDamaged) {
+    HCACHE_RETURN_IF_ERROR(repair(page));
+    return true;
+  }
+  if (!store::is_hidden(page.info->encoding)) {
+    HCACHE_RETURN_IF_ERROR(project());  // of a damaged page before it, maybe
     HCACHE_RETURN_IF_ERROR(load(page));
     return true;
   }
@@ -374,7 +401,7 @@ Result<bool> RestorationImpl::restore_some(const Slice& slice) {
 // A slice's rows are meant for one layer's projection; so many as fit run through several layers.
 int64_t RestorationImpl::recompute_slice(const Slice& slice, double left_s) const {
   const auto rows = std::clamp<int64_t>(slice.rows, 1, engine_.options().max_batch_rows);
-  if (plan_.recompute_layers == 1 || std::isinf(slice.budget_s)) return rows;
+  if (plan_.recompute_layers == 1 || slice.proceed || std::isinf(slice.budget_s)) return rows;
   const int64_t few = std::min(rows, kFewRows);
   if (recompute_row_s_ <= 0) return few;
   return std::clamp(static_cast<int64_t>(left_s / recompute_row_s_), few, rows);
@@ -390,44 +417,30 @@ Status RestorationImpl::recompute_rows(int64_t n) {
                        .first_pos = recomputed_rows_,
                        .output = BatchItem::Output::kNone};
   HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-  const double before_s = report_.compute_busy_s;
+  const double before_s = record_.compute_busy_s;
   const int64_t start = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(timed_layers(0, layers, [&]() -> Status {
     HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layers - 1));
     return engine_.finish_with_kv(step, layers - 1);
   }));
-  if (layers > 1) report_.project_busy_s += report_.compute_busy_s - before_s;
+  if (layers > 1) record_.project_busy_s += record_.compute_busy_s - before_s;
   recomputed_rows_ += n;
   recompute_row_s_ = elapsed(start) / static_cast<double>(n);
   return {};
 }
 
-Status RestorationImpl::recompute_prefix() {
-  if (plan_.recompute_layers == 0) return {};
-  while (recomputed_rows_ < plan_.restored_tokens) {
-    HCACHE_RETURN_IF_ERROR(recompute_rows(engine_.options().max_batch_rows));
-    HCACHE_RETURN_IF_ERROR(report_progress(0.5 * static_cast<double>(recomputed_rows_) /
-                                           static_cast<double>(plan_.restored_tokens)));
-  }
-  return {};
-}
-
-Status RestorationImpl::restore_layer(int layer) {
-  const Slice whole{.rows = run_.slice_rows};
-  while (cursor_.layer <= layer) HCACHE_RETURN_IF_ERROR(restore_some(whole).status());
-  return {};
+void RestorationImpl::count_reads(const store::PageReader& reader) {
+  const store::ReaderStats stats = reader.stats();
+  record_.read +=
+      {.dram = stats.dram_bytes, .disk = stats.disk_bytes, .remote = stats.remote_bytes};
+  record_.io_busy_s += stats.busy_s;
 }
 
 Status RestorationImpl::finish() {
   HCACHE_RETURN_IF_ERROR(release_done(true));
   phase_ = Phase::kDone;
-  if (!reader_) return {};
-  const store::ReaderStats stats = reader_->stats();
-  report_.bytes_read = stats.disk_bytes;
-  report_.bytes_dram = stats.dram_bytes;
-  report_.bytes_remote = stats.remote_bytes;
-  report_.page_bytes = stats.page_bytes;
-  report_.io_busy_s = stats.busy_s;
+  if (reader_) count_reads(*reader_);
+  record_.overlap = policy::overlap(record_.io_busy_s, busy_at_end_s_, record_.restore_s);
   return {};
 }
 
@@ -442,19 +455,119 @@ void RestorationImpl::abandon() {
   engine_.trim_sequence(run_.seq, 0).ignore("the first error is the one to report");
 }
 
-Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
-  const int64_t first = plan_.restored_tokens;
-  // The last token is the caller's: it wants the logits.
-  const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - first - 1;
-  const int64_t n = std::min<int64_t>({fresh, most_rows, engine_.options().max_batch_rows});
-  if (n < kFewRows || cursor_.layer == 0) return false;
-  NewTokens tokens(engine_, run_, first);
-  const Status begun = tokens.begin(n);
+// ---- Damage
+
+Status RestorationImpl::drop_tail() {
+  const int64_t whole = rows_ / store::kChunkTokens * store::kChunkTokens;
+  following_.reset();
+  record_.prefilled_tokens = 0;
+  HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+  HCACHE_RETURN_IF_ERROR(engine_.trim_sequence(run_.seq, whole));
+  int64_t dropped = rows_ - whole;
+  record_.restored_tokens = rows_ = whole;
+  for (int64_t* tokens : {&record_.recomputed_tokens, &record_.kv_tokens, &record_.hidden_tokens}) {
+    const int64_t n = std::min(dropped, *tokens);
+    *tokens -= n;
+    dropped -= n;
+  }
+  run_.on_shorter(rows_);
+  next_page();
+  return {};
+}
+
+Status RestorationImpl::repair(PlannedPage& page) {
+  const bool was_spare = spare_ != nullptr;
+  if (spare_) count_reads(*spare_);
+  spare_.reset();
+  const bool is_tail = page.begin + store::kChunkTokens > rows_ && rows_ % store::kChunkTokens != 0;
+  if (is_tail && run_.on_shorter) return drop_tail();
+  const Method other = store::is_hidden(page.info->encoding) ? Method::kKv : Method::kHidden;
+  const store::PageInfo* replacement =
+      usable_page(engine_, page.chunk->info(), cursor_.layer, other);
+  if (!was_spare && replacement != nullptr) {
+    page.info = replacement;
+    const store::PageRequest request{*page.chunk, replacement->layer, replacement->encoding};
+    store::ReaderOptions options;
+    options.ring_bytes = kSpareRingBytes;
+    options.remote_timeout_s = run_.remote_timeout_s;
+    HCACHE_ASSIGN_OR_RETURN(spare_, open_reader(store_, {&request, 1}, options));
+    ++record_.replaced_pages;
+    return {};
+  }
+  if (was_spare) --record_.replaced_pages;
+  const int64_t cost = page.n_rows * (cursor_.layer + 1);
+  const int64_t most = std::max(rows_ * engine_.n_layer() / kRepairShare,
+                                kRepairedPages * page.n_rows * engine_.n_layer());
+  if (record_.repaired_layer_rows + cost > most) {
+    too_damaged_ = true;
+    return data_loss("too much of the saved state is damaged");
+  }
+  return compute_page(page);
+}
+
+// Its rows run through the layers up to the cursor's, whose rows before them are all restored; of
+// the cursor's layer only K and V are needed.
+Status RestorationImpl::compute_page(const PlannedPage& page) {
+  const int64_t most = engine_.options().max_batch_rows;
+  for (int64_t row = 0; row < page.n_rows; row += most) {
+    const int64_t n = std::min(most, page.n_rows - row);
+    const BatchItem item{.seq = run_.seq,
+                         .tokens = run_.tokens.subspan(static_cast<size_t>(page.begin + row),
+                                                       static_cast<size_t>(n)),
+                         .first_pos = page.begin + row,
+                         .output = BatchItem::Output::kNone};
+    HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
+    HCACHE_RETURN_IF_ERROR(timed_layers(cursor_.layer, cursor_.layer + 1, [&]() -> Status {
+      HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, cursor_.layer));
+      return engine_.finish_with_kv(step, cursor_.layer);
+    }));
+    record_.repaired_layer_rows += n * (cursor_.layer + 1);
+  }
+  HCACHE_RETURN_IF_ERROR(hand_over(page));
+  next_page();
+  return {};
+}
+
+// Rows of a chunk that is only used in part are saved again with what follows them.
+Status RestorationImpl::hand_over(const PlannedPage& page) {
+  const store::ChunkInfo& chunk = page.chunk->info();
+  if (!run_.on_computed || page.n_rows != static_cast<int64_t>(chunk.tokens.size())) return {};
+  const size_t half = engine_.kv_row_bytes() * static_cast<size_t>(page.n_rows);
+  std::vector<std::byte> kv(2 * half);
+  HCACHE_RETURN_IF_ERROR(engine_.read_kv(run_.seq, cursor_.layer, page.begin,
+                                         static_cast<int>(page.n_rows), kv.data(),
+                                         kv.data() + half));
+  run_.on_computed({chunk, static_cast<uint16_t>(cursor_.layer), kv});
+  return {};
+}
+
+// ---- The prefill behind the restored layers
+
+Status RestorationImpl::begin_new_tokens(int64_t n) {
+  HCACHE_ASSIGN_OR_RETURN(NewTokens tokens, NewTokens::begin(engine_, run_, rows_, n));
+  following_.emplace(std::move(tokens));
+  record_.prefilled_tokens = n;
+  return {};
+}
+
+Status RestorationImpl::begin_to_follow_all() {
+  if (following_ || record_.prefilled_tokens > 0 || no_room_) return {};
+  const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - rows_;
+  if (fresh == 0) return {};
+  const Status begun = begin_new_tokens(std::min<int64_t>(fresh, engine_.options().max_batch_rows));
   // Without room the caller finds some when they are due.
+  no_room_ = begun.code() == Code::kResourceExhausted;
+  return no_room_ ? Status() : begun;
+}
+
+Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
+  // The last token is the caller's: it wants the logits.
+  const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - rows_ - 1;
+  const int64_t n = std::min<int64_t>({fresh, most_rows, engine_.options().max_batch_rows});
+  if (n < kFewRows || cursor_.layer == 0 || record_.prefilled_tokens > 0) return false;
+  const Status begun = begin_new_tokens(n);
   if (begun.code() == Code::kResourceExhausted) return false;
   HCACHE_RETURN_IF_ERROR(begun);
-  following_.emplace(std::move(tokens));
-  report_.prefilled_tokens = n;
   return true;
 }
 
@@ -463,78 +576,74 @@ Result<bool> RestorationImpl::follow(int64_t most_rows) {
     HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(most_rows));
     if (!begun) return false;
   }
-  const int layer = following_->layers();
-  if (layer == cursor_.layer) return false;
-  HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layers(layer, layer + 1); }));
+  if (following_->layers() == cursor_.layer) return false;
+  HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layer(); }));
   return true;
 }
 
 Status RestorationImpl::end_follow() {
-  const Status status = timed([&] { return following_->finish(); });
+  HCACHE_ASSIGN_OR_RETURN(logits_, timed([&] { return following_->finish(); }));
   following_.reset();
-  return status;
+  return {};
+}
+
+// ---- Slices
+
+Result<bool> RestorationImpl::work(const Slice& slice, double left_s) {
+  if (!reserved_) {
+    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(run_.seq, plan_.restored_tokens));
+    reserved_ = true;
+  }
+  if (recomputes()) {
+    HCACHE_RETURN_IF_ERROR(recompute_rows(recompute_slice(slice, left_s)));
+    return true;
+  }
+  const bool alone = slice.proceed != nullptr;
+  if (alone) HCACHE_RETURN_IF_ERROR(begin_to_follow_all());
+  if (cursor_.layer == engine_.n_layer() && record_.restore_s == 0) {
+    record_.restore_s = elapsed(start_ns_);
+    busy_at_end_s_ = record_.compute_busy_s;
+  }
+  if (alone || cursor_.layer == engine_.n_layer()) {
+    HCACHE_ASSIGN_OR_RETURN(const bool followed, follow(0));
+    if (followed) return true;
+  }
+  if (cursor_.layer == engine_.n_layer()) {
+    if (following_) HCACHE_RETURN_IF_ERROR(end_follow());
+    HCACHE_RETURN_IF_ERROR(finish());
+    return true;
+  }
+  HCACHE_ASSIGN_OR_RETURN(const bool went_on, restore_some(slice));
+  if (went_on || alone) return went_on;
+  return follow(slice.follow_rows);
 }
 
 Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
   if (phase_ == Phase::kDone || phase_ == Phase::kFailed) return phase_;
-  const Status status = [&]() -> Status {
-    const int64_t begin = env_.monotonic_ns();
-    phase_ = Phase::kWorking;
-    if (!reserved_) HCACHE_RETURN_IF_ERROR(reserve());
-    double used_s = 0;
-    do {
-      if (plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens) {
-        HCACHE_RETURN_IF_ERROR(recompute_rows(recompute_slice(slice, slice.budget_s - used_s)));
-      } else if (cursor_.layer < engine_.n_layer()) {
-        HCACHE_ASSIGN_OR_RETURN(bool went_on, restore_some(slice));
-        if (!went_on) {
-          HCACHE_ASSIGN_OR_RETURN(went_on, follow(slice.follow_rows));
-        }
-        if (!went_on) {
-          phase_ = Phase::kWaitingForIo;
-          return {};
-        }
-      } else {
-        if (report_.restore_s == 0) report_.restore_s = elapsed(start_ns_);
-        if (!following_) return finish();
-        HCACHE_ASSIGN_OR_RETURN(const bool went_on, follow(0));
-        if (!went_on) HCACHE_RETURN_IF_ERROR(end_follow());
-      }
-      const double unit_s = elapsed(begin) - used_s;
-      used_s += unit_s;
-      // One that was held up counts for a few units, cheap ones between dear ones don't hide these.
-      unit_s_ = std::max(unit_s, unit_s_ / 2);
-    } while (used_s + unit_s_ < slice.budget_s);
-    return {};
-  }();
-  if (status.ok()) return phase_;
-  abandon();
-  if (failure_) return phase_;
-  return status;
-}
-
-Status restore_and_prefill(RestorationImpl& restore, NewTokens& fresh, const policy::Plan& plan,
-                           int n_layer, int64_t start_ns, double* restore_s) {
-  HCACHE_RETURN_IF_ERROR(restore.reserve());
-  HCACHE_RETURN_IF_ERROR(restore.recompute_prefix());
-  HCACHE_RETURN_IF_ERROR(fresh.begin());
-  if (plan.runs.empty()) {
-    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(0, n_layer); }));
-  }
-  for (int layer = 0; layer < n_layer && !plan.runs.empty(); ++layer) {
-    HCACHE_RETURN_IF_ERROR(restore.restore_layer(layer));
-    if (layer == n_layer - 1) *restore_s = restore.elapsed(start_ns);
-    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(layer, layer + 1); }));
-    HCACHE_RETURN_IF_ERROR(
-        restore.report_progress(static_cast<double>(layer + 1) / static_cast<double>(n_layer)));
-  }
-  while (true) {
-    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.finish(); }));
-    HCACHE_RETURN_IF_ERROR(restore.report_progress(fresh.fraction()));
-    if (fresh.done()) return restore.finish();
-    HCACHE_RETURN_IF_ERROR(fresh.begin());
-    HCACHE_RETURN_IF_ERROR(restore.timed([&] { return fresh.run_layers(0, n_layer); }));
-  }
+  phase_ = Phase::kWorking;
+  const int64_t begin = env_.monotonic_ns();
+  double used_s = 0;
+  const auto goes_on = [&] {
+    if (phase_ == Phase::kDone) return false;
+    return slice.proceed ? slice.proceed(fraction()) : used_s + unit_s_ < slice.budget_s;
+  };
+  do {
+    const Result<bool> worked = work(slice, slice.budget_s - used_s);
+    if (!worked.ok()) {
+      abandon();
+      if (too_damaged_) return phase_;
+      return worked.status();
+    }
+    if (!*worked) {
+      phase_ = Phase::kWaitingForIo;
+      return phase_;
+    }
+    const double unit_s = elapsed(begin) - used_s;
+    used_s += unit_s;
+    // One that was held up counts for a few units, cheap ones between dear ones don't hide these.
+    unit_s_ = std::max(unit_s, unit_s_ / 2);
+  } while (goes_on());
+  return phase_;
 }
 
 Status check_run(const store::Store* store, const RestoreRun& run) {
@@ -556,35 +665,6 @@ Result<std::unique_ptr<Restoration>> Restoration::begin(Env& env, Engine& engine
   auto restoration = std::make_unique<RestorationImpl>(env, engine, store, run);
   HCACHE_RETURN_IF_ERROR(restoration->open());
   return std::unique_ptr<Restoration>(std::move(restoration));
-}
-
-Result<RestoreOutcome> run_restore(Env& env, Engine& engine, store::Store* store,
-                                   const RestoreRun& run) {
-  HCACHE_RETURN_IF_ERROR(check_run(store, run));
-  const policy::Plan& plan = *run.plan;
-  if (plan.restored_tokens >= static_cast<int64_t>(run.tokens.size())) {
-    return invalid_argument("a prefill needs a plan that leaves at least the last token");
-  }
-  const int64_t start = env.monotonic_ns();
-  RestorationImpl restore(env, engine, store, run);
-  HCACHE_RETURN_IF_ERROR(restore.open());
-  NewTokens fresh(engine, run, plan.restored_tokens);
-  double restore_s = 0;
-  const Status status =
-      restore_and_prefill(restore, fresh, plan, engine.n_layer(), start, &restore_s);
-  RestoreOutcome outcome;
-  if (!status.ok()) {
-    restore.abandon();
-    if (!restore.failure()) return status;
-    outcome.failure = restore.failure();
-    return outcome;
-  }
-  outcome.report = restore.report();
-  outcome.report.restore_s = restore_s;
-  outcome.report.ttft_s = restore.elapsed(start);
-  outcome.report.prefilled_tokens = static_cast<int64_t>(run.tokens.size()) - plan.restored_tokens;
-  outcome.logits = fresh.take_logits();
-  return outcome;
 }
 
 }  // namespace hcache::state

@@ -13,7 +13,6 @@
 namespace hcache::state {
 namespace {
 
-constexpr int kMaxRestoreAttempts = 16;  // each one drops a damaged page first
 // Restores shorter than this say little about a disk's speed.
 constexpr uint64_t kMinObservedBytes = 8U << 20;
 
@@ -27,17 +26,11 @@ class RuntimeImpl : public Runtime {
   void look_up(std::span<const int32_t> tokens, const SaltId& salt) override {
     if (store_) store_->look_up(fingerprint_, salt, tokens);
   }
-  Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
-                              const StartOptions& options) override;
+  store::Match match(std::span<const int32_t> tokens, const SaltId& salt) override;
+  Result<PlannedRestore> plan(std::span<const int32_t> tokens, const store::Match& match,
+                              const PlanOptions& options) override;
   bool discard(const PageFailure& failure) override;
-  void observe(const RestoreReport& report) override;
-  Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) override;
-  Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) override;
-  Status finish(engine::SeqId seq) override {
-    HCACHE_RETURN_IF_ERROR(engine_->synchronize());
-    if (saver_) saver_->end(seq);
-    return engine_->release_sequence(seq);
-  }
+  void observe(const policy::RestoreRecord& record) override;
   Status flush() override {
     HCACHE_RETURN_IF_ERROR(engine_->synchronize());
     return saver_ ? saver_->flush() : Status();
@@ -67,9 +60,6 @@ class RuntimeImpl : public Runtime {
   [[nodiscard]] std::string profile_dir() const {
     return join_path(options_.state_dir, "profiles");
   }
-  Result<Started> attempt(std::span<const int32_t> tokens, const StartOptions& options,
-                          const PlannedRestore& planned, std::optional<PageFailure>* failure);
-
   Env& env_;
   RuntimeOptions options_;
   std::unique_ptr<model::Device> device_;
@@ -236,21 +226,24 @@ bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
   return true;
 }
 
-Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const SaltId& salt,
-                                         const StartOptions& options) {
+store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& salt) {
+  if (!store_) return {};
+  Result<store::Match> found = store_->match(fingerprint_, salt, tokens);
+  if (found.ok()) return std::move(*found);
+  log::warn("the store can't be searched: {}", found.status().to_string());
+  return {};
+}
+
+Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const store::Match& match,
+                                         const PlanOptions& options) {
   PlannedRestore planned;
-  if (store_ && options.mode != policy::Mode::kRecompute) {
-    Result<store::Match> found = store_->match(fingerprint_, salt, tokens);
-    if (found.ok()) {
-      planned.match = std::move(*found);
-    } else {
-      log::warn("the store can't be searched: {}", found.status().to_string());
-    }
-  }
   const auto n_tokens = static_cast<int64_t>(tokens.size());
-  int64_t max_rows = std::min<int64_t>(static_cast<int64_t>(planned.match.n_tokens), n_tokens - 1);
+  int64_t max_rows =
+      options.mode == policy::Mode::kRecompute
+          ? 0
+          : std::min({static_cast<int64_t>(match.n_tokens), n_tokens - 1, options.most_rows});
   const auto chunk_at = [&](int64_t row) {
-    return planned.match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
+    return match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
   };
   // A partial chunk that the saver could not complete is computed again from its first row.
   const bool save = options.save && saver_ != nullptr;
@@ -265,13 +258,15 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
     slowness.store = store_.get();
     slowness.remote = prices.link.bytes_per_s / store_->remote_bytes_per_s();
   }
-  request.available = availability(*engine_, planned.match, max_rows, slowness);
+  request.available = availability(*engine_, match, max_rows, slowness);
   if (options.ahead) {
     for (policy::AvailableRun& run : request.available.runs) {
       run.slowness.assign(run.layers.size(), slowness.memory);
     }
   }
-  request.new_tokens = n_tokens - request.available.tokens();
+  const int64_t n_planned =
+      options.with_prefill ? n_tokens : std::min(n_tokens, options.most_rows + 1);
+  request.new_tokens = n_planned - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;
   HCACHE_ASSIGN_OR_RETURN(planned.plan, policy::plan_restore(prices, request));
@@ -292,92 +287,19 @@ bool RuntimeImpl::discard(const PageFailure& failure) {
   return droppable && store_->quarantine(failure.chunk, failure.layer, failure.encoding).ok();
 }
 
-void RuntimeImpl::observe(const RestoreReport& report) {
+void RuntimeImpl::observe(const policy::RestoreRecord& record) {
   if (options_.profile) return;
   // The disks' speed alone, of restores that read nothing else.
-  if (env_.nominal_read_bytes_per_s() == 0 && report.bytes_remote == 0 &&
-      report.bytes_read >= kMinObservedBytes) {
-    observe_read_speed(profile_, static_cast<double>(report.bytes_read) / report.io_busy_s);
+  if (env_.nominal_read_bytes_per_s() == 0 && record.read.remote == 0 &&
+      record.read.disk >= kMinObservedBytes) {
+    observe_read_speed(profile_, static_cast<double>(record.read.disk) / record.io_busy_s);
     profile_dirty_ = true;
   }
   // Where uploads run beside compute, calls return before their work is done.
-  if (profile_.upload_bytes_per_s == 0 && report.predicted_project_s > 0) {
-    observe_project_time(profile_, report.project_busy_s, report.predicted_project_s);
+  if (profile_.upload_bytes_per_s == 0 && record.predicted_project_s > 0) {
+    observe_project_time(profile_, record.project_busy_s, record.predicted_project_s);
     profile_dirty_ = true;
   }
-}
-
-Result<Started> RuntimeImpl::start(std::span<const int32_t> tokens, const StartOptions& options) {
-  if (tokens.empty()) return invalid_argument("a sequence needs at least one token");
-  uint64_t damaged = 0;
-  StartOptions attempted = options;
-  if (options.mode != policy::Mode::kRecompute) look_up(tokens, salt_.id);
-  while (true) {
-    HCACHE_ASSIGN_OR_RETURN(const PlannedRestore planned, plan(tokens, salt_.id, attempted));
-    std::optional<PageFailure> failure;
-    HCACHE_ASSIGN_OR_RETURN(Started started, attempt(tokens, options, planned, &failure));
-    if (!failure) {
-      started.report.damaged_pages = damaged;
-      return started;
-    }
-    // After many damaged pages, or one that can't be dropped, nothing saved is trusted any more.
-    if (!discard(*failure) || ++damaged + 1 >= kMaxRestoreAttempts) {
-      attempted.mode = policy::Mode::kRecompute;
-    }
-  }
-}
-
-Result<Started> RuntimeImpl::attempt(std::span<const int32_t> tokens, const StartOptions& options,
-                                     const PlannedRestore& planned,
-                                     std::optional<PageFailure>* failure) {
-  HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_->create_sequence());
-  RestoreRun run;
-  run.seq = seq;
-  run.tokens = tokens;
-  run.match = &planned.match;
-  run.plan = &planned.plan;
-  run.remote_timeout_s = planned.remote_timeout_s;
-  run.progress = options.progress;
-  const bool save = options.save && saver_ != nullptr;
-  if (save) {
-    saver_->begin(seq, fingerprint_, salt_, tokens.first(planned.plan.restored_tokens),
-                  planned.tail);
-    run.before_step = [&](int64_t first_pos, std::span<const int32_t> rows) {
-      saver_->set_tokens(seq, first_pos, rows);
-    };
-  }
-  Result<RestoreOutcome> outcome = run_restore(env_, *engine_, store_.get(), run);
-  if (!outcome.ok() || outcome->failure) {
-    if (save) saver_->end(seq);
-    engine_->release_sequence(seq).ignore("it exists: it was created above");
-    if (!outcome.ok()) return outcome.status();
-    *failure = outcome->failure;
-    return Started{};
-  }
-  observe(outcome->report);
-  return Started{.seq = seq, .logits = std::move(outcome->logits), .report = outcome->report};
-}
-
-Result<std::vector<float>> RuntimeImpl::append(engine::SeqId seq, std::span<const int32_t> tokens) {
-  if (tokens.empty()) return invalid_argument("nothing to append");
-  const size_t batch = static_cast<size_t>(options_.engine.max_batch_rows);
-  std::vector<float> logits;
-  for (size_t begin = 0; begin < tokens.size(); begin += batch) {
-    const auto rows = tokens.subspan(begin, std::min(batch, tokens.size() - begin));
-    const bool last = begin + rows.size() == tokens.size();
-    const engine::BatchItem item{
-        .seq = seq,
-        .tokens = rows,
-        .first_pos = -1,
-        .output = last ? engine::BatchItem::Output::kLast : engine::BatchItem::Output::kNone};
-    const int64_t length = engine_->length(seq);
-    HCACHE_ASSIGN_OR_RETURN(engine::Step step, engine_->prepare({&item, 1}));
-    if (saver_) saver_->set_tokens(seq, length, rows);
-    HCACHE_RETURN_IF_ERROR(engine_->run_layers(step, 0, engine_->n_layer()));
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits out, engine_->finish(step));
-    if (last) logits.assign(out.rows[0].begin(), out.rows[0].end());
-  }
-  return logits;
 }
 
 Status RuntimeImpl::close() {

@@ -1,7 +1,6 @@
 #include "state/saver.h"
 
 #include <fmt/format.h>
-#include <ggml-backend.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +13,7 @@
 
 #include "base/log.h"
 #include "base/sync.h"
+#include "host_ring.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -24,81 +24,6 @@ using engine::CapturedRows;
 using engine::SeqId;
 
 constexpr int64_t kChunk = store::kChunkTokens;
-constexpr size_t kRingAlignment = 64;
-
-// Stage one's memory: blocks are taken at the head and given back in the same order at the tail.
-// Pinned where the device has such memory.
-class HostRing {
- public:
-  static Result<std::unique_ptr<HostRing>> create(ggml_backend_buffer_type_t type, size_t size) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, size);
-    if (buffer == nullptr) {
-      return resource_exhausted(
-          fmt::format("no {} MiB of host memory for the saver's ring", size >> 20));
-    }
-    return std::unique_ptr<HostRing>(new HostRing(buffer, size));
-  }
-  ~HostRing() { ggml_backend_buffer_free(buffer_); }
-  HostRing(const HostRing&) = delete;
-  HostRing& operator=(const HostRing&) = delete;
-
-  std::byte* take(size_t n) {
-    n = (n + kRingAlignment - 1) / kRingAlignment * kRingAlignment;
-    size_t offset = head_;
-    if (blocks_.empty()) {
-      offset = 0;
-      if (n > size_) return nullptr;
-    } else if (head_ > tail()) {  // free: [head, size) and [0, tail)
-      if (n > size_ - head_) {
-        if (n >= tail()) return nullptr;
-        offset = 0;
-      }
-    } else if (n >= tail() - head_) {  // free: [head, tail)
-      return nullptr;
-    }
-    blocks_.push_back({offset, n});
-    head_ = offset + n;
-    used_ += n;
-    peak_ = std::max(peak_, used_);
-    return base_ + offset;
-  }
-  // Blocks may be finished in any order; memory is reused in the order it was taken.
-  void give_back(const std::byte* block) {
-    const size_t offset = static_cast<size_t>(block - base_);
-    for (Block& b : blocks_) {
-      if (b.offset == offset && !b.done) {
-        b.done = true;
-        break;
-      }
-    }
-    while (!blocks_.empty() && blocks_.front().done) {
-      used_ -= blocks_.front().size;
-      blocks_.pop_front();
-    }
-  }
-  [[nodiscard]] size_t peak() const { return peak_; }
-  [[nodiscard]] size_t used() const { return used_; }
-
- private:
-  struct Block {
-    size_t offset = 0;
-    size_t size = 0;
-    bool done = false;
-  };
-  HostRing(ggml_backend_buffer_t buffer, size_t size)
-      : buffer_(buffer),
-        base_(static_cast<std::byte*>(ggml_backend_buffer_get_base(buffer))),
-        size_(size) {}
-  [[nodiscard]] size_t tail() const { return blocks_.front().offset; }
-
-  ggml_backend_buffer_t buffer_;
-  std::byte* base_;
-  size_t size_;
-  size_t head_ = 0;
-  size_t used_ = 0;
-  size_t peak_ = 0;
-  std::deque<Block> blocks_;
-};
 
 // One layer's rows of a chunk that is being filled, with room for a full one.
 struct PageBuffer {
@@ -125,7 +50,7 @@ struct SavedSequence {
 
 // A chunk on its way into the store; owns everything that its ChunkWrite points to.
 struct ReadyChunk {
-  SeqId seq = -1;
+  SeqId seq = -1;  // -1: a page that is added to a chunk of the store
   ChunkId id;
   ChunkId parent;
   Fingerprint fingerprint;
@@ -169,13 +94,13 @@ struct Flush {
   uint64_t number = 0;  // 0: no caller waits
   SeqId seq = kAllSequences;
 };
-using Command = std::variant<Begin, Tokens, Fork, Captured, End, Flush>;
+using Command = std::variant<Begin, Tokens, Fork, Captured, ReadyChunk, End, Flush>;
 
 class SaverImpl : public Saver {
  public:
-  SaverImpl(Env& env, store::Store& store, std::unique_ptr<HostRing> ring,
+  SaverImpl(Env& env, store::Store& store, std::unique_ptr<HostRing> ring, ggml_type kv_type,
             const SaverOptions& options)
-      : env_(env), store_(store), options_(options), ring_(std::move(ring)) {
+      : env_(env), store_(store), options_(options), ring_(std::move(ring)), kv_type_(kv_type) {
     if (!options_.direct) worker_ = std::thread([this] { work(); });
   }
   SaverImpl(const SaverImpl&) = delete;
@@ -208,6 +133,8 @@ class SaverImpl : public Saver {
     open_durable(seq, 0);
     give(Fork{source, seq, n_tokens});
   }
+  void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
+                 std::span<const std::byte> kv) override;
   void end(SeqId seq) override {
     give(End{seq});
     const MutexLock lock(mutex_);
@@ -265,6 +192,9 @@ class SaverImpl : public Saver {
   void emit_tail(SavedSequence& sequence) {
     if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
   }
+  void add_ready(ReadyChunk chunk);
+  // The same for pages of a chunk that may be in the batch already: it may not be there twice.
+  void add_pages(ReadyChunk chunk);
   void write_ready();
   void write(std::span<const ReadyChunk> chunks);
   void note_durable(std::span<const ReadyChunk> chunks);
@@ -307,10 +237,24 @@ class SaverImpl : public Saver {
   std::atomic<size_t> ready_bytes_ = 0;  // stats() reads it
   int64_t ready_since_ns_ = 0;
   ggml_type hidden_type_ = GGML_TYPE_F32;
-  ggml_type kv_type_ = GGML_TYPE_F16;
+  ggml_type kv_type_;
 
   std::thread worker_;
 };
+
+void SaverImpl::keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
+                          std::span<const std::byte> kv) {
+  ReadyChunk ready{.seq = -1,
+                   .id = chunk.id,
+                   .parent = chunk.parent,
+                   .fingerprint = chunk.fingerprint,
+                   .salt = salt,
+                   .first_pos = static_cast<int64_t>(chunk.first_position),
+                   .tokens = chunk.tokens,
+                   .layers = std::vector<PageBuffer>(layer + size_t{1})};
+  ready.layers[layer].kv.assign(kv.begin(), kv.end());
+  give(std::move(ready));
+}
 
 void SaverImpl::give(Command command) {
   if (options_.direct) {
@@ -374,6 +318,8 @@ void SaverImpl::run(Command& command) {
     cut(*captured);
     const MutexLock lock(mutex_);
     ring_->give_back(captured->block);
+  } else if (auto* chunk = std::get_if<ReadyChunk>(&command)) {
+    add_pages(std::move(*chunk));
   } else if (auto* end = std::get_if<End>(&command)) {
     const auto it = sequences_.find(end->seq);
     if (it == sequences_.end()) return;
@@ -612,9 +558,28 @@ void SaverImpl::emit(SavedSequence& sequence) {
       first_rows(page.kv.data() + page.kv.size() / 2, page.kv.size() / 2, tail.kv);
     }
   }
+  add_ready(std::move(chunk));
+}
+
+void SaverImpl::add_ready(ReadyChunk chunk) {
   if (ready_.empty()) ready_since_ns_ = env_.monotonic_ns();
   for (const PageBuffer& page : chunk.layers) ready_bytes_ += page.hidden.size() + page.kv.size();
   ready_.push_back(std::move(chunk));
+}
+
+void SaverImpl::add_pages(ReadyChunk chunk) {
+  const auto found = std::find_if(ready_.begin(), ready_.end(),
+                                  [&](const ReadyChunk& other) { return other.id == chunk.id; });
+  if (found == ready_.end()) {
+    add_ready(std::move(chunk));
+    return;
+  }
+  found->layers.resize(std::max(found->layers.size(), chunk.layers.size()));
+  for (size_t i = 0; i < chunk.layers.size(); ++i) {
+    if (chunk.layers[i].kv.empty() || !found->layers[i].kv.empty()) continue;
+    ready_bytes_ += chunk.layers[i].kv.size();
+    found->layers[i].kv = std::move(chunk.layers[i].kv);
+  }
 }
 
 // A put for each owner: one whose quota is used up does not keep others from being saved.
@@ -710,7 +675,8 @@ Result<std::unique_ptr<Saver>> Saver::create(Env& env, store::Store& store,
                                              const SaverOptions& options) {
   HCACHE_ASSIGN_OR_RETURN(
       auto ring, HostRing::create(engine.model().device().host_buffer_type(), options.ring_bytes));
-  return std::unique_ptr<Saver>(std::make_unique<SaverImpl>(env, store, std::move(ring), options));
+  return std::unique_ptr<Saver>(
+      std::make_unique<SaverImpl>(env, store, std::move(ring), engine.options().kv_type, options));
 }
 
 }  // namespace hcache::state

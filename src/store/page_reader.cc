@@ -495,6 +495,18 @@ Result<std::optional<PageView>> PageReaderImpl::try_next() {
   return std::optional<PageView>(take_next());
 }
 
+Result<std::optional<PageView>> PageReaderImpl::next_within(std::int64_t timeout_ns) {
+  const std::int64_t end_ns = env_.monotonic_ns() + timeout_ns;
+  MutexLock lock(mutex_);
+  while (true) {
+    HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
+    if (ready) return std::optional<PageView>(take_next());
+    const std::int64_t left_ns = end_ns - env_.monotonic_ns();
+    if (left_ns <= 0) return std::optional<PageView>();
+    ready_.wait_for_ns(mutex_, left_ns);
+  }
+}
+
 void PageReaderImpl::release(std::size_t index) {
   MutexLock lock(mutex_);
   if (index < first_item_ || index >= next_out_) die("release() of a page that is not out");

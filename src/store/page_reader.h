@@ -101,6 +101,8 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] Status submit(std::span<const PageRequest> pages) override;
   [[nodiscard]] Result<PageView> next() override HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] Result<std::optional<PageView>> try_next() override HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] Result<std::optional<PageView>> next_within(std::int64_t timeout_ns) override
+      HCACHE_EXCLUDES(mutex_);
   void release(std::size_t index) override HCACHE_EXCLUDES(mutex_);
   void cancel() override HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] ReaderStats stats() const override HCACHE_EXCLUDES(mutex_);

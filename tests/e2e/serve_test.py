@@ -269,6 +269,26 @@ class Returning(unittest.TestCase):
             with servers[-1]:
                 self.assertEqual(servers[-1].stop(), 0, servers[-1].errors())
 
+    def test_cache_prompt_false_computes_everything_anew(self):
+        body = {"prompt": serving.TEXT[:1500], "max_tokens": 8, "temperature": 0}
+        with tempfile.TemporaryDirectory() as folder:
+            with start(folder, "--ctx", "2048") as server:
+                expected = server.post("/v1/completions", body)["choices"][0]["text"]
+                # What is in the arena, and what is on disk, when it could be restored from there.
+                resident = server.post("/v1/completions", {**body, "cache_prompt": False})
+                self.assertEqual(server.stop(), 0)
+            with start(folder, "--ctx", "2048") as server:
+                saved = server.post("/v1/completions", {**body, "cache_prompt": False})
+                cached = server.post("/v1/completions", body)
+                self.assertEqual(server.stop(), 0)
+        for anew in (resident, saved):
+            self.assertEqual(anew["choices"][0]["text"], expected)
+            tokens = anew["hcache"]["tokens"]
+            self.assertEqual(tokens["new"], anew["usage"]["prompt_tokens"], tokens)
+            self.assertEqual(anew["usage"]["prompt_tokens_details"]["cached_tokens"], 0)
+        self.assertEqual(cached["choices"][0]["text"], expected)
+        self.assertGreater(cached["usage"]["prompt_tokens_details"]["cached_tokens"], 100)
+
     def test_host_memory_comes_before_the_disk(self):
         self.check_host_memory()
 

@@ -23,12 +23,12 @@ Outcome outcome() {
   o.kv = 20;
   o.recomputed = 5;
   o.fresh = 15;
-  o.disk_bytes = 4096;
+  o.bytes.disk = 4096;
   o.restore_ms = 2.5;
   o.prompt_ms = 10;
   o.reply_ms = 70;
-  o.overlap = 0.75;
-  o.schedule = "H:26 KV:4";
+  o.restore.overlap = 0.75;
+  o.restore.schedule = "H:26 KV:4";
   return o;
 }
 

@@ -155,6 +155,10 @@ ReuseCandidate active(int64_t shared, int64_t held, int64_t coming) {
   return {.shared = shared, .held = held, .coming = coming, .idle = false};
 }
 
+ReuseCandidate fork_only(int64_t shared, int64_t held) {
+  return {.shared = shared, .held = held, .coming = held, .idle = false, .fork_only = true};
+}
+
 struct ReuseCase {
   const char* what;
   ReuseSnapshot snapshot;
@@ -225,6 +229,17 @@ TEST(ChooseReuse, FollowsItsRule) {
        Reuse::kRestore,
        -1,
        900},
+      {"fork only: beside it", {1000, 0, roomy, 9, {fork_only(300, 300)}}, Reuse::kFork, 0, 300},
+      {"fork only: no room for both",
+       {1000, 0, 1200, 9, {fork_only(300, 300)}},
+       Reuse::kCompute,
+       -1,
+       0},
+      {"fork only: the last slot",
+       {1000, 0, roomy, 1, {fork_only(300, 300)}},
+       Reuse::kCompute,
+       -1,
+       0},
   };
   for (const ReuseCase& c : cases) {
     const ReuseChoice choice = choose_reuse(c.snapshot, {});

@@ -138,8 +138,15 @@ TEST(SchedulerReuse, WhatMustNotBeSavedStaysApart) {
   const Record& secret =
       bench.submit(tokens(200) + tokens(50, 2), 10, [](Request& r) { r.save = false; });
   ASSERT_TRUE(bench.run_all());
-  EXPECT_EQ(secret.outcome.resident_tokens, 0);
+  // Forked off what is saved, as a sequence that is not; never the other way round.
+  EXPECT_EQ(secret.outcome.resident_tokens, 200);
+  EXPECT_EQ(secret.outcome.saving_tokens, 0);
   EXPECT_EQ(secret.answer, bench.expected(secret));
+  const Record& saved = bench.submit(tokens(200) + tokens(50, 2) + tokens(9, 3), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_LE(saved.outcome.resident_tokens, 200);
+  EXPECT_EQ(saved.outcome.saving_tokens, saved.outcome.new_tokens);
+  EXPECT_EQ(saved.answer, bench.expected(saved));
 }
 
 TEST(SchedulerReuse, AFailedCopyIsComputed) {

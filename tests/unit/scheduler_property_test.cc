@@ -225,7 +225,7 @@ TEST(SchedulerProperties, EveryRequestIsAnsweredAsIfAlone) {
       } else {
         ASSERT_EQ(record.outcome.phase, Phase::kCancelled) << record.outcome.status.to_string();
       }
-      restored += record.outcome.bytes_disk > 0 ? 1 : 0;
+      restored += record.outcome.bytes.disk > 0 ? 1 : 0;
       reused += record.outcome.resident_tokens > 0 ? 1 : 0;
     }
     const Snapshot stats = bench.scheduler->stats();

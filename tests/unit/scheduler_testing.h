@@ -79,7 +79,9 @@ struct FakeOptions {
   double restore_row_s = 2e-5;
   double io_start_s = 2e-3;
   double io_row_s = 1e-5;
-  int64_t follow_rows = 0;  // of the new tokens, that are computed while a restore waits
+  // Of the new tokens, that are computed while a restore waits; one that is alone is followed by as
+  // many as a step holds.
+  int64_t follow_rows = 0;
   double flush_s = 1e-3;
   bool saving = true;
   bool flush_hangs = false;
@@ -142,6 +144,8 @@ class FakeExecutor final : public Executor {
   Trace trace;
   std::vector<std::string> calls;          // "create", "fork 12", …
   std::vector<double> compute_shares;      // of the restores that began
+  std::vector<bool> planned_alone;         // whether they were to have the device to themselves
+  int64_t lookups = 0;                     // of saved prefixes
   std::optional<Status> next_step_status;  // of the next step() alone
   uint64_t injected_step_failures = 0;
   std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by place
@@ -160,13 +164,14 @@ class FakeExecutor final : public Executor {
     return add({.salt = salt, .save = save});
   }
 
-  Result<SeqId> fork(SeqId src, int64_t n_tokens) override {
+  Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) override {
     calls.push_back("fork " + std::to_string(n_tokens));
     if (happens(options_.fail_copy)) return internal_error("injected: fork");
     const Sequence& source = at(src);
     EXPECT_LE(n_tokens, static_cast<int64_t>(source.tokens.size()));
     EXPECT_LE(n_tokens, free_cells()) << "the arena is over-allocated by a fork";
-    Sequence copy{.salt = source.salt, .save = source.save};
+    EXPECT_TRUE(source.save || !save) << "the rows before the fork are not saved";
+    Sequence copy{.salt = source.salt, .save = save};
     copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
     copy.durable = std::min(n_tokens, source.durable);
     return add(std::move(copy));
@@ -188,18 +193,23 @@ class FakeExecutor final : public Executor {
     EXPECT_EQ(sequences_.erase(seq), 1U) << "released twice";
   }
 
-  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override {
+  Result<SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                      const SavedPrefixRef& known) override {
+    ++lookups;
     if (happens(options_.fail_lookup)) return data_loss("injected: catalog");
     int64_t longest = 0;
     for (const Tokens& chain : saved_[salt.id]) {
       longest = std::max(longest, common_prefix(chain, tokens));
     }
-    return longest;
+    SavedPrefixRef prefix = known;
+    if (longest > (known ? known->tokens() : 0)) prefix = std::make_shared<SavedPrefix>(longest);
+    return prefix;
   }
 
   void enqueued(const Waiting& request) override {
     EXPECT_TRUE(waiting.emplace(request.place, request.tokens).second) << "two at one place";
     EXPECT_LT(request.restore, static_cast<int64_t>(request.tokens.size()));
+    EXPECT_LE(request.restore, request.prefix ? request.prefix->tokens() : 0);
     if (request.restore > 0) calls.push_back("will restore " + std::to_string(request.restore));
   }
 
@@ -212,14 +222,17 @@ class FakeExecutor final : public Executor {
 
   void completed(uint64_t place) override { EXPECT_EQ(admitted_from.erase(place), 1U); }
 
-  Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                       double compute_share) override {
+  Status begin_restore(SeqId seq, const RestoreJob& job) override {
+    const auto& [prefix, tokens, upto, method, compute_share, alone] = job;
     compute_shares.push_back(compute_share);
+    planned_alone.push_back(alone);
     calls.push_back("restore " + std::to_string(upto));
     Sequence& sequence = at(seq);
     EXPECT_TRUE(sequence.tokens.empty() && sequence.restore.empty());
     EXPECT_GE(upto, 1);
     EXPECT_LT(upto, static_cast<int64_t>(tokens.size()));
+    if (prefix == nullptr) die("a restore without a saved prefix");
+    EXPECT_LE(upto, prefix->tokens());
     EXPECT_LE(upto, free_cells()) << "the arena is over-allocated by a restore";
     if (happens(options_.fail_begin_restore)) return unavailable("injected: begin_restore");
     sequence.restore.assign(tokens.begin(), tokens.begin() + upto);
@@ -229,33 +242,36 @@ class FakeExecutor final : public Executor {
     sequence.io_start_s = options_.io_start_s;
     sequence.restore_end = happens(options_.short_restore) ? upto / 2 : upto;
     sequence.wanted = upto;
-    sequence.ahead.assign(tokens.begin() + upto, tokens.end() - 1);
+    sequence.ahead.assign(tokens.begin() + upto, tokens.end());
     return {};
   }
 
-  Result<RestoreStatus> advance_restore(SeqId seq, double budget_s) override {
+  Result<RestoreStatus> advance_restore(SeqId seq, const RestoreTurn& turn) override {
     Sequence& sequence = at(seq);
+    const bool alone = turn.proceed != nullptr;
     EXPECT_FALSE(sequence.restore.empty());
-    EXPECT_GT(budget_s, 0);
-    if (!sequence.advanced && sequence.restore_end == sequence.wanted) follow(sequence);
+    EXPECT_GT(turn.budget_s, 0);
+    if (!sequence.advanced && sequence.restore_end == sequence.wanted) follow(sequence, alone);
     sequence.advanced = true;
-    EXPECT_EQ(
-        std::count_if(sequences_.begin(), sequences_.end(),
-                      [](const auto& s) { return s.second.advanced && !s.second.restore.empty(); }),
-        1)
-        << "two restores are worked on at a time";
     if (happens(options_.fail_advance)) {
       sequence.restore.clear();
       return data_loss("injected: advance_restore");
     }
     RestoreStatus status;
     status.phase = RestoreStatus::Phase::kWorking;
-    while (sequence.restored < sequence.restore_end && status.seconds < budget_s) {
+    const auto fraction = [&] {
+      return static_cast<double>(sequence.restored) / static_cast<double>(sequence.restore.size());
+    };
+    while (sequence.restored < sequence.restore_end &&
+           (alone ? turn.proceed(fraction()) : status.seconds < turn.budget_s)) {
       const int64_t rows = std::min(options_.slice_rows, sequence.restore_end - sequence.restored);
       if (rows_read(sequence) < sequence.restored + rows) {
         status.phase = RestoreStatus::Phase::kWaitingForIo;
-        break;
+        if (!alone) break;
+        pass(1e-4);
+        continue;
       }
+      status.phase = RestoreStatus::Phase::kWorking;
       const double slice_s = static_cast<double>(rows) * options_.restore_row_s;
       pass(slice_s);
       status.seconds += slice_s;
@@ -264,8 +280,7 @@ class FakeExecutor final : public Executor {
     }
     trace.slices_s += status.seconds;
     status.reserved = static_cast<int64_t>(sequence.restore.size());
-    status.fraction =
-        static_cast<double>(sequence.restored) / static_cast<double>(sequence.restore.size());
+    status.fraction = fraction();
     if (sequence.restored == sequence.restore_end) finish_restore(sequence, status);
     return status;
   }
@@ -342,29 +357,47 @@ class FakeExecutor final : public Executor {
     return static_cast<int64_t>(reading_s / options_.io_row_s);
   }
 
-  void follow(Sequence& sequence) {
+  void follow(Sequence& sequence, bool alone) {
+    const auto ahead = static_cast<int64_t>(sequence.ahead.size());
     const int64_t rows =
-        std::min({options_.follow_rows, free_cells(), static_cast<int64_t>(sequence.ahead.size())});
+        alone ? std::min({static_cast<int64_t>(options_.limits.max_step_rows), free_cells(), ahead})
+              : std::min({options_.follow_rows, free_cells(), ahead - 1});
     sequence.restore.insert(sequence.restore.end(), sequence.ahead.begin(),
                             sequence.ahead.begin() + rows);
     sequence.restore_end += rows;
   }
 
-  static void finish_restore(Sequence& sequence, RestoreStatus& status) {
+  void finish_restore(Sequence& sequence, RestoreStatus& status) {
     status.phase = RestoreStatus::Phase::kDone;
     status.tokens = sequence.restore_end;
     const int64_t restored = std::min(status.tokens, sequence.wanted);
-    status.report.hidden_tokens = restored / 2;
-    status.report.kv_tokens = restored - restored / 2;
-    status.report.bytes_disk = static_cast<uint64_t>(restored) * 100;
-    status.report.hidden_pages = {.dram = 7, .disk = 8};
-    status.report.kv_pages = {.dram = 0, .disk = 9};
-    status.report.predicted_s = 0.25;
-    status.report.overlap = 0.5;
-    status.report.schedule = "H:1 KV:1";
+    status.record.restored_tokens = restored;
+    status.record.hidden_tokens = restored / 2;
+    status.record.kv_tokens = restored - restored / 2;
+    status.record.read.disk = static_cast<uint64_t>(restored) * 100;
+    status.record.hidden_pages = {.dram = 7, .disk = 8};
+    status.record.kv_pages = {.dram = 0, .disk = 9};
+    status.record.restore_s = static_cast<double>(now_ns_ - sequence.restore_begin_ns) * 1e-9;
+    status.record.predicted_restore_s = 0.25;
+    status.record.overlap = 0.5;
+    status.record.schedule = "H:1 KV:1";
     sequence.tokens.assign(sequence.restore.begin(), sequence.restore.begin() + status.tokens);
     sequence.durable = restored;
     sequence.restore.clear();
+    if (status.tokens == sequence.wanted + static_cast<int64_t>(sequence.ahead.size())) {
+      logits_.clear();
+      status.logits = add_logits(sequence);
+    }
+  }
+
+  std::span<const float> add_logits(const Sequence& sequence) {
+    // The hash in pieces that a float holds exactly.
+    const uint64_t hash = chain_hash(sequence.salt, sequence.tokens);
+    auto& row = logits_.emplace_back();
+    for (int shift = 0; shift < 64; shift += 16) {
+      row.push_back(static_cast<float>((hash >> shift) & 0xffff));
+    }
+    return row;
   }
 
   StepOutput run(std::span<const StepItem> items, int64_t rows) {
@@ -375,14 +408,7 @@ class FakeExecutor final : public Executor {
       Sequence& sequence = at(item.seq);
       sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
       shape.push_back(static_cast<int64_t>(item.tokens.size()));
-      if (!item.wants_logits) continue;
-      // The hash in pieces that a float holds exactly.
-      const uint64_t hash = chain_hash(sequence.salt, sequence.tokens);
-      auto& row = logits_.emplace_back();
-      for (int shift = 0; shift < 64; shift += 16) {
-        row.push_back(static_cast<float>((hash >> shift) & 0xffff));
-      }
-      output.logits.emplace_back(row);
+      if (item.wants_logits) output.logits.push_back(add_logits(sequence));
     }
     output.seconds = cost_s(rows);
     pass(output.seconds);

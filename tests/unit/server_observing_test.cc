@@ -22,25 +22,26 @@ scheduler::Outcome restored_twice() {
   o.generated_tokens = 9;
   o.hidden_tokens = 300;
   o.new_tokens = 100;
-  o.bytes_disk = 8192;
+  o.bytes.disk = 8192;
   o.queue_s = 0.001;
   o.restore_s = 0.5;
   o.ttft_s = 0.75;
   o.total_s = 2;
-  o.schedule = "H:26 KV:4";
   o.preempted_at_s = {1.5};
-  o.restores.push_back({.seconds = 0.2,
-                        .predicted_s = 0.19,
-                        .alone = true,
-                        .hidden_tokens = 300,
-                        .hidden_pages = {.dram = 0, .disk = 5000},
-                        .kv_pages = {.dram = 0, .disk = 700}});
-  o.restores.push_back({.seconds = 0.3,
-                        .predicted_s = 0.06,
-                        .alone = false,
-                        .kv_tokens = 310,
-                        .hidden_pages = {},
-                        .kv_pages = {.dram = 900, .disk = 100}});
+  policy::RestoreRecord first;
+  first.restore_s = 0.2;
+  first.predicted_restore_s = 0.19;
+  first.hidden_tokens = 300;
+  first.hidden_pages = {.disk = 5000};
+  first.kv_pages = {.disk = 700};
+  policy::RestoreRecord second;
+  second.schedule = "H:26 KV:4";
+  second.restore_s = 0.3;
+  second.predicted_restore_s = 0.06;
+  second.alone = false;
+  second.kv_tokens = 310;
+  second.kv_pages = {.dram = 900, .disk = 100};
+  o.restores = {first, second};
   return o;
 }
 
@@ -80,7 +81,7 @@ TEST(MetricsTest, ARestoreOfNothingIsNone) {
   Metrics metrics;
   scheduler::Outcome o;
   o.phase = scheduler::Phase::kDone;
-  o.restores.emplace_back().seconds = 0.1;
+  o.restores.emplace_back().restore_s = 0.1;
   metrics.observe(o);
   EXPECT_THAT(metrics.text({}), Not(HasSubstr("hcache_restore_seconds_count")));
 }

@@ -1,2 +1,1 @@
 hcache_test(state_profile_test unit/state_profile_test.cc LIBS hcache_state)
-hcache_test(state_restore_test unit/state_restore_test.cc LIBS hcache_state hcache_model_tools)

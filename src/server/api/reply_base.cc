@@ -11,6 +11,9 @@
 namespace hcache::api {
 namespace {
 
+constexpr double kMsPerSecond = 1e3;
+constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
+
 double per_second(int64_t tokens, double ms) {
   return ms > 0 ? 1e3 * static_cast<double>(tokens) / ms : 0;
 }
@@ -31,34 +34,45 @@ void add_prompt(const Outcome& one, Outcome* sum) {
   sum->prompt_ms += one.prompt_ms;
   sum->queue_ms = std::max(sum->queue_ms, one.queue_ms);
   sum->first_ms = std::max(sum->first_ms, one.first_ms);
-  sum->overlap = std::max(sum->overlap, one.overlap);
-  if (sum->schedule.empty()) {
-    sum->schedule = one.schedule;
-    sum->timeline = one.timeline;
+  if (sum->restore.schedule.empty()) sum->restore = one.restore;
+}
+
+// Neighbouring layers with the same method in groups, few enough to look at. Milliseconds since the
+// restore began; both times of reading 0: nothing was read.
+Json timeline_json(const std::vector<policy::RestoredLayer>& layers) {
+  const size_t most = (layers.size() + kMaxSpans - 1) / kMaxSpans;  // layers of a group
+  Json spans = Json::array();
+  for (size_t first = 0; first < layers.size();) {
+    policy::RestoredLayer span = layers[first];
+    size_t end = first + 1;
+    for (; end < layers.size() && end - first < most && layers[end].method == span.method; ++end) {
+      span.io_end_s = std::max(span.io_end_s, layers[end].io_end_s);
+      span.compute_end_s = std::max(span.compute_end_s, layers[end].compute_end_s);
+    }
+    spans.push_back(
+        {{"layers", fmt::format("{}-{}", first, end - 1)},
+         {"method", policy::method_name(span.method)},
+         {"io_ms", {span.io_begin_s * kMsPerSecond, span.io_end_s * kMsPerSecond}},
+         {"compute_ms", {span.compute_begin_s * kMsPerSecond, span.compute_end_s * kMsPerSecond}}});
+    first = end;
   }
+  return spans;
 }
 
 }  // namespace
 
 Json outcome_json(const Outcome& o) {
-  Json timeline = Json::array();
-  for (const Outcome::Span& span : o.timeline) {
-    timeline.push_back({{"layers", span.layers},
-                        {"method", span.method},
-                        {"io_ms", {span.io_begin_ms, span.io_end_ms}},
-                        {"compute_ms", {span.compute_begin_ms, span.compute_end_ms}}});
-  }
   return {{"tokens",
            {{"resident", o.resident},
             {"hidden", o.hidden},
             {"kv", o.kv},
             {"recomputed", o.recomputed},
             {"new", o.fresh}}},
-          {"bytes", {{"dram", o.dram_bytes}, {"disk", o.disk_bytes}, {"remote", o.remote_bytes}}},
+          {"bytes", {{"dram", o.bytes.dram}, {"disk", o.bytes.disk}, {"remote", o.bytes.remote}}},
           {"restore_ms", o.restore_ms},
-          {"overlap", o.overlap},
-          {"schedule", o.schedule},
-          {"timeline", std::move(timeline)},
+          {"overlap", o.restore.overlap},
+          {"schedule", o.restore.schedule},
+          {"timeline", timeline_json(o.restore.layers)},
           {"queue_ms", o.queue_ms},
           {"first_token_ms", o.first_ms},
           {"preemptions", o.preemptions}};
@@ -179,9 +193,7 @@ Outcome ReplyBase::total() const {
     const Outcome& one = choice(i).finish.outcome;
     if (i % std::max(request_.n, 1) == 0) add_prompt(one, &sum);
     sum.reply_tokens += one.reply_tokens;
-    sum.dram_bytes += one.dram_bytes;
-    sum.disk_bytes += one.disk_bytes;
-    sum.remote_bytes += one.remote_bytes;
+    sum.bytes += one.bytes;
     sum.preemptions += one.preemptions;
     sum.reply_ms = std::max(sum.reply_ms, one.reply_ms);
   }

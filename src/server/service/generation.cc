@@ -29,24 +29,13 @@ api::Outcome api_outcome(const Outcome& o) {
   out.recomputed = o.recomputed_tokens;
   out.fresh = o.new_tokens;
   out.saved = o.saving_tokens;
-  out.dram_bytes = static_cast<int64_t>(o.bytes_dram);
-  out.disk_bytes = static_cast<int64_t>(o.bytes_disk);
-  out.remote_bytes = static_cast<int64_t>(o.bytes_remote);
+  out.bytes = o.bytes;
   out.queue_ms = o.queue_s * kMsPerSecond;
   out.restore_ms = o.restore_s * kMsPerSecond;
   out.first_ms = o.ttft_s * kMsPerSecond;
   out.prompt_ms = std::max(0.0, o.ttft_s - o.queue_s - o.restore_s) * kMsPerSecond;
   out.reply_ms = std::max(0.0, o.total_s - o.ttft_s) * kMsPerSecond;
-  out.overlap = o.overlap;
-  out.schedule = o.schedule;
-  for (const scheduler::RestoreSpan& span : o.timeline) {
-    out.timeline.push_back({.layers = fmt::format("{}-{}", span.first_layer, span.last_layer),
-                            .method = span.method,
-                            .io_begin_ms = span.io_begin_s * kMsPerSecond,
-                            .io_end_ms = span.io_end_s * kMsPerSecond,
-                            .compute_begin_ms = span.compute_begin_s * kMsPerSecond,
-                            .compute_end_ms = span.compute_end_s * kMsPerSecond});
-  }
+  if (!o.restores.empty()) out.restore = o.restores.back();
   out.preemptions = static_cast<int64_t>(o.preempted_at_s.size());
   return out;
 }
@@ -220,6 +209,8 @@ Status Generation::submit() {
     if (most >= 0) request.max_new_tokens = most;
     request.salt = salt_;
     request.save = request_.use_cache;
+    if (!request_.use_cache) request.cache = scheduler::CacheUse::kNone;
+    request.restore.mode = service_.options().restore_mode;
     request.key = key_;
     request.priority = request_.priority;
     request.next = [self = shared_from_this(), i](std::span<const float> logits) {

@@ -29,11 +29,11 @@ const prometheus::Histogram::BucketBoundaries kPlannerError = {0.02, 0.05, 0.1, 
                                                                0.5,  0.75, 1,   2,    5};
 
 // What most of a restore's rows were restored by, and where most of its bytes came from.
-const char* main_method(const scheduler::RestoreRecord& r) {
+const char* main_method(const policy::RestoreRecord& r) {
   if (r.recomputed_tokens > std::max(r.hidden_tokens, r.kv_tokens)) return "recompute";
   return r.hidden_tokens >= r.kv_tokens ? "hidden" : "kv";
 }
-const char* main_tier(const scheduler::RestoreRecord& r) {
+const char* main_tier(const policy::RestoreRecord& r) {
   const uint64_t dram = r.hidden_pages.dram + r.kv_pages.dram;
   const uint64_t disk = r.hidden_pages.disk + r.kv_pages.disk;
   const uint64_t remote = r.hidden_pages.remote + r.kv_pages.remote;
@@ -136,7 +136,7 @@ Metrics::~Metrics() = default;
 void Metrics::observe(const scheduler::Outcome& o) {
   impl_->requests.Add({{"result", std::string(scheduler::phase_name(o.phase))}}).Increment();
   if (o.ttft_s > 0) impl_->first_token.Observe(o.ttft_s);
-  for (const scheduler::RestoreRecord& restore : o.restores) observe_restore(restore);
+  for (const policy::RestoreRecord& restore : o.restores) observe_restore(restore);
   const std::array<std::pair<const char*, int64_t>, 5> sources = {
       {{"resident", o.resident_tokens},
        {"hidden", o.hidden_tokens},
@@ -150,19 +150,20 @@ void Metrics::observe(const scheduler::Outcome& o) {
   impl_->preemptions.Increment(static_cast<double>(o.preempted_at_s.size()));
 }
 
-void Metrics::observe_restore(const scheduler::RestoreRecord& restore) {
+void Metrics::observe_restore(const policy::RestoreRecord& restore) {
   if (restore.hidden_tokens + restore.kv_tokens + restore.recomputed_tokens == 0) return;
   impl_->restore_seconds
       .Add({{"tier", main_tier(restore)}, {"method", main_method(restore)}}, kFirstToken)
-      .Observe(restore.seconds);
+      .Observe(restore.restore_s);
   observe_bytes("hidden", restore.hidden_pages);
   observe_bytes("kv", restore.kv_pages);
-  if (restore.predicted_s <= 0 || restore.seconds <= 0) return;
+  const double predicted_s = restore.predicted_restore_s;
+  if (predicted_s <= 0 || restore.restore_s <= 0) return;
   impl_->planner_error.Add({{"alone", restore.alone ? "yes" : "no"}}, kPlannerError)
-      .Observe(std::abs(restore.predicted_s - restore.seconds) / restore.seconds);
+      .Observe(std::abs(predicted_s - restore.restore_s) / restore.restore_s);
 }
 
-void Metrics::observe_bytes(const char* method, const scheduler::TierBytes& bytes) {
+void Metrics::observe_bytes(const char* method, const policy::TierBytes& bytes) {
   const std::array<std::pair<const char*, uint64_t>, 3> tiers = {
       {{"dram", bytes.dram}, {"disk", bytes.disk}, {"remote", bytes.remote}}};
   for (const auto& [tier, n] : tiers) {

@@ -37,8 +37,8 @@ class Metrics {
   [[nodiscard]] std::string text(const MetricsSnapshot& snapshot);
 
  private:
-  void observe_restore(const scheduler::RestoreRecord& restore);
-  void observe_bytes(const char* method, const scheduler::TierBytes& bytes);
+  void observe_restore(const policy::RestoreRecord& restore);
+  void observe_bytes(const char* method, const policy::TierBytes& bytes);
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -17,7 +17,7 @@ std::string request_line(std::string_view answer_id, size_t choice, std::string_
   const std::string_view finish =
       o.status.ok() ? std::string_view(o.finish_reason) : code_name(o.status.code());
   double predicted_s = 0;
-  for (const scheduler::RestoreRecord& restore : o.restores) predicted_s += restore.predicted_s;
+  for (const policy::RestoreRecord& r : o.restores) predicted_s += r.predicted_restore_s;
   std::string line = "request";
   const auto add = [&line](const char* name, auto value) {
     fmt::format_to(std::back_inserter(line), " {}={}", name, value);
@@ -37,16 +37,17 @@ std::string request_line(std::string_view answer_id, size_t choice, std::string_
   add("kv", o.kv_tokens);
   add("recomputed", o.recomputed_tokens);
   add("new", o.new_tokens);
-  add("dram_bytes", o.bytes_dram);
-  add("disk_bytes", o.bytes_disk);
-  add("remote_bytes", o.bytes_remote);
+  add("dram_bytes", o.bytes.dram);
+  add("disk_bytes", o.bytes.disk);
+  add("remote_bytes", o.bytes.remote);
   add_ms("queue_ms", o.queue_s);
   add_ms("restore_ms", o.restore_s);
   add_ms("predicted_ms", predicted_s);
   add_ms("ttft_ms", o.ttft_s);
   add_ms("total_ms", o.total_s);
   add("preemptions", o.preempted_at_s.size());
-  fmt::format_to(std::back_inserter(line), " plan=\"{}\"", o.schedule);
+  fmt::format_to(std::back_inserter(line), " plan=\"{}\"",
+                 o.restores.empty() ? std::string_view() : o.restores.back().schedule);
   return line;
 }
 

@@ -13,11 +13,8 @@ namespace hcache::server {
 namespace {
 
 constexpr int64_t kNsPerSecond = 1'000'000'000;
-constexpr int64_t kIoPollNs = 1'000'000;
-constexpr int64_t kIdleWaitNs = 100'000'000;
 constexpr int64_t kExpiryNs = 60 * kNsPerSecond;
 constexpr int64_t kStatNs = 5 * kNsPerSecond;
-constexpr int64_t kStopPollNs = 10'000'000;
 // Separates the parts of a salt, none of which can contain it.
 constexpr char kSaltSeparator = '\x1f';
 
@@ -37,75 +34,47 @@ Status Service::init() {
   HCACHE_ASSIGN_OR_RETURN(tokenizer_, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(chat_template_,
                           model::ChatTemplate::create(*tokenizer_, options_.chat_template));
-  // On a thread that ends: OpenMP keeps a team for each thread that has computed, and with more
-  // threads in teams than cores it puts them to sleep between any two operations of a step.
-  Status opened;
-  std::thread([&] {
-    auto runtime = state::Runtime::open(env_, options_.runtime);
-    opened = runtime.status();
-    if (runtime.ok()) runtime_ = std::move(*runtime);
-  }).join();
-  HCACHE_RETURN_IF_ERROR(opened);
-  conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime_->store(),
-                                                   runtime_->fingerprint());
+  serving::ServingOptions serving;
+  serving.runtime = options_.runtime;
+  serving.scheduler = options_.scheduler;
+  serving.max_sequences = options_.max_sequences;
+  serving.tick = [this] { tick(); };
+  HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
+  conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(),
+                                                   runtime().fingerprint());
   HCACHE_RETURN_IF_ERROR(conversations_->load());
-  EngineExecutorOptions executor;
-  executor.max_sequences = options_.max_sequences;
-  executor.restore_mode = options_.restore_mode;
-  executor.fetch = options_.scheduler.fetch;
-  executor.dram_bytes = options_.runtime.dram_bytes;
-  executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
-  HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler));
   keeper_ = std::make_unique<WorkQueue>(1);
   writer_ = std::make_unique<WorkQueue>(1);
   intake_ = std::make_unique<WorkQueue>(options_.intake_threads);
   events_ = std::make_unique<Events>([this] { return event_text(); });
-  scheduler_thread_ = std::thread([this] { run_scheduler(); });
+  next_expiry_ns_ = env_.monotonic_ns() + kExpiryNs;
   return {};
 }
 
-void Service::run_scheduler() {
-  int64_t next_expiry_ns = env_.monotonic_ns() + kExpiryNs;
-  while (!stop_scheduler_.load(std::memory_order_acquire)) {
-    const scheduler::Activity activity = scheduler_->run_once();
-    if (activity != scheduler::Activity::kWorked) {
-      scheduler_->wait_for_work(activity == scheduler::Activity::kWaiting ? kIoPollNs
-                                                                          : kIdleWaitNs);
-    }
-    if (env_.monotonic_ns() < next_expiry_ns) continue;
-    next_expiry_ns = env_.monotonic_ns() + kExpiryNs;
-    keeper_->post([this] {
-      const Result<int64_t> removed = conversations_->expire();
-      if (!removed.ok()) log::warn("sessions can't expire: {}", removed.status().to_string());
-    });
-  }
+void Service::tick() {
+  const int64_t now_ns = env_.monotonic_ns();
+  if (now_ns < next_expiry_ns_) return;
+  next_expiry_ns_ = now_ns + kExpiryNs;
+  keeper_->post([this] {
+    const Result<int64_t> removed = conversations_->expire();
+    if (!removed.ok()) log::warn("sessions can't expire: {}", removed.status().to_string());
+  });
 }
 
 Status Service::stop(int64_t grace_ns) {
-  if (!scheduler_thread_.joinable()) return {};
+  if (!serving_) return {};
   events_.reset();
   intake_.reset();  // what was received is submitted
-  scheduler_->drain();
-  const int64_t end_ns = env_.monotonic_ns() + grace_ns;
-  const auto busy = [this] { return scheduler_->running() + scheduler_->queued() > 0; };
-  while (busy() && env_.monotonic_ns() < end_ns) env_.sleep_ns(kStopPollNs);
-  scheduler_->stop_all(unavailable("the server is shutting down"));
-  while (busy()) env_.sleep_ns(kStopPollNs);
-  stop_scheduler_.store(true, std::memory_order_release);
-  scheduler_->wake();
-  scheduler_thread_.join();
+  serving_->stop(grace_ns);
   writer_.reset();
   keeper_.reset();
-  // The engine's owner is this thread from here on.
-  scheduler_.reset();
-  executor_.reset();
   conversations_.reset();  // its pins
-  return runtime_->close();
+  const Status closed = serving_->close();
+  serving_.reset();
+  return closed;
 }
 
-Service::~Service() {
-  stop(0).ignore("a destructor has nobody to tell; Runtime::close logs what it meets");
-}
+Service::~Service() { stop(0).ignore("a destructor has nobody to tell; errors were logged"); }
 
 Salt Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
   std::string salt = options_.runtime.salt;
@@ -130,7 +99,7 @@ store::StoreStat Service::store_stat() {
 }
 
 std::string Service::event_text() {
-  const scheduler::Snapshot s = scheduler_->stats();
+  const scheduler::Snapshot s = scheduler().stats();
   nlohmann::json json = {
       {"arena", {{"cells", s.arena_cells}, {"active", s.active_cells}, {"idle", s.idle_cells}}},
       {"requests",
@@ -152,15 +121,15 @@ std::string Service::event_text() {
 
 std::string Service::metrics_text() {
   MetricsSnapshot snapshot;
-  snapshot.scheduler = scheduler_->stats();
+  snapshot.scheduler = scheduler().stats();
   snapshot.store = store_stat();
-  if (const state::Saver* saver = runtime_->saver(); saver != nullptr) {
+  if (const state::Saver* saver = runtime().saver(); saver != nullptr) {
     snapshot.saver = saver->stats();
   }
   if (const http::Server* http = http_.load(std::memory_order_acquire); http != nullptr) {
     snapshot.http = http->counters();
   }
-  snapshot.bytes_read_ahead = executor_->bytes_read_ahead();
+  snapshot.bytes_read_ahead = serving_->bytes_read_ahead();
   return metrics_.text(snapshot);
 }
 
@@ -175,7 +144,7 @@ Status Service::remove_session(const Salt& salt, const std::string& name) {
     if (!theirs.ok()) continue;  // gone meanwhile
     shared = std::max(shared, common_prefix(tokens, *theirs));
   }
-  scheduler_->forget(salt, std::move(tokens), shared);
+  scheduler().forget(salt, std::move(tokens), shared);
   return {};
 }
 

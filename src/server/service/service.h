@@ -2,7 +2,7 @@
 // the threads that work beside the HTTP side.
 //
 //   intake      parses bodies, renders templates, tokenises, submits
-//   scheduler   owns the engine: steps, restores, samples
+//   engine's    steps, restores, samples (serving/serving.h)
 //   writer      turns tokens into answers, in order
 //   keeper      what waits for the disk: remembering conversations, expiry, administration
 //
@@ -10,14 +10,14 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "api/answers.h"
 #include "base/env.h"
 #include "conversations.h"
-#include "engine_executor.h"
 #include "events.h"
 #include "http/message.h"
 #include "http/server.h"
@@ -26,6 +26,7 @@
 #include "model/tokenizer.h"
 #include "scheduler/scheduler.h"
 #include "server/server.h"
+#include "serving/serving.h"
 #include "work_queue.h"
 
 namespace hcache::server {
@@ -47,11 +48,11 @@ class Service {
   [[nodiscard]] const std::string& model_name() const { return model_name_; }
   [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
   [[nodiscard]] const model::ChatTemplate& chat_template() const { return *chat_template_; }
-  [[nodiscard]] scheduler::Scheduler& scheduler() { return *scheduler_; }
+  [[nodiscard]] scheduler::Scheduler& scheduler() { return serving_->scheduler(); }
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
-  [[nodiscard]] store::Store* store() { return runtime_->store(); }
-  [[nodiscard]] state::Runtime& runtime() { return *runtime_; }
-  [[nodiscard]] int64_t context() const { return executor_->limits().context; }
+  [[nodiscard]] store::Store* store() { return runtime().store(); }
+  [[nodiscard]] state::Runtime& runtime() { return serving_->runtime(); }
+  [[nodiscard]] int64_t context() const { return serving_->context(); }
   [[nodiscard]] int64_t started_s() const { return started_s_; }
 
   [[nodiscard]] Metrics& metrics() { return metrics_; }
@@ -78,7 +79,8 @@ class Service {
  private:
   Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
   Status init();
-  void run_scheduler();
+  // Now and then has sessions expired; the engine's thread.
+  void tick();
   [[nodiscard]] std::string event_text();
   [[nodiscard]] store::StoreStat store_stat() HCACHE_EXCLUDES(stat_mutex_);
 
@@ -93,16 +95,13 @@ class Service {
   std::atomic<const http::Server*> http_ = nullptr;
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_template_;
-  std::unique_ptr<state::Runtime> runtime_;
+  std::unique_ptr<serving::Serving> serving_;
   std::unique_ptr<Conversations> conversations_;
-  std::unique_ptr<EngineExecutor> executor_;
-  std::unique_ptr<scheduler::Scheduler> scheduler_;
-  std::atomic<bool> stop_scheduler_ = false;
+  std::atomic<int64_t> next_expiry_ns_ = std::numeric_limits<int64_t>::max();
   std::unique_ptr<Events> events_;
   std::unique_ptr<WorkQueue> keeper_;
   std::unique_ptr<WorkQueue> writer_;
   std::unique_ptr<WorkQueue> intake_;
-  std::thread scheduler_thread_;
 };
 
 }  // namespace hcache::server

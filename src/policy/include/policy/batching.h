@@ -93,6 +93,8 @@ struct ReuseCandidate {
   int64_t held = 0;    // rows that it has now
   int64_t coming = 0;  // rows that it will have when its prefill or restore ends; >= held
   bool idle = false;   // may be taken over; an active one can only be forked
+  // Idle, but only to be forked, beside which it stays: it is saved, and the request is not.
+  bool fork_only = false;
 };
 
 struct ReuseSnapshot {

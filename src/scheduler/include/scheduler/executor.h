@@ -5,17 +5,20 @@
 // were stepped or restored into it; every row takes one cell.
 //
 // Threading: one thread owns an Executor; now_ns() alone may be called from any. No call waits for
-// storage: reads and writes go on in the background, and the scheduler asks again.
+// storage, but for a restore that has the device to itself: reads and writes go on in the
+// background, and the scheduler asks again.
 // Errors: a call that fails has changed nothing unless it says otherwise.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "base/ids.h"
 #include "base/status.h"
+#include "policy/restore_record.h"
 
 namespace hcache::scheduler {
 
@@ -44,39 +47,46 @@ struct StepOutput {
   double seconds = 0;  // that the step took
 };
 
-// Layers that were restored alike, and when they were read and computed: seconds since the restore
-// began. Both times of reading 0: nothing was read.
-struct RestoreSpan {
-  int32_t first_layer = 0;
-  int32_t last_layer = 0;
-  std::string method;  // "RE", "H", "KV"
-  double io_begin_s = 0;
-  double io_end_s = 0;
-  double compute_begin_s = 0;
-  double compute_end_s = 0;
+// What is saved of the beginning of a chain, as saved_prefix() found it; opaque to the scheduler.
+// What it names is pinned, so that it can still be restored, while anybody refers to it.
+class SavedPrefix {
+ public:
+  explicit SavedPrefix(int64_t tokens) : tokens_(tokens) {}
+  SavedPrefix(const SavedPrefix&) = delete;
+  SavedPrefix& operator=(const SavedPrefix&) = delete;
+  virtual ~SavedPrefix() = default;
+
+  [[nodiscard]] int64_t tokens() const { return tokens_; }  // its length
+
+ private:
+  const int64_t tokens_;
+};
+using SavedPrefixRef = std::shared_ptr<const SavedPrefix>;
+
+// How saved state is brought back.
+struct RestoreMethod {
+  policy::Mode mode = policy::Mode::kPlan;
+  int64_t token_rounding = 1;  // of Mode::kTokenPartition
 };
 
-// Bytes of saved state that were used, by where they came from.
-struct TierBytes {
-  uint64_t dram = 0;
-  uint64_t disk = 0;
-  uint64_t remote = 0;
+struct RestoreJob {
+  SavedPrefixRef prefix = {};            // of these tokens
+  std::span<const int32_t> tokens = {};  // the whole chain; copied
+  int64_t upto = 0;                      // how many of them are restored at most
+  RestoreMethod method = {};
+  // It is planned with this share of the device's time for its arithmetic, in (0, 1].
+  double compute_share = 1;
+  // Nothing else runs or waits: it is planned with the prefill of the other tokens behind it.
+  bool alone = false;
 };
 
-// What a restore did.
-struct RestoreReport {
-  int64_t hidden_tokens = 0;  // restored rows, by what most of their layers used
-  int64_t kv_tokens = 0;
-  int64_t recomputed_tokens = 0;
-  uint64_t bytes_dram = 0;  // read, by tier
-  uint64_t bytes_disk = 0;
-  uint64_t bytes_remote = 0;
-  TierBytes hidden_pages;  // of those, what the methods used: without alignment and gaps
-  TierBytes kv_pages;
-  double predicted_s = 0;  // that the plan expected it to take; 0: nothing was planned
-  double overlap = 0;      // share of the I/O time during which restore work ran too, 0 … 1
-  std::string schedule;    // "RE:4 H:26 KV:2"
-  std::vector<RestoreSpan> timeline;
+// How long advance_restore() may work.
+struct RestoreTurn {
+  double budget_s = 0;  // seconds of compute
+  // Set: nothing else runs or waits. Then there is no budget, bytes may be waited for, and the
+  // tokens behind the restored ones follow layer by layer from the first slice on. Asked between
+  // slices, with the fraction of the restore that is done; false ends the call early.
+  std::function<bool(double fraction)> proceed = {};
 };
 
 struct RestoreStatus {
@@ -94,7 +104,10 @@ struct RestoreStatus {
   // When done: rows that the sequence now holds. Fewer than asked for where state was missing or
   // damaged, the rest is prefilled; more where the prefill began while reads were waited for.
   int64_t tokens = 0;
-  RestoreReport report;  // when done
+  policy::RestoreRecord record;  // when done
+  // When done, and all tokens of the request were computed behind it: of the last one. Valid until
+  // the next call.
+  std::span<const float> logits;
 };
 
 // A request in the queue. What it refers to stays until it is dequeued.
@@ -102,7 +115,9 @@ struct Waiting {
   uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; unique
   const Salt& salt;
   std::span<const int32_t> tokens;
-  int64_t restore = 0;  // leading tokens that it would restore if it were admitted now
+  SavedPrefixRef prefix = {};  // null: nothing is saved
+  int64_t restore = 0;         // leading tokens that it would restore if it were admitted now
+  RestoreMethod method = {};
 };
 
 class Executor {
@@ -122,8 +137,9 @@ class Executor {
   // An empty sequence. With `save`, what it computes is saved under the salt. Restoring is possible
   // either way.
   virtual Result<SeqId> create(const Salt& salt, bool save) = 0;
-  // A new sequence that starts with the first n_tokens rows of `src`; it inherits salt and saving.
-  virtual Result<SeqId> fork(SeqId src, int64_t n_tokens) = 0;
+  // A new sequence that starts with the first n_tokens rows of `src` and has its salt. With `save`,
+  // which takes a source that is saved, it is saved too.
+  virtual Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) = 0;
   // Keeps the first n_tokens rows. After an error only release() is allowed.
   virtual Status trim(SeqId seq, int64_t n_tokens) = 0;
   // Ends a sequence and gives its cells back at once, whatever it is doing (a restore is dropped).
@@ -131,20 +147,20 @@ class Executor {
 
   // ---- Saved state
 
-  // How many leading tokens could be restored: a look into the catalog.
-  virtual Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) = 0;
-  // Starts to restore the first `upto` tokens into an empty sequence: reading begins, and
-  // free_cells() has `upto` cells fewer from now on, or some more: the prefill of what is behind
-  // them may begin as well. The tokens are copied. It is planned with compute_share of the device's
-  // time for its arithmetic, in (0, 1]. After an error the sequence is empty and usable.
-  virtual Status begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                               double compute_share) = 0;
-  // Works on a restore for about budget_s seconds: whole slices whose bytes are there, the first in
-  // any case and further ones as long as they are expected to fit. Never waits. One restore is
-  // worked on at a time, in the order of their beginnings: the next one's first call comes after
-  // this one's end. After kDone the sequence is an ordinary one. After an error it is empty and
-  // usable. Damaged state is no error: what can't be used is recomputed or left to the prefill.
-  virtual Result<RestoreStatus> advance_restore(SeqId seq, double budget_s) = 0;
+  // What could be restored of these tokens: a look into the catalog. With `known`, an earlier
+  // answer for the same tokens, it looks for what has become durable since. Null: nothing.
+  virtual Result<SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                              const SavedPrefixRef& known) = 0;
+  // Starts to restore into an empty sequence: reading begins, and free_cells() has `upto` cells
+  // fewer from now on, or some more: the prefill of what is behind them may begin as well. After an
+  // error the sequence is empty and usable.
+  virtual Status begin_restore(SeqId seq, const RestoreJob& job) = 0;
+  // Works on a restore for about the turn's budget: whole slices whose bytes are there, the first
+  // in any case and further ones as long as they are expected to fit. Several restores may be in
+  // flight, and take turns in any order. After kDone the sequence is an ordinary one. After an
+  // error it is empty and usable. Damaged state is no error: what can't be used is recomputed or
+  // left to the prefill.
+  virtual Result<RestoreStatus> advance_restore(SeqId seq, const RestoreTurn& turn) = 0;
   // Asks for everything that the sequence holds now to become durable soon, tail included.
   virtual void request_flush(SeqId seq) = 0;
   // How many leading rows are durable; kNotSaving when no more will be (off, failed, skipped).

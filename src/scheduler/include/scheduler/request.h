@@ -40,19 +40,6 @@ struct NextToken {
   std::string finish_reason;  // with stop: for the Outcome
 };
 
-// One restore of a request.
-struct RestoreRecord {
-  double seconds = 0;      // from its beginning to its end
-  double predicted_s = 0;  // the plan's for the same; 0: nothing was planned
-  // Nothing else was computed or restored meanwhile: the plan knows of nothing else.
-  bool alone = true;
-  int64_t hidden_tokens = 0;
-  int64_t kv_tokens = 0;
-  int64_t recomputed_tokens = 0;
-  TierBytes hidden_pages;
-  TierBytes kv_pages;
-};
-
 // Where the tokens of the prompt came from, what it cost, and how it ended.
 struct Outcome {
   RequestId id = 0;
@@ -71,28 +58,34 @@ struct Outcome {
   int64_t saving_tokens = 0;      // of new_tokens: on their way to the store, or there
 
   // Restores, those after a preemption included.
-  uint64_t bytes_dram = 0;
-  uint64_t bytes_disk = 0;
-  uint64_t bytes_remote = 0;
-  double restore_s = 0;               // from its beginning to its end
-  double restore_busy_s = 0;          // compute that it took
-  double overlap = 0;                 // of the last one; see RestoreReport
-  std::string schedule;               // of the last one
-  std::vector<RestoreSpan> timeline;  // of the last one
-  std::vector<RestoreRecord> restores;
+  std::vector<policy::RestoreRecord> restores;
+  policy::TierBytes bytes;    // read by them
+  double restore_s = 0;       // that they took
+  double restore_busy_s = 0;  // compute that they took
+  double prefill_s = 0;       // of steps that held rows of its prompt
 
+  SeqId seq = kNoSeq;                  // that it ran on, and that may stay resident as an idle one
   double queue_s = 0;                  // until it was first admitted
   double ttft_s = 0;                   // until its first token; 0: none came
   double total_s = 0;                  // until it ended
   std::vector<double> preempted_at_s;  // seconds after it was submitted
 };
 
+// What a request may go on from.
+enum class CacheUse : uint8_t {
+  kNone,   // nothing: all of its prompt is computed
+  kSaved,  // saved state, as in a process that holds nothing yet
+  kAll,    // rows in the arena, and saved state
+};
+
 struct Request {
   std::vector<int32_t> tokens;  // the prompt; at least one
   // Tokens to generate at most; cut to what fits. 0: the prompt is computed and kept, no more.
   int64_t max_new_tokens = std::numeric_limits<int64_t>::max();
-  Salt salt;             // cache salt: state is shared only between equal ones
-  bool save = true;      // whether its state may be saved; restoring is possible either way
+  Salt salt;         // cache salt: state is shared only between equal ones
+  bool save = true;  // whether its state may be saved
+  CacheUse cache = CacheUse::kAll;
+  RestoreMethod restore;
   std::string key;       // whom limits per key count
   int32_t priority = 0;  // higher is more urgent
 

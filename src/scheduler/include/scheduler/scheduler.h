@@ -15,9 +15,10 @@
 // Rules that callers may rely on (the decisions themselves are in policy/batching.h):
 //  - A step has at most max_step_tokens rows: decode rows first, then prefill in order of arrival.
 //  - While anything decodes, restores make a step at most restore.share longer; what one slice
-//    overdraws is taken from the following steps. They are worked on one after the other, in the
-//    order in which they began; those behind the first read ahead meanwhile. With
-//    restore.exclusive nothing else is computed meanwhile.
+//    overdraws is taken from the following steps. Restores in flight read at the same time and get
+//    equal shares of the compute. With restore.exclusive nothing else is computed meanwhile.
+//  - A restore that nothing else runs or waits beside has the device to itself, until something
+//    arrives: it may wait for its bytes, and the prefill follows it layer by layer.
 //  - A sequence stays in the arena when its request ends, and a later request with the same salt
 //    goes on from it. Idle sequences go, by the eviction policy, when room is wanted; what is not
 //    durable yet is flushed first, while other work goes on.

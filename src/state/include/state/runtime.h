@@ -1,5 +1,5 @@
 // Everything one process needs to hold conversations that outlive it: model, engine, store, saver,
-// cost profile and planner behind one object. The command line and the benchmarks use it.
+// cost profile and planner behind one object. What runs requests on it is serving/serving.h.
 #pragma once
 
 #include <cstdint>
@@ -50,30 +50,24 @@ struct RuntimeOptions {
   std::function<void(const CostProfile&)> on_profile;
 };
 
-struct StartOptions {
+struct PlanOptions {
   policy::Mode mode = policy::Mode::kPlan;
-  int64_t token_rounding = 1;  // of Mode::kTokenPartition
-  bool save = true;            // capture this sequence
+  int64_t token_rounding = 1;     // of Mode::kTokenPartition
+  int64_t most_rows = INT64_MAX;  // that are restored
+  // Whether the tokens behind the restored rows follow them layer by layer, or are computed later.
+  bool with_prefill = true;
+  bool save = true;          // the sequence is captured
   bool ahead = false;        // planned as if all of it lay in host memory, where it will be read to
   double compute_share = 1;  // policy::RestoreCosts'
-  std::function<bool(double)> progress;
 };
 
-// What of a chain is going to be restored, and how.
+// How a part of a match is going to be restored.
 struct PlannedRestore {
-  store::Match match;  // pins what the plan reads
   policy::Plan plan;
   // The partial last chunk that the saver completes; empty where the plan ends on a whole one.
   store::ChunkRef tail;
   // How long the remote tier may take: what computing all of it again would.
   double remote_timeout_s = 0;
-};
-
-// A sequence brought to the point where its next token can be sampled.
-struct Started {
-  engine::SeqId seq = -1;
-  std::vector<float> logits;  // of the last token
-  RestoreReport report;
 };
 
 // Threading: one thread.
@@ -87,23 +81,17 @@ class Runtime {
   // Asks the remote tier, if there is one, for what the store lacks of these tokens; plan() knows
   // it then. Waits RemoteOptions::timeout_s at most. Any thread.
   virtual void look_up(std::span<const int32_t> tokens, const SaltId& salt) = 0;
-  // Finds what the store has of `tokens` (all but the last one, which is always computed) and plans
-  // its restoration. What can't be searched or used counts as absent.
-  virtual Result<PlannedRestore> plan(std::span<const int32_t> tokens, const SaltId& salt,
-                                      const StartOptions& options) = 0;
-  // Drops a page that could not be used. False when it can't be dropped: nothing saved should be
-  // used for this chain then.
+  // What the store has of `tokens`, pinned. What can't be searched counts as absent.
+  virtual store::Match match(std::span<const int32_t> tokens, const SaltId& salt) = 0;
+  // Plans the restoration of a match of `tokens`, of all but the last one, which is always
+  // computed. What this engine can't use counts as absent.
+  virtual Result<PlannedRestore> plan(std::span<const int32_t> tokens, const store::Match& match,
+                                      const PlanOptions& options) = 0;
+  // Drops a page that could not be used. False when it can't be dropped: it will be offered again.
   virtual bool discard(const PageFailure& failure) = 0;
   // Corrects the profile by what a restore observed of the device's speed, and of the store's
   // unless the Env limits it.
-  virtual void observe(const RestoreReport& report) = 0;
-  // Match, plan, restore and prefill: a new sequence holding `tokens` (at least one). Damaged pages
-  // are dropped and planned around; with no usable page everything is recomputed.
-  virtual Result<Started> start(std::span<const int32_t> tokens, const StartOptions& options) = 0;
-  // Appends tokens to a started sequence (a turn of a conversation that is still resident).
-  virtual Result<std::vector<float>> append(engine::SeqId seq, std::span<const int32_t> tokens) = 0;
-  // Ends the sequence: what was captured is written, its rows are released.
-  virtual Status finish(engine::SeqId seq) = 0;
+  virtual void observe(const policy::RestoreRecord& record) = 0;
   // Everything captured so far is durable when it returns.
   virtual Status flush() = 0;
   // flush, then close the store. Errors of the store are reported here at the latest.

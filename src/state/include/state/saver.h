@@ -4,6 +4,7 @@
 // counted, and their sequence is saved no further.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -37,8 +38,8 @@ struct SaverStats {
   Status last_error;   // of the store; said once, serving goes on
 };
 
-// Threading: begin, fork, set_tokens, end, flush and the CaptureSink calls belong to the engine's
-// thread; stats() may be called from any.
+// Threading: begin, fork, set_tokens, keep_page, end, flush and the CaptureSink calls belong to the
+// engine's thread; stats() may be called from any.
 class Saver : public engine::CaptureSink {
  public:
   // `store` and `env` must outlive the saver.
@@ -68,6 +69,10 @@ class Saver : public engine::CaptureSink {
   // no further. Any thread.
   static constexpr int64_t kNotSaved = -1;
   [[nodiscard]] virtual int64_t durable_tokens(engine::SeqId seq) const = 0;
+  // K and V of one layer of a chunk that the store has without this page, as the arena holds them
+  // (K rows, then V rows): they become durable like captured rows.
+  virtual void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
+                         std::span<const std::byte> kv) = 0;
   // No more rows will come; what was captured is written. Does not wait.
   virtual void end(engine::SeqId seq) = 0;
   [[nodiscard]] virtual SaverStats stats() const = 0;

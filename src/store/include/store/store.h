@@ -231,6 +231,8 @@ class PageReader {
   [[nodiscard]] virtual Result<PageView> next() = 0;
   // As next(), but nullopt instead of waiting.
   [[nodiscard]] virtual Result<std::optional<PageView>> try_next() = 0;
+  // The same, but waits for so long at most.
+  [[nodiscard]] virtual Result<std::optional<PageView>> next_within(std::int64_t timeout_ns) = 0;
   // Gives a page's memory back; any order. Each delivered page once, failed ones too.
   virtual void release(std::size_t index) = 0;
   // Wakes next(); nothing more is read. Delivered pages stay valid until released.

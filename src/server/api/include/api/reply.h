@@ -11,6 +11,7 @@
 #include "api/request.h"
 #include "base/status.h"
 #include "model/chat.h"
+#include "policy/restore_record.h"
 
 namespace hcache::api {
 
@@ -19,35 +20,21 @@ struct Outcome {
   int64_t prompt_tokens = 0;
   int64_t reply_tokens = 0;
   // The prompt's tokens by the source of their state; together prompt_tokens.
-  int64_t resident = 0;    // was still in the arena
-  int64_t hidden = 0;      // restored from saved hidden states (in most layers)
-  int64_t kv = 0;          // restored from saved KV (in most layers)
-  int64_t recomputed = 0;  // saved, but computed again
-  int64_t fresh = 0;       // never seen
-  int64_t saved = 0;       // of those, how many are now in the store, or on their way to it
-  // Bytes read by tier.
-  int64_t dram_bytes = 0;
-  int64_t disk_bytes = 0;
-  int64_t remote_bytes = 0;
+  int64_t resident = 0;     // was still in the arena
+  int64_t hidden = 0;       // restored from saved hidden states (in most layers)
+  int64_t kv = 0;           // restored from saved KV (in most layers)
+  int64_t recomputed = 0;   // saved, but computed again
+  int64_t fresh = 0;        // never seen
+  int64_t saved = 0;        // of those, how many are now in the store, or on their way to it
+  policy::TierBytes bytes;  // read by its restores
 
   double queue_ms = 0;
   double restore_ms = 0;
-  double prompt_ms = 0;  // of computing what was not restored
-  double reply_ms = 0;   // from the first token to the last
-  double first_ms = 0;   // from the request's arrival to the first token
-  double overlap = 0;    // the share of reading that was hidden behind computing, [0, 1]
-  std::string schedule;  // "RE:4 H:26 KV:2"; empty: nothing was restored
-  // Layers that were restored alike, and when, in milliseconds since the restore began.
-  struct Span {
-    std::string layers;  // "4-7"
-    std::string method;  // "RE", "H", "KV"
-    double io_begin_ms = 0;
-    double io_end_ms = 0;
-    double compute_begin_ms = 0;
-    double compute_end_ms = 0;
-  };
-  std::vector<Span> timeline;
-  int64_t preemptions = 0;  // how often it had to make room
+  double prompt_ms = 0;           // of computing what was not restored
+  double reply_ms = 0;            // from the first token to the last
+  double first_ms = 0;            // from the request's arrival to the first token
+  policy::RestoreRecord restore;  // the last one; no schedule: nothing was restored
+  int64_t preemptions = 0;        // how often it had to make room
 
   [[nodiscard]] int64_t cached() const { return resident + hidden + kv; }
 };

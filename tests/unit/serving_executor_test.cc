@@ -14,7 +14,7 @@
 #include "patience.h"
 #include "state/runtime.h"
 
-namespace hcache::server {
+namespace hcache::serving {
 namespace {
 
 using hcache::test::expect_to_end;
@@ -49,7 +49,7 @@ class Process {
  public:
   Process(const std::string& model, const std::string& state_dir, policy::Mode mode,
           const EngineExecutorOptions& given = {}, double link_bytes_per_s = 0)
-      : env_(Env::real(), link_bytes_per_s) {
+      : env_(Env::real(), link_bytes_per_s), method_{.mode = mode} {
     state::RuntimeOptions options;
     options.model_path = model;
     options.state_dir = state_dir;
@@ -71,9 +71,7 @@ class Process {
     auto runtime = state::Runtime::open(env_, options);
     EXPECT_TRUE(runtime.ok()) << runtime.status().to_string();
     runtime_ = std::move(*runtime);
-    EngineExecutorOptions executor = given;
-    executor.restore_mode = mode;
-    executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
+    executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, given);
   }
   ~Process() {
     executor_.reset();
@@ -123,14 +121,31 @@ class Process {
     }
     return state;
   }
+  scheduler::SavedPrefixRef prefix(const Tokens& tokens, const std::string& salt = "") {
+    auto prefix = executor_->saved_prefix(own_salt(salt), tokens, nullptr);
+    EXPECT_TRUE(prefix.ok()) << prefix.status().to_string();
+    return prefix.value_or(nullptr);
+  }
+  // The tokens must outlive the job.
+  scheduler::RestoreJob job(const Tokens& tokens, int upto) {
+    return {.prefix = prefix(tokens), .tokens = tokens, .upto = upto, .method = method_};
+  }
+  scheduler::Waiting waiting(uint64_t place, const Salt& salt, const Tokens& tokens, int restore) {
+    return {.place = place,
+            .salt = salt,
+            .tokens = tokens,
+            .prefix = prefix(tokens),
+            .restore = restore,
+            .method = method_};
+  }
   // Restores in the smallest slices; `between` runs after each of them.
   RestoreStatus restore(SeqId seq, const Tokens& tokens, int upto,
                         const std::function<void()>& between = {}) {
-    const Status begun = executor_->begin_restore(seq, tokens, upto, 1);
+    const Status begun = executor_->begin_restore(seq, job(tokens, upto));
     EXPECT_TRUE(begun.ok()) << begun.to_string();
     Patience patience("a restore of " + std::to_string(upto) + " tokens");
     while (begun.ok() && patience.lasts()) {
-      auto status = executor_->advance_restore(seq, 0);
+      auto status = executor_->advance_restore(seq, {});
       EXPECT_TRUE(status.ok()) << status.status().to_string();
       if (!status.ok()) break;
       if (status->phase == RestoreStatus::Phase::kDone) return *status;
@@ -164,6 +179,7 @@ class Process {
 
  private:
   ThrottledEnv env_;
+  const scheduler::RestoreMethod method_;
   std::unique_ptr<state::Runtime> runtime_;
   std::unique_ptr<EngineExecutor> executor_;
   int slices_ = 0;
@@ -176,9 +192,8 @@ class ExecutorTest : public testing::Test {
     return std::make_unique<Process>(model_, dir_.file("state"), mode);
   }
   int64_t saved(Process& p, const Tokens& tokens, const std::string& salt = "") {
-    auto n = p->saved_prefix(own_salt(salt), tokens);
-    EXPECT_TRUE(n.ok()) << n.status().to_string();
-    return n.value_or(-1);
+    const scheduler::SavedPrefixRef prefix = p.prefix(tokens, salt);
+    return prefix ? prefix->tokens() : 0;
   }
 
   TempDir dir_;
@@ -212,12 +227,12 @@ TEST_F(ExecutorTest, RestoresInSlicesBesideStepsOfOthers) {
       logits = p->append(other, {heard.back()});
     });
     EXPECT_EQ(done.tokens, 300);
-    EXPECT_EQ(done.report.hidden_tokens + done.report.kv_tokens, 300);
-    EXPECT_GT(done.report.bytes_disk, 0U);
-    const scheduler::TierBytes& hidden = done.report.hidden_pages;
-    const scheduler::TierBytes& kv = done.report.kv_pages;
+    EXPECT_EQ(done.record.hidden_tokens + done.record.kv_tokens, 300);
+    EXPECT_GT(done.record.read.disk, 0U);
+    const policy::TierBytes& hidden = done.record.hidden_pages;
+    const policy::TierBytes& kv = done.record.kv_pages;
     EXPECT_GT(hidden.disk + kv.disk, 0U);
-    EXPECT_GE(done.report.bytes_disk, hidden.disk + kv.disk);
+    EXPECT_GE(done.record.read.disk, hidden.disk + kv.disk);
     EXPECT_EQ(hidden.dram + kv.dram, 0U);
     if (mode == policy::Mode::kHidden) {
       EXPECT_EQ(kv.disk, 0U);
@@ -225,8 +240,8 @@ TEST_F(ExecutorTest, RestoresInSlicesBesideStepsOfOthers) {
     if (mode == policy::Mode::kKv) {
       EXPECT_EQ(hidden.disk, 0U);
     }
-    EXPECT_GT(done.report.predicted_s, 0);
-    EXPECT_FALSE(done.report.schedule.empty());
+    EXPECT_GT(done.record.predicted_restore_s, 0);
+    EXPECT_FALSE(done.record.schedule.empty());
     EXPECT_GT(p->slices(), 4);
     EXPECT_EQ(heard, first(others, static_cast<int>(heard.size())));
     EXPECT_EQ(p->state(seq, 300), state);
@@ -246,10 +261,10 @@ TEST_F(ExecutorTest, RestoresNoMoreThanAskedAndLeavesTheLastToken) {
   EXPECT_EQ(p->restore(whole, history, 200).tokens, 199);
   const SeqId part = p->create();
   EXPECT_EQ(p->restore(part, history, 128).tokens, 128);
+  EXPECT_EQ(p->prefix(random_tokens(100, 9)), nullptr);
   const SeqId unknown = p->create();
-  EXPECT_EQ(p->restore(unknown, random_tokens(100, 9), 99).tokens, 0);
-  EXPECT_EQ((*p)->begin_restore(unknown, history, 0, 1).code(), Code::kOutOfRange);
-  EXPECT_EQ((*p)->begin_restore(unknown, history, 201, 1).code(), Code::kOutOfRange);
+  EXPECT_EQ((*p)->begin_restore(unknown, p->job(history, 0)).code(), Code::kOutOfRange);
+  EXPECT_EQ((*p)->begin_restore(unknown, p->job(history, 201)).code(), Code::kOutOfRange);
 }
 
 TEST_F(ExecutorTest, ForksAreSavedFromWhereTheyPart) {
@@ -261,7 +276,7 @@ TEST_F(ExecutorTest, ForksAreSavedFromWhereTheyPart) {
     auto p = process();
     const SeqId seq = p->create();
     p->append(seq, trunk);
-    auto fork = (*p)->fork(seq, 150);  // inside a chunk that is complete
+    auto fork = (*p)->fork(seq, 150, true);  // inside a chunk that is complete
     ASSERT_TRUE(fork.ok()) << fork.status().to_string();
     p->append(seq, left);
     p->append(*fork, right);
@@ -323,8 +338,6 @@ TEST_F(ExecutorTest, SaltsSeeNothingOfEachOther) {
   p->wait_until_durable(seq, 150);
   EXPECT_EQ(saved(*p, tokens, "a"), 150);
   EXPECT_EQ(saved(*p, tokens, "b"), 0);
-  const SeqId other = p->create("b");
-  EXPECT_EQ(p->restore(other, tokens, 149).tokens, 0);
 }
 
 TEST_F(ExecutorTest, DamagedStateIsLeftToThePrefill) {
@@ -377,8 +390,8 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     const Salt salt = own_salt("");
     const Tokens first = one + Tokens{7};
     const Tokens second = two + Tokens{7};
-    p->enqueued({.place = 5, .salt = salt, .tokens = first, .restore = 300});
-    p->enqueued({.place = 9, .salt = salt, .tokens = second, .restore = 300});
+    p->enqueued(p.waiting(5, salt, first, 300));
+    p->enqueued(p.waiting(9, salt, second, 300));
     const SeqId other = p.create("", false);
     Patience patience("anything to be read ahead");
     for (int i = 0; ahead ? p->bytes_read_ahead() == 0 && patience.lasts() : i < 300; ++i) {
@@ -391,7 +404,7 @@ TEST_F(ExecutorTest, StateOfWhatWaitsIsReadAheadAsFarAsMemoryHoldsIt) {
     p->dequeued(5, true);
     EXPECT_EQ(done.tokens, 300);
     // On demand only the tail may be in memory: the saver reads it, too, to go on from it.
-    const scheduler::TierBytes& pages = done.report.kv_pages;
+    const policy::TierBytes& pages = done.record.kv_pages;
     EXPECT_EQ(pages.disk == 0, ahead);
     EXPECT_EQ(pages.dram > pages.disk, ahead);
     p->dequeued(9, false);  // before all of it was read, maybe
@@ -418,9 +431,9 @@ TEST_F(ExecutorTest, ReadingAheadStopsForWhatDoesNotWaitAnyMore) {
                               .dram_bytes = 10'000'000},
         100);
     EngineExecutor& executor = **p;
-    executor.enqueued({.place = 1, .salt = salt, .tokens = one, .restore = 300});
-    executor.enqueued({.place = 2, .salt = salt, .tokens = two, .restore = 300});
-    executor.enqueued({.place = 3, .salt = salt, .tokens = three, .restore = 300});
+    executor.enqueued(p->waiting(1, salt, one, 300));
+    executor.enqueued(p->waiting(2, salt, two, 300));
+    executor.enqueued(p->waiting(3, salt, three, 300));
     expect_to_end("leaving the queue before its turn", [&] { executor.dequeued(2, false); });
     expect_to_end("leaving the queue while it is read", [&] { executor.dequeued(1, false); });
     if (all_leave) {
@@ -462,16 +475,17 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
     Tokens others = {7};
     std::vector<float> logits = p.append(other, others);
     const SeqId cancelled = p.create();
-    ASSERT_TRUE(p->begin_restore(cancelled, chain, 300, 1).ok());
-    for (int i = 0; i < 200; ++i) ASSERT_TRUE(p->advance_restore(cancelled, 1).ok());
+    ASSERT_TRUE(p->begin_restore(cancelled, p.job(chain, 300)).ok());
+    for (int i = 0; i < 200; ++i)
+      ASSERT_TRUE(p->advance_restore(cancelled, {.budget_s = 1, .proceed = {}}).ok());
     p->release(cancelled);
     const SeqId back = p.create();
-    const Status begun = p->begin_restore(back, chain, 300, 1);
+    const Status begun = p->begin_restore(back, p.job(chain, 300));
     ASSERT_TRUE(begun.ok()) << begun.to_string();
     RestoreStatus done;
     Patience patience("a restore over a slow link");
     while (done.phase != RestoreStatus::Phase::kDone && patience.lasts()) {
-      auto status = p->advance_restore(back, 1);
+      auto status = p->advance_restore(back, {.budget_s = 1, .proceed = {}});
       ASSERT_TRUE(status.ok()) << status.status().to_string();
       done = *status;
       if (others.size() > 20) {
@@ -482,7 +496,7 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
       logits = p.append(other, {others.back()});  // steps of others come between
     }
     EXPECT_EQ(done.tokens, 300 + 96);  // as many as a step may have
-    EXPECT_EQ(done.report.kv_tokens + done.report.hidden_tokens, 300);
+    EXPECT_EQ(done.record.kv_tokens + done.record.hidden_tokens, 300);
     p.wait_until_durable(back, 396);
     const Tokens rest(chain.begin() + 396, chain.end());
     EXPECT_EQ(p.decode(back, p.append(back, rest), 6), answer);
@@ -500,6 +514,113 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
   }
 }
 
+// What was found stays until its restore has ended, whatever is removed or evicted meanwhile.
+TEST_F(ExecutorTest, ASavedPrefixIsPinned) {
+  const Tokens history = random_tokens(300, 1);
+  auto p = process();
+  const SeqId first = p->create();
+  p->append(first, history);
+  p->wait_until_durable(first, 300);
+  const std::vector<std::byte> state = p->state(first, 299);
+  (*p)->release(first);
+  {
+    scheduler::RestoreJob job = p->job(history, 299);
+    EXPECT_EQ(p->remove_saved(), 0U);
+    const SeqId seq = p->create("", false);
+    ASSERT_TRUE((*p)->begin_restore(seq, job).ok());
+    job.prefix = nullptr;
+    EXPECT_EQ(p->remove_saved(), 0U);
+    Patience patience("a restore of a pinned prefix");
+    RestoreStatus done;
+    while (done.phase != RestoreStatus::Phase::kDone && patience.lasts()) {
+      auto status = (*p)->advance_restore(seq, {});
+      ASSERT_TRUE(status.ok()) << status.status().to_string();
+      done = *status;
+    }
+    EXPECT_EQ(done.tokens, 299);
+    EXPECT_EQ(p->state(seq, 299), state);
+  }
+  EXPECT_EQ(p->remove_saved(), 5U);
+}
+
+// A restore that has the device to itself gives the logits of the last token, its whole prefill
+// done behind it, and the same bits.
+TEST_F(ExecutorTest, ALoneRestoreBringsThePrefillToItsEnd) {
+  const Tokens history = random_tokens(300, 1);
+  const Tokens question = random_tokens(90, 2);
+  std::vector<float> logits;
+  std::vector<std::byte> state;
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, history);
+    p->wait_until_durable(seq, 300);
+    logits = p->append(seq, question);
+    state = p->state(seq, 390);
+    (*p)->release(seq);
+  }
+  const Tokens chain = history + question;
+  for (const policy::Mode mode : {policy::Mode::kPlan, policy::Mode::kHidden, policy::Mode::kKv}) {
+    for (const int stops : {0, 1, 7}) {
+      auto p = process(mode);
+      const SeqId seq = p->create("", false);
+      scheduler::RestoreJob job = p->job(chain, 300);
+      job.alone = true;
+      ASSERT_TRUE((*p)->begin_restore(seq, job).ok());
+      int asked = 0;
+      RestoreStatus done;
+      std::vector<float> last;
+      while (done.phase != RestoreStatus::Phase::kDone) {
+        auto status = (*p)->advance_restore(
+            seq, {.budget_s = 1, .proceed = [&](double) { return stops == 0 || ++asked % stops; }});
+        ASSERT_TRUE(status.ok()) << status.status().to_string();
+        done = *status;
+        last.assign(status->logits.begin(), status->logits.end());
+      }
+      EXPECT_EQ(done.tokens, 390);
+      EXPECT_EQ(done.record.prefilled_tokens, 90);
+      EXPECT_EQ(last, logits);
+      EXPECT_EQ(p->state(seq, 390), state);
+    }
+  }
+}
+
+// Two restores take turns in the smallest slices, in the middle of projections.
+TEST_F(ExecutorTest, RestoresInFlightDoNotMixTheirRows) {
+  const Tokens one = random_tokens(300, 1);
+  const Tokens two = random_tokens(280, 2);
+  std::vector<std::byte> state_one;
+  std::vector<std::byte> state_two;
+  {
+    auto p = process();
+    const SeqId a = p->create();
+    const SeqId b = p->create();
+    p->append(a, one);
+    p->append(b, two);
+    state_one = p->state(a, 299);
+    state_two = p->state(b, 279);
+  }
+  for (const policy::Mode mode : {policy::Mode::kHidden, policy::Mode::kKv}) {
+    auto p = process(mode);
+    const SeqId a = p->create();
+    const SeqId b = p->create();
+    ASSERT_TRUE((*p)->begin_restore(a, p->job(one, 299)).ok());
+    ASSERT_TRUE((*p)->begin_restore(b, p->job(two, 279)).ok());
+    bool a_done = false;
+    bool b_done = false;
+    while (!a_done || !b_done) {
+      for (auto [seq, done] : {std::pair(a, &a_done), std::pair(b, &b_done)}) {
+        if (*done) continue;
+        auto status = (*p)->advance_restore(seq, {});
+        ASSERT_TRUE(status.ok()) << status.status().to_string();
+        *done = status->phase == RestoreStatus::Phase::kDone;
+      }
+    }
+    EXPECT_EQ(p->state(a, 299), state_one);
+    EXPECT_EQ(p->state(b, 279), state_two);
+  }
+}
+
 TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
   const Tokens history = random_tokens(300, 1);
   {
@@ -509,13 +630,13 @@ TEST_F(ExecutorTest, AReleasedRestoreLeavesNothing) {
   auto p = process();
   const int64_t free_cells = (*p)->free_cells();
   const SeqId seq = p->create();
-  ASSERT_TRUE((*p)->begin_restore(seq, history, 299, 1).ok());
+  ASSERT_TRUE((*p)->begin_restore(seq, p->job(history, 299)).ok());
   EXPECT_EQ((*p)->free_cells(), free_cells - 299);
-  ASSERT_TRUE((*p)->advance_restore(seq, 0).ok());
+  ASSERT_TRUE((*p)->advance_restore(seq, {}).ok());
   (*p)->release(seq);
   EXPECT_EQ((*p)->free_cells(), free_cells);
-  EXPECT_EQ((*p)->advance_restore(seq, 1).status().code(), Code::kNotFound);
+  EXPECT_EQ((*p)->advance_restore(seq, {}).status().code(), Code::kNotFound);
 }
 
 }  // namespace
-}  // namespace hcache::server
+}  // namespace hcache::serving

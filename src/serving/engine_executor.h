@@ -18,11 +18,10 @@
 #include "state/restorer.h"
 #include "state/runtime.h"
 
-namespace hcache::server {
+namespace hcache::serving {
 
 struct EngineExecutorOptions {
-  int32_t max_sequences = 64;  // that exist at a time, idle ones included
-  policy::Mode restore_mode = policy::Mode::kPlan;
+  int32_t max_sequences = 64;               // that exist at a time, idle ones included
   uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of one restore
   // What is brought into host memory for requests that wait, if there is any (dram_bytes).
   policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
@@ -40,14 +39,17 @@ class EngineExecutor : public scheduler::Executor {
   int64_t free_cells() const override { return runtime_.engine().arena_free_cells(); }
 
   Result<scheduler::SeqId> create(const Salt& salt, bool save) override;
-  Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens) override;
+  Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   void release(scheduler::SeqId seq) override;
 
-  Result<int64_t> saved_prefix(const Salt& salt, std::span<const int32_t> tokens) override;
-  Status begin_restore(scheduler::SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                       double compute_share) override;
-  Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq, double budget_s) override;
+  // A match in the store. A known one that may have become longer is looked for again, since a
+  // chunk of it may have been extended.
+  Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                                 const scheduler::SavedPrefixRef& known) override;
+  Status begin_restore(scheduler::SeqId seq, const scheduler::RestoreJob& job) override;
+  Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq,
+                                                   const scheduler::RestoreTurn& turn) override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;
   void completed(uint64_t place) override;
@@ -61,10 +63,12 @@ class EngineExecutor : public scheduler::Executor {
 
  private:
   struct Restore;
+  struct Prefix;
   // A request in the queue that will restore its tokens.
   struct Ahead {
-    SaltId salt;
+    std::shared_ptr<const Prefix> prefix;
     std::span<const int32_t> tokens;  // one more than it restores
+    scheduler::RestoreMethod method;
   };
   struct Sequence {
     Salt salt;
@@ -75,7 +79,10 @@ class EngineExecutor : public scheduler::Executor {
   Result<Sequence*> find(scheduler::SeqId seq);
   // Plans what is left to try and begins reading; the sequence is empty.
   Status open_restore(scheduler::SeqId seq, Sequence& sequence);
+  [[nodiscard]] state::RestoreRun restore_run(scheduler::SeqId seq, Sequence& sequence);
   Result<scheduler::RestoreStatus> end_restore(scheduler::SeqId seq, Sequence& sequence);
+  // Too much of it is damaged: what is left is matched and planned anew.
+  Status restart(scheduler::SeqId seq, Sequence& sequence);
   // The saver takes the sequence up from `tokens`, which are saved already, unless it is not saved.
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);
@@ -90,9 +97,10 @@ class EngineExecutor : public scheduler::Executor {
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
+  std::vector<float> logits_;                  // of the last restore that computed all tokens
   std::unordered_map<uint64_t, Ahead> ahead_;  // by place in the queue
   policy::FetchWindow window_;
   std::unique_ptr<state::ReadAhead> read_ahead_;  // null: nothing is
 };
 
-}  // namespace hcache::server
+}  // namespace hcache::serving

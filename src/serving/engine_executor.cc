@@ -8,7 +8,7 @@
 
 #include "base/log.h"
 
-namespace hcache::server {
+namespace hcache::serving {
 namespace {
 
 using engine::BatchItem;
@@ -22,46 +22,26 @@ constexpr int64_t kMinSliceRows = 32;
 constexpr int kMaxAttempts = 16;
 // Requests whose state is read ahead at a time: one, and one to go on with while a step computes.
 constexpr size_t kMaxAhead = 2;
-constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
-
-// Neighbours with the same method in groups, few enough to look at.
-std::vector<scheduler::RestoreSpan> timeline(const std::vector<state::LayerTimes>& layers) {
-  const size_t most = (layers.size() + kMaxSpans - 1) / kMaxSpans;  // layers of a group
-  std::vector<scheduler::RestoreSpan> spans;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const state::LayerTimes& layer = layers[i];
-    const auto number = static_cast<int32_t>(i);
-    const std::string method(policy::method_name(layer.method));
-    if (spans.empty() || spans.back().method != method ||
-        number - spans.back().first_layer >= static_cast<int32_t>(most)) {
-      spans.push_back({.first_layer = number,
-                       .last_layer = number,
-                       .method = method,
-                       .io_begin_s = layer.io_begin_s,
-                       .io_end_s = layer.io_end_s,
-                       .compute_begin_s = layer.compute_begin_s,
-                       .compute_end_s = layer.compute_end_s});
-      continue;
-    }
-    scheduler::RestoreSpan& span = spans.back();
-    span.last_layer = number;
-    span.io_end_s = std::max(span.io_end_s, layer.io_end_s);
-    span.compute_end_s = std::max(span.compute_end_s, layer.compute_end_s);
-  }
-  return spans;
-}
 
 }  // namespace
+
+// A match travels with its request from the first look-up to the end of its restore.
+struct EngineExecutor::Prefix : scheduler::SavedPrefix {
+  explicit Prefix(store::Match found)
+      : SavedPrefix(static_cast<int64_t>(found.n_tokens)), match(std::move(found)) {}
+  const store::Match match;
+};
 
 // A restore in flight. Its tokens and plan stay where they are: the restoration points to them.
 struct EngineExecutor::Restore {
   std::vector<int32_t> tokens;  // of the whole request
-  int64_t n_upto = 0;           // of them: how many are restored at most
-  double compute_share = 1;     // policy::RestoreCosts'
+  std::shared_ptr<const Prefix> prefix;
+  scheduler::RestoreJob job;  // without the prefix
   state::PlannedRestore planned;
   std::unique_ptr<Restoration> work;  // null: there is nothing to restore
   int attempts = 0;
-  double busy_s = 0;
+  bool undroppable = false;      // the store will offer again what is damaged
+  policy::RestoreRecord damage;  // of attempts that failed: what they found
 };
 
 EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
@@ -107,12 +87,13 @@ Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
   return seq;
 }
 
-Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens) {
+Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens, bool save) {
   HCACHE_ASSIGN_OR_RETURN(const Sequence* source, find(src));
   HCACHE_ASSIGN_OR_RETURN(const SeqId seq, runtime_.engine().fork_sequence(src, n_tokens));
-  const bool save = source->save;
+  const Salt salt = source->salt;
+  save = save && source->save;
   Sequence& sequence = sequences_[seq];
-  sequence.salt = source->salt;
+  sequence.salt = salt;
   sequence.save = save;
   if (save) runtime_.saver()->fork(src, seq, n_tokens);
   return seq;
@@ -135,12 +116,12 @@ void EngineExecutor::release(SeqId seq) {
   runtime_.engine().release_sequence(seq).ignore("it exists: it was in the map");
 }
 
-Result<int64_t> EngineExecutor::saved_prefix(const Salt& salt, std::span<const int32_t> tokens) {
-  store::Store* store = runtime_.store();
-  if (store == nullptr || options_.restore_mode == policy::Mode::kRecompute) return 0;
-  HCACHE_ASSIGN_OR_RETURN(const store::Match match,
-                          store->match(runtime_.fingerprint(), salt.id, tokens));
-  return static_cast<int64_t>(match.n_tokens);
+Result<scheduler::SavedPrefixRef> EngineExecutor::saved_prefix(
+    const Salt& salt, std::span<const int32_t> tokens, const scheduler::SavedPrefixRef& known) {
+  scheduler::SavedPrefixRef prefix = known;
+  auto found = std::make_shared<Prefix>(runtime_.match(tokens, salt.id));
+  if (found->tokens() > (known ? known->tokens() : 0)) prefix = std::move(found);
+  return prefix;
 }
 
 // ---- The queue
@@ -149,12 +130,12 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   store::Store* store = runtime_.store();
   if (request.restore == 0 || store == nullptr || options_.dram_bytes == 0) return;
   const auto rows = static_cast<size_t>(request.restore);
-  const auto match =
-      store->match(runtime_.fingerprint(), request.salt.id, request.tokens.first(rows));
-  if (match.ok()) store->want(request.place, *match);
+  auto prefix = std::static_pointer_cast<const Prefix>(request.prefix);
+  store->want(request.place, prefix->match);
   ahead_[request.place] = {
-      .salt = request.salt.id,
-      .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size()))};
+      .prefix = std::move(prefix),
+      .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
+      .method = request.method};
   window_.add(request.place, static_cast<double>(runtime_.save_plan().bytes_per_token) *
                                  static_cast<double>(rows));
   fetch();
@@ -185,13 +166,14 @@ void EngineExecutor::fetch() {
 
 Status EngineExecutor::begin_fetch(uint64_t place) {
   const Ahead& ahead = ahead_.at(place);
-  state::StartOptions options;
-  options.mode = options_.restore_mode;
+  state::PlanOptions options;
+  options.mode = ahead.method.mode;
+  options.token_rounding = ahead.method.token_rounding;
   options.ahead = true;
   HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
-                          runtime_.plan(ahead.tokens, ahead.salt, options));
+                          runtime_.plan(ahead.tokens, ahead.prefix->match, options));
   if (planned.plan.restored_tokens == 0) return {};
-  return read_ahead_->add(place, runtime_.engine(), planned.match, planned.plan,
+  return read_ahead_->add(place, runtime_.engine(), ahead.prefix->match, planned.plan,
                           planned.remote_timeout_s);
 }
 
@@ -201,17 +183,19 @@ uint64_t EngineExecutor::bytes_read_ahead() const {
 
 // ---- Restores
 
-Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens, int64_t upto,
-                                     double compute_share) {
+Status EngineExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
-  const auto n_tokens = static_cast<int64_t>(tokens.size());
-  if (upto < 1 || upto > n_tokens) {
-    return out_of_range(fmt::format("can't restore {} tokens of {}", upto, n_tokens));
+  const auto n_tokens = static_cast<int64_t>(job.tokens.size());
+  if (job.upto < 1 || job.upto > n_tokens || !job.prefix) {
+    return out_of_range(fmt::format("can't restore {} tokens of {}", job.upto, n_tokens));
   }
   sequence->restore = std::make_unique<Restore>();
-  sequence->restore->tokens.assign(tokens.begin(), tokens.end());
-  sequence->restore->n_upto = upto;
-  sequence->restore->compute_share = compute_share;
+  Restore& restore = *sequence->restore;
+  restore.tokens.assign(job.tokens.begin(), job.tokens.end());
+  restore.prefix = std::static_pointer_cast<const Prefix>(job.prefix);
+  restore.job = job;
+  restore.job.tokens = restore.tokens;
+  restore.job.prefix = nullptr;
   const Status status = open_restore(seq, *sequence);
   if (!status.ok()) sequence->restore.reset();
   return status;
@@ -219,38 +203,67 @@ Status EngineExecutor::begin_restore(SeqId seq, std::span<const int32_t> tokens,
 
 Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   Restore& restore = *sequence.restore;
-  state::StartOptions options;
-  options.mode = restore.attempts < kMaxAttempts ? options_.restore_mode : policy::Mode::kRecompute;
+  state::PlanOptions options;
+  const bool trusted = !restore.undroppable && restore.attempts < kMaxAttempts;
+  options.mode = trusted ? restore.job.method.mode : policy::Mode::kRecompute;
+  options.token_rounding = restore.job.method.token_rounding;
+  options.most_rows = restore.job.upto;
+  options.with_prefill = restore.job.alone;
   options.save = sequence.save;
-  options.compute_share = restore.compute_share;
-  const std::span<const int32_t> tokens = restore.tokens;
-  // The planner leaves the last token to be computed.
-  const size_t n_planned = std::min(static_cast<size_t>(restore.n_upto) + 1, tokens.size());
+  options.compute_share = restore.job.compute_share;
   HCACHE_ASSIGN_OR_RETURN(restore.planned,
-                          runtime_.plan(tokens.first(n_planned), sequence.salt.id, options));
+                          runtime_.plan(restore.tokens, restore.prefix->match, options));
   const int64_t n_tokens = restore.planned.plan.restored_tokens;
   if (n_tokens == 0) return {};
   HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_tokens));
-  state::RestoreRun run;
-  run.seq = seq;
-  run.tokens = tokens;
-  run.match = &restore.planned.match;
-  run.plan = &restore.planned.plan;
-  run.remote_timeout_s = restore.planned.remote_timeout_s;
-  run.ring_bytes = options_.restore_ring_bytes;
-  if (sequence.save) {
-    run.before_step = [this, seq](int64_t first_pos, std::span<const int32_t> fresh) {
-      runtime_.saver()->set_tokens(seq, first_pos, fresh);
-    };
-  }
-  auto work = Restoration::begin(env_, runtime_.engine(), runtime_.store(), run);
+  auto work =
+      Restoration::begin(env_, runtime_.engine(), runtime_.store(), restore_run(seq, sequence));
   if (!work.ok()) {
     runtime_.engine().trim_sequence(seq, 0).ignore("the first error is the one to report");
     return work.status();
   }
   restore.work = std::move(*work);
+  const std::span<const int32_t> tokens = restore.tokens;
   begin_saving(seq, sequence, tokens.first(static_cast<size_t>(n_tokens)), restore.planned.tail);
   return {};
+}
+
+state::RestoreRun EngineExecutor::restore_run(SeqId seq, Sequence& sequence) {
+  Restore& restore = *sequence.restore;
+  state::RestoreRun run;
+  run.seq = seq;
+  run.tokens = restore.tokens;
+  run.match = &restore.prefix->match;
+  run.plan = &restore.planned.plan;
+  run.remote_timeout_s = restore.planned.remote_timeout_s;
+  run.ring_bytes = options_.restore_ring_bytes;
+  run.on_damage = [this, &restore](const state::PageFailure& failure) {
+    if (!runtime_.discard(failure)) restore.undroppable = true;
+  };
+  if (!sequence.save) return run;
+  run.before_step = [this, seq](int64_t first_pos, std::span<const int32_t> fresh) {
+    runtime_.saver()->set_tokens(seq, first_pos, fresh);
+  };
+  run.on_shorter = [this, seq, &sequence, &restore](int64_t rows) {
+    begin_saving(seq, sequence, std::span(restore.tokens).first(static_cast<size_t>(rows)), {});
+  };
+  run.on_computed = [this, salt = sequence.salt](const state::ComputedPage& page) {
+    runtime_.saver()->keep_page(page.chunk, salt, page.layer, page.kv);
+  };
+  return run;
+}
+
+Status EngineExecutor::restart(SeqId seq, Sequence& sequence) {
+  Restore& restore = *sequence.restore;
+  const policy::RestoreRecord& failed = restore.work->record();
+  restore.damage.damaged_pages += failed.damaged_pages;
+  restore.damage.replaced_pages += failed.replaced_pages;
+  restore.damage.repaired_layer_rows += failed.repaired_layer_rows;
+  restore.work.reset();
+  ++restore.attempts;
+  restore.prefix = std::make_shared<Prefix>(runtime_.match(
+      std::span(restore.tokens).first(static_cast<size_t>(restore.job.upto)), sequence.salt.id));
+  return open_restore(seq, sequence);
 }
 
 // Rows whose projection fits the budget, by what it costs in the layer that costs most.
@@ -270,7 +283,8 @@ int64_t EngineExecutor::follow_rows(double budget_s) const {
   return std::max<int64_t>(rows, 0);
 }
 
-Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s) {
+Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
+                                                      const scheduler::RestoreTurn& turn) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
   if (!sequence->restore) {
     return failed_precondition(fmt::format("sequence {} is not being restored", seq));
@@ -279,22 +293,17 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
   Restore& restore = *sequence->restore;
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t start_ns = env_.monotonic_ns();
-  Result<Restoration::Phase> phase = restore.work->advance({.rows = slice_rows(budget_s),
-                                                            .budget_s = budget_s,
-                                                            .wait = false,
-                                                            .follow_rows = follow_rows(budget_s)});
+  Result<Restoration::Phase> phase =
+      restore.work->advance({.rows = slice_rows(turn.budget_s),
+                             .budget_s = turn.budget_s,
+                             .follow_rows = follow_rows(turn.budget_s),
+                             .proceed = turn.proceed});
   RestoreStatus status;
   status.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
-  status.reserved = restore.n_upto + restore.work->report().prefilled_tokens;
-  restore.busy_s += status.seconds;
   if (phase.ok() && *phase == Restoration::Phase::kFailed) {
-    // The page is dropped, and what is left planned anew.
-    const state::PageFailure failure = *restore.work->failure();
-    restore.work.reset();
-    restore.attempts = runtime_.discard(failure) ? restore.attempts + 1 : kMaxAttempts;
-    const Status reopened = open_restore(seq, *sequence);
+    const Status reopened = restart(seq, *sequence);
     if (reopened.ok()) {
-      status.reserved = restore.n_upto;
+      status.reserved = restore.job.upto;
       status.phase = RestoreStatus::Phase::kWorking;
       return status;
     }
@@ -310,6 +319,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq, double budget_s
     done.seconds = status.seconds;
     return done;
   }
+  status.reserved = restore.job.upto + restore.work->record().prefilled_tokens;
   status.phase = *phase == Restoration::Phase::kWorking ? RestoreStatus::Phase::kWorking
                                                         : RestoreStatus::Phase::kWaitingForIo;
   status.fraction = restore.work->fraction();
@@ -322,33 +332,19 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
   status.phase = RestoreStatus::Phase::kDone;
   status.fraction = 1;
   status.tokens = runtime_.engine().length(seq);
-  if (!restore->work) {
+  if (restore->work) {
+    status.record = restore->work->record();
+    runtime_.observe(status.record);
+    const std::span<const float> logits = restore->work->logits();
+    logits_.assign(logits.begin(), logits.end());
+    status.logits = logits_;
+  } else if (restore->attempts > 0) {
     // Nothing usable is left after damaged pages: the saver begins with the first token.
-    if (restore->attempts > 0) begin_saving(seq, sequence, {}, {});
-    return status;
+    begin_saving(seq, sequence, {}, {});
   }
-  const state::RestoreReport& report = restore->work->report();
-  runtime_.observe(report);
-  status.report.hidden_tokens = report.tokens_hidden;
-  status.report.kv_tokens = report.tokens_kv;
-  status.report.recomputed_tokens = report.tokens_recomputed;
-  status.report.bytes_dram = report.bytes_dram;
-  status.report.bytes_disk = report.bytes_read;
-  status.report.bytes_remote = report.bytes_remote;
-  const auto tiers = [](const state::TierBytes& bytes) {
-    return scheduler::TierBytes{.dram = bytes.dram, .disk = bytes.disk, .remote = bytes.remote};
-  };
-  status.report.hidden_pages = tiers(report.hidden_pages);
-  status.report.kv_pages = tiers(report.kv_pages);
-  status.report.predicted_s = report.predicted_restore_s;
-  status.report.schedule = report.schedule;
-  status.report.timeline = timeline(report.layers);
-  // What both took beyond the time that passed, they did at the same time.
-  const double shorter = std::min(report.io_busy_s, restore->busy_s);
-  if (shorter > 0) {
-    const double both = report.io_busy_s + restore->busy_s - report.restore_s;
-    status.report.overlap = std::clamp(both / shorter, 0.0, 1.0);
-  }
+  status.record.damaged_pages += restore->damage.damaged_pages;
+  status.record.replaced_pages += restore->damage.replaced_pages;
+  status.record.repaired_layer_rows += restore->damage.repaired_layer_rows;
   return status;
 }
 
@@ -395,4 +391,4 @@ Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::St
   return output;
 }
 
-}  // namespace hcache::server
+}  // namespace hcache::serving

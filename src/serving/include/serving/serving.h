@@ -1,0 +1,63 @@
+// Requests on the engine: one thread that owns the runtime's engine, and the scheduler that it
+// runs. Everything that generates or restores goes through here: the server, the command line and
+// the benchmarks submit the same requests.
+//
+// Threading: open, stop, close and the destructor from one thread; the rest from any, unless it
+// says otherwise. Not from a request's functions, but for submit and cancel.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "scheduler/scheduler.h"
+#include "state/runtime.h"
+
+namespace hcache::serving {
+
+struct ServingOptions {
+  state::RuntimeOptions runtime;
+  scheduler::SchedulerOptions scheduler;
+  int32_t max_sequences = 64;  // in the arena, idle ones included
+  // May be empty. Called on the engine's thread between iterations, several times a second: quick.
+  std::function<void()> tick;
+};
+
+class Serving {
+ public:
+  // Loads the model, opens the store, starts the engine's thread. Errors of all of them; see
+  // state::Runtime::open(), whose progress is told on the engine's thread.
+  static Result<std::unique_ptr<Serving>> open(Env& env, const ServingOptions& options);
+  // As stop(0) and close().
+  virtual ~Serving() = default;
+
+  // Its any-thread part; it is there until stop().
+  [[nodiscard]] virtual scheduler::Scheduler& scheduler() = 0;
+  // Submits the request and waits for its end; an on_done of its own is called as well. Errors of
+  // submit(). What became of the request is in its outcome. `goes_on` (may be empty) is asked
+  // several times a second, on the calling thread; after false the request is cancelled.
+  [[nodiscard]] virtual Result<scheduler::Outcome> run(
+      scheduler::Request request, const std::function<bool()>& goes_on = {}) = 0;
+  // For inspection and measurements: runs `call` on the engine's thread, between two iterations,
+  // and waits for it; gives back what it does. Sequences that requests run on must not be changed.
+  virtual Status on_engine(const std::function<Status(state::Runtime&)>& call) = 0;
+  // Everything captured so far is durable when it returns.
+  virtual Status flush() = 0;
+
+  // What of it any thread may use: the store, the saver's numbers, what never changes.
+  [[nodiscard]] virtual state::Runtime& runtime() = 0;
+  [[nodiscard]] virtual int64_t context() const = 0;  // most rows of one sequence
+  // Read from disks for requests that waited.
+  [[nodiscard]] virtual uint64_t bytes_read_ahead() const = 0;
+
+  // Accepts nothing more, waits up to grace_ns for what runs, cuts off the rest. Nothing computes
+  // afterwards; the runtime is still open.
+  virtual void stop(int64_t grace_ns) = 0;
+  // stop(0), then everything is made durable, and the store closed. Errors of the store are
+  // reported here at the latest.
+  virtual Status close() = 0;
+};
+
+}  // namespace hcache::serving

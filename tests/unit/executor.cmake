@@ -1,1 +1,0 @@
-hcache_test(executor_test unit/executor_test.cc LIBS hcache_executor hcache_model_tools)
