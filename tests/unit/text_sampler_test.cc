@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -102,6 +104,49 @@ TEST(Sampler, EachFilterNarrowsTheChoice) {
   o = open;
   o.logit_bias = {{0, -kInf}, {5, 100}};
   EXPECT_EQ(seen(o), (std::set<int32_t>{5}));
+}
+
+// Only the likeliest of a large vocabulary are looked at; the choice is as if all were.
+TEST(Sampler, ALargeVocabularyChangesNothing) {
+  constexpr size_t kTokens = 5000;
+  constexpr size_t kTopK = 40;
+  SamplingOptions o;
+  o.presence_penalty = 1.5F;
+  o.penalty_last_n = 8;
+  o.logit_bias = {{17, 3.0F}, {4999, -kInf}};
+  for (uint32_t seed = 0; seed < 100; seed++) {
+    std::vector<float> logits = random_logits(kTokens, seed);
+    logits[3] = NAN;
+    // The likeliest are the last ones said: all of them are penalised.
+    std::vector<int32_t> order(kTokens);
+    for (size_t i = 0; i < kTokens; i++) order[i] = static_cast<int32_t>(i);
+    std::erase(order, 3);
+    const auto likelier = [&](int32_t a, int32_t b) {
+      return logits[static_cast<size_t>(a)] > logits[static_cast<size_t>(b)];
+    };
+    std::sort(order.begin(), order.end(), likelier);
+    const std::vector<int32_t> recent(order.begin(), order.begin() + 8);
+    o.temperature = seed % 2 == 0 ? 0.0F : 0.9F;
+    o.seed = seed;
+    const auto ours = make(kTokens, o);
+    ours->remember(recent);
+
+    // The same by hand: change the logits, take away all but the first, choose among the rest.
+    std::vector<float> changed = logits;
+    changed[3] = -kInf;
+    for (const int32_t token : recent) changed[static_cast<size_t>(token)] -= 1.5F;
+    for (const auto& [token, bias] : o.logit_bias) changed[static_cast<size_t>(token)] += bias;
+    std::vector<float> sorted = changed;
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    for (float& x : changed) {
+      if (x < sorted[kTopK - 1]) x = -kInf;
+    }
+    SamplingOptions plain;
+    plain.temperature = o.temperature;
+    plain.seed = seed;
+    plain.top_k = 0;
+    EXPECT_EQ(ours->sample(logits).value(), make(kTokens, plain)->sample(changed).value()) << seed;
+  }
 }
 
 TEST(Sampler, PenaltiesCountPromptAndReply) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <deque>
 #include <exception>
 #include <limits>
 
@@ -120,6 +121,11 @@ struct Sampler::Impl {
   LlamaSamplerPtr thinking;  // may be null; see make_thinking
   LlamaSamplerPtr chain;
   std::vector<llama_token_data> candidates;
+  // How many tokens can be chosen from once the chain has changed logits; 0: all.
+  size_t keeps = 0;
+  std::vector<int32_t> biased;  // tokens whose logits the chain always changes
+  size_t n_recent = 0;          // and so do the last ones, when they are penalised
+  std::deque<int32_t> recent;
 
   static Result<std::unique_ptr<Impl>> make(int32_t n_vocab, LlamaSamplerPtr grammar,
                                             const SamplingOptions& o) {
@@ -141,6 +147,9 @@ struct Sampler::Impl {
       add(llama_sampler_init_penalties(n_vocab, o.penalty_last_n, o.repeat_penalty,
                                        o.frequency_penalty, o.presence_penalty));
     }
+    for (const auto& [token, value] : o.logit_bias) impl->biased.push_back(token);
+    if (penalizes(o)) impl->n_recent = static_cast<size_t>(o.penalty_last_n);
+    impl->keeps = greedy ? 1 : static_cast<size_t>(o.top_k);
     if (greedy) {
       add(llama_sampler_init_greedy());
       return impl;
@@ -155,6 +164,59 @@ struct Sampler::Impl {
     return impl;
   }
 
+  // What the chain can choose from: the likeliest tokens, and those whose logits it changes. A
+  // token that it leaves alone and keeps is among the first keeps + changed, since at most the
+  // changed ones fall behind it. False: that would be too many to gain anything.
+  bool fill_likeliest(std::span<const float> logits) {
+    constexpr size_t kWorthwhile = 16;  // of the vocabulary one part in so many
+    const size_t wanted = keeps + biased.size() + recent.size();
+    if (keeps == 0 || wanted * kWorthwhile > static_cast<size_t>(n_vocab)) return false;
+    const auto before = [](const llama_token_data& a, const llama_token_data& b) {
+      return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
+    const auto cut = [&] {
+      std::nth_element(candidates.begin(), candidates.begin() + static_cast<int64_t>(wanted) - 1,
+                       candidates.end(), before);
+      candidates.resize(wanted);
+      return candidates.back().logit;
+    };
+    candidates.clear();
+    candidates.reserve(8 * wanted);
+    float least = -std::numeric_limits<float>::infinity();
+    for (int32_t i = 0; i < n_vocab; i++) {
+      const float logit = logits[static_cast<size_t>(i)];
+      if (!(logit > least)) continue;  // nor NaN, which has no order
+      candidates.push_back({i, logit, 0.0F});
+      if (candidates.size() == 8 * wanted) least = cut();
+    }
+    if (candidates.size() > wanted) cut();
+    add_changed(logits, biased);
+    add_changed(logits, recent);
+    // In the order of the vocabulary, so that of equals the first one is taken.
+    const auto by_id = [](const auto& a, const auto& b) { return a.id < b.id; };
+    const auto same = [](const auto& a, const auto& b) { return a.id == b.id; };
+    std::sort(candidates.begin(), candidates.end(), by_id);
+    candidates.erase(std::unique(candidates.begin(), candidates.end(), same), candidates.end());
+    return true;
+  }
+
+  template <typename Tokens>
+  void add_changed(std::span<const float> logits, const Tokens& tokens) {
+    for (const int32_t token : tokens) {
+      const float logit = logits[static_cast<size_t>(token)];
+      candidates.push_back(
+          {token, std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit, 0.0F});
+    }
+  }
+
+  // That the chain counts it for the penalties.
+  void note(int32_t token) {
+    llama_sampler_accept(chain.get(), token);
+    if (n_recent == 0) return;
+    recent.push_back(token);
+    if (recent.size() > n_recent) recent.pop_front();
+  }
+
   void fill(std::span<const float> logits) {
     candidates.resize(static_cast<size_t>(n_vocab));
     for (int32_t i = 0; i < n_vocab; i++) {
@@ -167,6 +229,7 @@ struct Sampler::Impl {
 
   // kNoToken when nothing is left to choose from.
   int32_t choose() {
+    if (candidates.empty()) return Tokenizer::kNoToken;
     llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
     llama_sampler_apply(chain.get(), &all);
     if (all.selected < 0 || static_cast<size_t>(all.selected) >= all.size) {
@@ -232,7 +295,7 @@ struct Sampler::Impl {
           fmt::format("{} logits for a vocabulary of {}", logits.size(), n_vocab));
     }
     if (argmax_only) return argmax(logits.first(static_cast<size_t>(n_vocab)));
-    fill(logits);
+    if (!fill_likeliest(logits)) fill(logits);
     int32_t token = choose();
     // The grammar over the whole vocabulary is slow, and rarely needed: ask it about the choice
     // first.
@@ -309,7 +372,7 @@ Status Sampler::accept(int32_t token) {
   }
   try {
     HCACHE_RETURN_IF_ERROR(impl_->follow(token));
-    llama_sampler_accept(impl_->chain.get(), token);
+    impl_->note(token);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("token {} breaks the grammar: {}", token, e.what()));
   }
@@ -318,7 +381,7 @@ Status Sampler::accept(int32_t token) {
 
 void Sampler::remember(std::span<const int32_t> tokens) {
   for (const int32_t token : tokens) {
-    if (token >= 0 && token < impl_->n_vocab) llama_sampler_accept(impl_->chain.get(), token);
+    if (token >= 0 && token < impl_->n_vocab) impl_->note(token);
   }
 }
 
