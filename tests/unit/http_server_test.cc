@@ -308,6 +308,28 @@ TEST(HttpServerTest, AHandlerThatGivesNoAnswerIsA500) {
   EXPECT_EQ(client.ask(get("/throws")).status, 500);
 }
 
+TEST(HttpServerTest, WithoutRoutesYetEverythingIsA503) {
+  Options options;
+  options.error_body = [](int status, std::string_view, std::string_view path) {
+    return ErrorBody{"text/plain", fmt::format("{} {}", status, path)};
+  };
+  auto server = Server::start(Env::real(), std::move(options));
+  ASSERT_OK(server);
+  Client client((*server)->port());
+  for (const std::string& request : {get("/hello"), post("/any/thing", "")}) {
+    const auto answer = client.ask(request);
+    EXPECT_EQ(answer.status, 503);
+  }
+  EXPECT_EQ(client.ask(get("/hello")).body, "503 /hello");
+  Router router;
+  router.add("GET", "/hello", [](const Request&, const std::shared_ptr<Responder>& responder) {
+    responder->send(200, {}, "there");
+  });
+  (*server)->serve(std::move(router));
+  EXPECT_EQ(client.ask(get("/hello")).body, "there");
+  EXPECT_EQ(client.ask(get("/other")).status, 404);
+}
+
 TEST(HttpServerTest, SeveralThreadsServe) {
   Options options;
   options.io_threads = 3;

@@ -86,6 +86,8 @@ Admission answer_options(const Options& options, const std::vector<std::string>&
 
 }  // namespace
 
+Admission starting() { return refuse(503, "the server is starting", {{"Retry-After", "1"}}); }
+
 bool is_loopback_host(std::string_view host) {
   constexpr std::string_view kBelow = ".localhost";
   if (same_ignoring_case(host, "localhost") || host == "::1") return true;

@@ -212,7 +212,10 @@ bool Connection::receive() {
 void Connection::on_head() {
   Request& request = parser_->request();
   request.peer = peer_;
-  Admission admission = admit(core_->options, core_->router, parser_->content_length(), &request);
+  const Router* router = core_->router();
+  Admission admission = router == nullptr
+                            ? starting()
+                            : admit(core_->options, *router, parser_->content_length(), &request);
   unread_ = admission.route == nullptr && parser_->has_body();
   make_exchange(parser_->keep_alive() && !unread_);
   if (admission.route != nullptr) {

@@ -12,8 +12,7 @@ constexpr std::uint64_t kRefusals = 64;
 
 }  // namespace
 
-Core::Core(Env& env_in, Options options_in, Router router_in)
-    : env(env_in), options(std::move(options_in)), router(std::move(router_in)) {}
+Core::Core(Env& env_in, Options options_in) : env(env_in), options(std::move(options_in)) {}
 
 ErrorBody Core::error_body(int status, std::string_view message, std::string_view path) const {
   if (options.error_body) return options.error_body(status, message, path);

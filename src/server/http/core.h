@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "base/env.h"
 #include "base/sync.h"
@@ -37,7 +38,15 @@ struct LiveCounters {
 
 class Core {
  public:
-  Core(Env& env, Options options, Router router);
+  Core(Env& env, Options options);
+
+  // The routes; null until there are some.
+  [[nodiscard]] const Router* router() const { return router_.load(std::memory_order_acquire); }
+  // Once.
+  void set_router(Router router) {
+    owned_router_ = std::make_unique<const Router>(std::move(router));
+    router_.store(owned_router_.get(), std::memory_order_release);
+  }
 
   [[nodiscard]] ErrorBody error_body(int status, std::string_view message,
                                      std::string_view path) const;
@@ -66,13 +75,15 @@ class Core {
 
   Env& env;
   const Options options;
-  const Router router;
   LiveCounters live;
   std::atomic<bool> draining{false};         // no connection is kept alive any more
   std::atomic<std::uint64_t> body_bytes{0};  // of bodies being received
 
  private:
   std::shared_ptr<Connection> take_oldest_idle() HCACHE_REQUIRES(mutex_);
+
+  std::unique_ptr<const Router> owned_router_;
+  std::atomic<const Router*> router_{nullptr};
 
   mutable Mutex mutex_;
   CondVar left_;

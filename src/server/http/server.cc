@@ -142,8 +142,7 @@ std::string peer_name(const Socket& socket) {
 
 class ServerImpl final : public Server {
  public:
-  ServerImpl(Env& env, Options options, Router router)
-      : core_(std::make_shared<Core>(env, std::move(options), std::move(router))) {
+  ServerImpl(Env& env, Options options) : core_(std::make_shared<Core>(env, std::move(options))) {
     for (int i = 0; i < core_->options.io_threads; ++i) {
       loops_.push_back(std::make_shared<Loop>());
       tickers_.push_back(std::make_unique<asio::steady_timer>(loops_.back()->context));
@@ -160,12 +159,13 @@ class ServerImpl final : public Server {
   }
   void run();
 
+  void serve(Router router) override { core_->set_router(std::move(router)); }
   void stop(std::int64_t grace_ns) override;
   [[nodiscard]] std::uint16_t port() const override { return port_; }
   [[nodiscard]] Counters counters() const override { return core_->counters(); }
 
  private:
-  static void serve(Loop& loop);
+  static void run_loop(Loop& loop);
   // Calls visit(connection) for all that there are, on each loop's thread.
   template <typename Visit>
   void for_all_connections(Visit visit);
@@ -191,11 +191,11 @@ void ServerImpl::run() {
   accept();
   for (std::size_t i = 0; i < loops_.size(); ++i) {
     tick(i);
-    threads_.emplace_back([loop = loops_[i]] { serve(*loop); });
+    threads_.emplace_back([loop = loops_[i]] { run_loop(*loop); });
   }
 }
 
-void ServerImpl::serve(Loop& loop) {
+void ServerImpl::run_loop(Loop& loop) {
   while (true) {
     try {
       loop.context.run();
@@ -299,17 +299,31 @@ void ServerImpl::stop(std::int64_t grace_ns) {
 
 }  // namespace
 
-Result<std::unique_ptr<Server>> Server::start(Env& env, Options options, Router router) {
+namespace {
+
+Result<std::unique_ptr<Server>> start_server(Env& env, Options options,
+                                             std::optional<Router> router) {
   HCACHE_RETURN_IF_ERROR(check(options));
   options.max_connections = fit_connections(options.max_connections);
   try {
-    auto server = std::make_unique<ServerImpl>(env, std::move(options), std::move(router));
+    auto server = std::make_unique<ServerImpl>(env, std::move(options));
+    if (router) server->serve(std::move(*router));
     HCACHE_RETURN_IF_ERROR(server->listen());
     server->run();
     return std::unique_ptr<Server>(std::move(server));
   } catch (const std::exception& e) {
     return internal_error(fmt::format("the HTTP server does not start: {}", e.what()));
   }
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Server>> Server::start(Env& env, Options options, Router router) {
+  return start_server(env, std::move(options), std::move(router));
+}
+
+Result<std::unique_ptr<Server>> Server::start(Env& env, Options options) {
+  return start_server(env, std::move(options), std::nullopt);
 }
 
 }  // namespace hcache::http

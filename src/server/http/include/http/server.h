@@ -130,6 +130,10 @@ class Server {
   // permission_denied: the address can't be had; names host, port and remedy.
   [[nodiscard]] static Result<std::unique_ptr<Server>> start(Env& env, Options options,
                                                              Router router);
+  // Without routes: every request gets 503 until serve() brings some.
+  [[nodiscard]] static Result<std::unique_ptr<Server>> start(Env& env, Options options);
+  // Once, from the thread that started it: from now on these routes answer.
+  virtual void serve(Router router) = 0;
 
   // Stops listening, closes idle connections, gives what is under way `grace_ns` to end, cuts off
   // the rest, and joins the I/O threads. No handler or callback runs afterwards; responders that
