@@ -296,6 +296,41 @@ TEST_F(Replies, ChatLogprobs) {
   }
 }
 
+TEST_F(Replies, ResponseLogprobs) {
+  for (const bool stream : {false, true}) {
+    GenerationRequest r = request(Dialect::kResponse, stream);
+    r.logprobs = true;
+    r.top_logprobs = 2;
+    r.cache_key = "k";
+    r.retention = Retention::kDay;
+    const Transcript out = run(r, context(), "Hello there, you.", ended());
+    EXPECT_EQ(out.answer["prompt_cache_key"], "k");
+    EXPECT_EQ(out.answer["prompt_cache_retention"], "24h");
+    EXPECT_EQ(out.answer["top_logprobs"], 2);
+    const Json tokens = out.answer["output"][0]["content"][0]["logprobs"];
+    std::string text;
+    for (const Json& t : tokens) {
+      text += t["token"].get<std::string>();
+      EXPECT_EQ(t["logprob"], -0.5);
+      EXPECT_EQ(t["top_logprobs"].size(), 2U);
+    }
+    EXPECT_EQ(text, "Hello there, you.");
+    if (!stream) continue;
+    Json streamed = Json::array();
+    for (const Event& e : events(out.stream)) {
+      if (e.name == "response.output_text.delta") {
+        for (const Json& t : e.data["logprobs"]) streamed.push_back(t);
+      }
+      if (e.name != "response.output_text.done") continue;
+      EXPECT_EQ(e.data["logprobs"], tokens);
+    }
+    EXPECT_EQ(streamed, tokens);
+  }
+  EXPECT_TRUE(run(request(Dialect::kResponse, false), context(), "Hello.", ended())
+                  .answer["output"][0]["content"][0]["logprobs"]
+                  .empty());
+}
+
 TEST_F(Replies, CompletionStreamGivesTheWholeAnswer) {
   GenerationRequest r = request(Dialect::kCompletion, true);
   r.logprobs = true;

@@ -70,6 +70,46 @@ class ConversationsTest : public ::testing::Test {
   std::unique_ptr<Conversations> conversations_;
 };
 
+TEST_F(ConversationsTest, WhatIsKeptForADayIsNotEvictedAndDoesNotExpire) {
+  const auto keep = [&](const std::string& text, int64_t keep_ns) {
+    FinishedChain chain;
+    chain.salt = salt_id("");
+    chain.tokens = encode(text);
+    chain.ttl_ns = 1;
+    chain.keep_ns = keep_ns;
+    const std::string name = conversations_->remember(std::move(chain));
+    EXPECT_TRUE(conversations_->persist(salt_id(""), name).ok());
+    return name;
+  };
+  const std::string kept = keep("hello there", 3'600'000'000'000);
+  const std::string brief = keep("hello you", 1);
+  EXPECT_EQ(conversations_->expire().value_or(-1), 1);
+  EXPECT_FALSE(conversations_->get(salt_id(""), brief).ok());
+  open();  // kept across processes
+  const auto conversation = conversations_->get(salt_id(""), kept);
+  ASSERT_TRUE(conversation.ok());
+  EXPECT_GT(conversation->kept_ns, Env::real().wall_ns());
+  EXPECT_GE(conversation->expires_ns, conversation->kept_ns);
+}
+
+TEST_F(ConversationsTest, ACacheKeyRenewsTheConversationsOfItsKind) {
+  const auto hold = [&](const std::string& text, const std::string& key, int64_t ttl_ns) {
+    FinishedChain chain;
+    chain.salt = salt_id("");
+    chain.tokens = encode(text);
+    chain.cache_key = key;
+    chain.ttl_ns = ttl_ns;
+    return conversations_->remember(std::move(chain));
+  };
+  const std::string alike = hold("hello there", "k", 1);
+  const std::string other = hold("hello you", "other", 1);
+  const std::string last = hold("there you are", "k", 3'600'000'000'000);
+  EXPECT_EQ(conversations_->expire().value_or(-1), 1);
+  EXPECT_TRUE(conversations_->get(salt_id(""), alike).ok());
+  EXPECT_FALSE(conversations_->get(salt_id(""), other).ok());
+  EXPECT_EQ(conversations_->get(salt_id(""), last)->cache_key, "k");
+}
+
 TEST_F(ConversationsTest, TextIsFoundAgainAsTheTokensItWas) {
   const std::vector<int32_t> chain = spelled("hello there");
   ASSERT_NE(chain, encode("hello there"));

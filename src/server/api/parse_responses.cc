@@ -1,6 +1,7 @@
 // OpenAI: /v1/responses.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "request_fields.h"
@@ -14,6 +15,7 @@ using model::ToolCall;
 using model::ToolChoice;
 
 const std::vector<std::string> kTextParts = {"input_text", "output_text", "text", "refusal"};
+constexpr const char* kLogprobs = "message.output_text.logprobs";
 const std::vector<std::string> kReasoningParts = {"reasoning_text", "text"};
 
 // The assistant's turn may come as several items: thoughts, text, calls.
@@ -183,7 +185,15 @@ void response_fields(Fields& f, GenerationRequest* r) {
   stop_field(f, r, "stop");
   f.integer("top_logprobs", &r->top_logprobs, {0, 20},
             "Give the log-probabilities of the tokens and of so many of the likeliest ones.");
-  r->logprobs = r->top_logprobs > 0;
+  bool included = false;
+  f.value("include", {{"type", "array"}, {"items", {{"type", "string"}}}},
+          "message.output_text.logprobs: give the log-probabilities of the tokens.",
+          [&](const Json& value, const std::string& path) -> Status {
+            if (!value.is_array()) return wrong_kind(path, "an array of strings", value);
+            included = std::find(value.begin(), value.end(), kLogprobs) != value.end();
+            return {};
+          });
+  r->logprobs = included || r->top_logprobs > 0;
   sampling_fields(f, r);
   if (chat.json_schema.empty()) chat.json_schema = std::exchange(r->sampling.json_schema, {});
   r->sampling.json_schema.clear();

@@ -108,6 +108,27 @@ Json bytes_json(std::string_view bytes) {
   return out;
 }
 
+namespace {
+
+Json token_json(const TokenInfo& info) {
+  return {{"token", valid_text(info.bytes)},
+          {"logprob", finite(info.logprob)},
+          {"bytes", bytes_json(info.bytes)}};
+}
+
+}  // namespace
+
+Json token_logprobs(const std::vector<TokenEvent>& events, size_t from) {
+  Json out = Json::array();
+  for (size_t t = from; t < events.size(); t++) {
+    Json token = token_json(events[t].chosen);
+    token["top_logprobs"] = Json::array();
+    for (const TokenInfo& top : events[t].top) token["top_logprobs"].push_back(token_json(top));
+    out.push_back(std::move(token));
+  }
+  return out;
+}
+
 float finite(float logprob) {
   constexpr float kNever = -9999.0F;  // as OpenAI writes it
   return logprob > kNever ? logprob : kNever;

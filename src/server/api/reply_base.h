@@ -98,6 +98,9 @@ class ReplyBase : public ReplyBuilder {
 // Text that is certainly UTF-8, of bytes that need not be.
 [[nodiscard]] std::string valid_text(std::string bytes);
 [[nodiscard]] Json bytes_json(std::string_view bytes);
+// OpenAI's list of tokens with their log-probabilities and the likeliest others, from one of them
+// on.
+[[nodiscard]] Json token_logprobs(const std::vector<TokenEvent>& events, size_t from);
 // JSON has no infinity.
 [[nodiscard]] float finite(float logprob);
 

@@ -142,23 +142,9 @@ class ChatReplyBuilder : public OpenAiReply {
     return out;
   }
 
-  static Json token_json(const TokenInfo& info) {
-    return {{"token", valid_text(info.bytes)},
-            {"logprob", finite(info.logprob)},
-            {"bytes", bytes_json(info.bytes)}};
-  }
-
   [[nodiscard]] Json logprobs_json(const Choice& c, size_t from) const {
     if (!request_.logprobs) return nullptr;
-    Json content = Json::array();
-    for (size_t t = from; t < c.logprobs.size(); t++) {
-      Json token = token_json(c.logprobs[t].chosen);
-      token["top_logprobs"] = Json::array();
-      for (const TokenInfo& top : c.logprobs[t].top)
-        token["top_logprobs"].push_back(token_json(top));
-      content.push_back(std::move(token));
-    }
-    return {{"content", std::move(content)}, {"refusal", nullptr}};
+    return {{"content", token_logprobs(c.logprobs, from)}, {"refusal", nullptr}};
   }
 
   // Tokens whose text was held back come with the next chunk.

@@ -1,6 +1,7 @@
 // OpenAI: /v1/responses.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "reply_base.h"
@@ -8,11 +9,28 @@
 namespace hcache::api {
 namespace {
 
-Json text_part(const std::string& text) {
+Json text_part(const std::string& text, Json logprobs) {
   return {{"type", "output_text"},
           {"text", text},
           {"annotations", Json::array()},
-          {"logprobs", Json::array()}};
+          {"logprobs", std::move(logprobs)}};
+}
+
+// The tokens that the answer's text is made of: not the model's thoughts, tool calls or markers.
+Json text_logprobs(const Choice& c) {
+  std::string all;
+  for (const TokenEvent& event : c.logprobs) all += event.chosen.bytes;
+  const std::string& text = c.reader.reply().content;
+  const size_t begin = std::min(all.rfind(text), all.size());
+  const size_t end = begin + text.size();
+  std::vector<TokenEvent> events;
+  size_t at = 0;
+  for (const TokenEvent& event : c.logprobs) {
+    const size_t next = at + event.chosen.bytes.size();
+    if (at < end && next > begin) events.push_back(event);
+    at = next;
+  }
+  return token_logprobs(events, 0);
 }
 
 class ResponseReply : public ReplyBase {
@@ -52,6 +70,9 @@ class ResponseReply : public ReplyBase {
   }
 
   void write_delta(int /*choice*/, const Delta& delta, std::string* out) override {
+    Choice& c = choice(0);
+    // Tokens whose text was held back come with the next piece of text.
+    const size_t from = std::exchange(c.events_sent, c.logprobs.size());
     if (!delta.reasoning.empty()) {
       open(Kind::kReasoning, 0, out);
       write_part("response.reasoning_text.delta", {{"delta", delta.reasoning}}, out);
@@ -59,7 +80,7 @@ class ResponseReply : public ReplyBase {
     if (!delta.content.empty()) {
       open(Kind::kMessage, 0, out);
       write_part("response.output_text.delta",
-                 {{"delta", delta.content}, {"logprobs", Json::array()}}, out);
+                 {{"delta", delta.content}, {"logprobs", token_logprobs(c.logprobs, from)}}, out);
     }
     for (const CallDelta& call : delta.calls) {
       open(Kind::kCall, call.index, out);
@@ -94,19 +115,32 @@ class ResponseReply : public ReplyBase {
                        {"strict", true}});
     }
     const auto& previous = request_.previous_response_id;
-    return {{"id", id("resp_")},
-            {"object", "response"},
-            {"created_at", context_.created_s},
-            {"status", status},
-            {"error", nullptr},
-            {"incomplete_details", nullptr},
-            {"model", context_.model_name},
-            {"output", Json::array()},
-            {"previous_response_id", previous.empty() ? Json(nullptr) : Json(previous)},
-            {"store", request_.store},
-            {"parallel_tool_calls", request_.chat->parallel_tool_calls},
-            {"tool_choice", choice_name()},
-            {"tools", std::move(tools)}};
+    return {
+        {"id", id("resp_")},
+        {"object", "response"},
+        {"created_at", context_.created_s},
+        {"status", status},
+        {"error", nullptr},
+        {"incomplete_details", nullptr},
+        {"model", context_.model_name},
+        {"output", Json::array()},
+        {"previous_response_id", previous.empty() ? Json(nullptr) : Json(previous)},
+        {"store", request_.store},
+        {"prompt_cache_key", request_.cache_key.empty() ? Json(nullptr) : Json(request_.cache_key)},
+        {"prompt_cache_retention", retention_name()},
+        {"top_logprobs", request_.top_logprobs},
+        {"parallel_tool_calls", request_.chat->parallel_tool_calls},
+        {"tool_choice", choice_name()},
+        {"tools", std::move(tools)}};
+  }
+
+  [[nodiscard]] Json retention_name() const {
+    switch (request_.retention) {
+      case Retention::kDefault: return nullptr;
+      case Retention::kMemory: return "in_memory";
+      case Retention::kDay: return "24h";
+    }
+    return nullptr;
   }
 
   [[nodiscard]] std::string choice_name() const {
@@ -142,7 +176,7 @@ class ResponseReply : public ReplyBase {
       out["type"] = "message";
       out["role"] = "assistant";
       out["content"] = Json::array();
-      if (!begun) out["content"].push_back(text_part(reply.content));
+      if (!begun) out["content"].push_back(text_part(reply.content, text_logprobs(choice(0))));
     } else {
       const model::ToolCall& tool_call = reply.tool_calls.at(call);
       out["type"] = "function_call";
@@ -186,7 +220,7 @@ class ResponseReply : public ReplyBase {
     write("response.output_item.added",
           {{"output_index", index_}, {"item", item_json(kind, call, "in_progress")}}, out);
     if (kind == Kind::kMessage) {
-      write_part("response.content_part.added", {{"part", text_part("")}}, out);
+      write_part("response.content_part.added", {{"part", text_part("", Json::array())}}, out);
     }
   }
 
@@ -197,8 +231,9 @@ class ResponseReply : public ReplyBase {
       write_part("response.reasoning_text.done", {{"text", reply.reasoning}}, out);
     } else if (kind_ == Kind::kMessage) {
       write_part("response.output_text.done",
-                 {{"text", reply.content}, {"logprobs", Json::array()}}, out);
-      write_part("response.content_part.done", {{"part", text_part(reply.content)}}, out);
+                 {{"text", reply.content}, {"logprobs", text_logprobs(choice(0))}}, out);
+      write_part("response.content_part.done",
+                 {{"part", text_part(reply.content, text_logprobs(choice(0)))}}, out);
     } else {
       write("response.function_call_arguments.done",
             {{"item_id", item_id(kind_, call_)},

@@ -285,6 +285,7 @@ void sampling_fields(Fields& f, GenerationRequest* r) {
   f.integer("seed", &seed, Range(), "The same seed gives the same answer; -1: a random one.");
   const auto bits = static_cast<uint64_t>(seed);
   if (seed != -1) r->seed = static_cast<uint32_t>(bits ^ (bits >> 32U));
+  r->draw_seed = seed == -1 && f.has("seed");
   f.value("logit_bias", bias_schema(),
           "Token ids, and what is added to their logits; false instead of a number forbids one.",
           [&](const Json& value, const std::string& path) {
@@ -328,11 +329,14 @@ void cache_fields(Fields& f, GenerationRequest* r) {
          kMaxNameBytes);
   f.text("cache_salt", &r->cache_salt, "Requests with different salts never share state.",
          kMaxNameBytes);
-  f.text("prompt_cache_key", &r->cache_key, "Requests with the same key are likely to begin alike.",
+  f.text("prompt_cache_key", &r->cache_key,
+         "Requests with the same key are likely to begin alike: one of them renews the time to "
+         "live of the conversations of all.",
          kMaxNameBytes);
   std::string retention;
   f.one_of("prompt_cache_retention", &retention, {"in_memory", "in-memory", "24h"},
-           "How long the conversation's state should be kept.");
+           "24h: the conversation's state is not evicted for a day. in_memory: it stays in the KV "
+           "cache and is not written to disk.");
   if (retention == "24h") r->retention = Retention::kDay;
   if (retention.rfind("in", 0) == 0) r->retention = Retention::kMemory;
   f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
@@ -397,6 +401,23 @@ void template_fields(Fields& f, model::ChatInput* chat) {
             }
             return {};
           });
+}
+
+Result<model::ChatInput> parse_template_args(const std::string& text) {
+  model::ChatInput chat;
+  HCACHE_ASSIGN_OR_RETURN(Json args, parse_body(text));
+  const Json body = {{"chat_template_kwargs", std::move(args)}};
+  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { template_fields(f, &chat); }));
+  return chat;
+}
+
+void apply_template_args(const model::ChatInput& defaults, model::ChatInput* chat) {
+  constexpr const char* kThinking = "enable_thinking";
+  const bool said = !chat->thinking || chat->template_args.contains(kThinking);
+  if (!said && defaults.template_args.contains(kThinking)) chat->thinking = defaults.thinking;
+  for (const auto& [name, value] : defaults.template_args) {
+    if (name != kThinking || !said) chat->template_args.try_emplace(name, value);
+  }
 }
 
 void check_tools(Fields& f, const GenerationRequest& r) {

@@ -50,7 +50,7 @@ Status Conversations::load() {
     const SaltId salt = session->salt;
     session->name = store::client_name(salt, session->name);
     Entry entry = entry_of(std::move(*session));
-    if (entry.conversation.pinned) {
+    if (is_held(entry.conversation)) {
       auto match = store_->match(fingerprint_, salt, entry.tokens);
       if (match.ok()) entry.pins = std::move(*match);
     }
@@ -71,7 +71,9 @@ Conversations::Entry Conversations::entry_of(store::Session session) const {
   c.named = field(metadata, "named", true);  // the command line's sessions have no such field
   c.pinned = field(metadata, "pinned", false);
   c.snapshot = field(metadata, "snapshot", false);
+  c.kept_ns = static_cast<int64_t>(field(metadata, "kept_ns", uint64_t{0}));
   c.user = field(metadata, "user", std::string());
+  c.cache_key = field(metadata, "cache_key", std::string());
   c.expires_ns = static_cast<int64_t>(field(metadata, "expires_ns", uint64_t{0}));
   entry.messages = field(metadata, "messages", std::string());
   entry.tokens = std::move(session.tokens);
@@ -99,11 +101,15 @@ store::Session Conversations::session_of(const Entry& entry) const {
   session.updated_ns = c.updated_ns;
   Json turns = Json::array();
   for (const Turn& turn : entry.turns) turns.push_back(turn.tokens);
-  const Json metadata = {
-      {"named", c.named},         {"pinned", c.pinned},
-      {"snapshot", c.snapshot},   {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
-      {"user", c.user},           {"messages", entry.messages},
-      {"turns", std::move(turns)}};
+  const Json metadata = {{"named", c.named},
+                         {"pinned", c.pinned},
+                         {"snapshot", c.snapshot},
+                         {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
+                         {"kept_ns", static_cast<uint64_t>(c.kept_ns)},
+                         {"user", c.user},
+                         {"cache_key", c.cache_key},
+                         {"messages", entry.messages},
+                         {"turns", std::move(turns)}};
   session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
   return session;
 }
@@ -215,6 +221,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
   }
   if (c.name.empty()) c.name = fmt::format("c-{:012x}", env_.random_u64() >> 16);
   if (!chain.user.empty()) c.user = chain.user;
+  if (!chain.cache_key.empty()) c.cache_key = chain.cache_key;
   if (before.entry != nullptr) {
     for (const Turn& turn : before.entry->turns) {
       if (begins_with(std::span(before.entry->tokens).first(turn.tokens))) {
@@ -236,6 +243,15 @@ std::string Conversations::remember(FinishedChain chain) {
   c.updated_ns = now;
   if (c.created_ns == 0) c.created_ns = now;
   if (chain.ttl_ns > 0) c.expires_ns = now + chain.ttl_ns;
+  if (chain.keep_ns > 0) c.kept_ns = now + chain.keep_ns;
+  if (c.expires_ns > 0) c.expires_ns = std::max(c.expires_ns, c.kept_ns);
+  if (chain.ttl_ns > 0 && !chain.cache_key.empty()) {
+    for (auto& [name, other] : tenants_[chain.salt].by_name) {
+      Conversation& o = other.conversation;
+      if (o.cache_key != chain.cache_key || o.expires_ns == 0) continue;
+      o.expires_ns = std::max(o.expires_ns, now + chain.ttl_ns);
+    }
+  }
   entry.turns.push_back({key_of(text), chain.tokens.size()});
   entry.tokens = std::move(chain.tokens);
   entry.messages = std::move(chain.messages);
@@ -258,9 +274,9 @@ Status Conversations::persist(const SaltId& salt, std::string_view name) {
   session.name = store::stored_name(salt, session.name);
   session.salt = salt;
   HCACHE_RETURN_IF_ERROR(store_->put_session(session));
-  // A pinned conversation's chunks are held, so that the store does not evict them.
+  // The chunks of what is pinned or kept are held, so that the store does not evict them.
   store::Match pins;
-  if (entry.conversation.pinned) {
+  if (is_held(entry.conversation)) {
     HCACHE_ASSIGN_OR_RETURN(pins, store_->match(fingerprint_, salt, entry.tokens));
   }
   MutexLock lock(mutex_);
@@ -373,6 +389,7 @@ Result<Conversation> Conversations::add(const SaltId& salt, store::Session sessi
   Entry entry = entry_of(std::move(session));
   entry.conversation.pinned = false;
   entry.conversation.expires_ns = 0;
+  entry.conversation.kept_ns = 0;
   const Conversation added = entry.conversation;
   {
     MutexLock lock(mutex_);
@@ -408,16 +425,22 @@ Status Conversations::delete_stored(const SaltId& salt, std::string_view name) {
 
 Result<int64_t> Conversations::expire() {
   std::vector<std::pair<SaltId, std::string>> expired;
+  std::vector<std::pair<SaltId, std::string>> given_up;
   {
     const int64_t now = env_.wall_ns();
     MutexLock lock(mutex_);
-    for (const auto& [salt, tenant] : tenants_) {
-      for (const auto& [name, entry] : tenant.by_name) {
-        const Conversation& c = entry.conversation;
+    for (auto& [salt, tenant] : tenants_) {
+      for (auto& [name, entry] : tenant.by_name) {
+        Conversation& c = entry.conversation;
+        if (c.kept_ns > 0 && c.kept_ns <= now) {
+          c.kept_ns = 0;
+          given_up.emplace_back(salt, name);
+        }
         if (!c.pinned && c.expires_ns > 0 && c.expires_ns <= now) expired.emplace_back(salt, name);
       }
     }
   }
+  for (const auto& [salt, name] : given_up) HCACHE_RETURN_IF_ERROR(persist(salt, name));
   int64_t removed = 0;
   for (const auto& [salt, name] : expired) {
     const Status status = remove(salt, name);

@@ -41,7 +41,9 @@ struct Conversation {
   bool pinned = false;     // its state is not evicted, it does not expire
   bool snapshot = false;   // no reply continues it
   int64_t expires_ns = 0;  // wall clock; 0: never
+  int64_t kept_ns = 0;     // wall clock: until then its state is not evicted; 0: not asked for
   std::string user;
+  std::string cache_key;  // the client's: conversations that are likely to begin alike
 };
 
 // What is remembered of a finished reply.
@@ -52,7 +54,9 @@ struct FinishedChain {
   std::vector<int32_t> tokens;  // prompt and reply
   std::string messages;         // the caller's, kept as it is
   int64_t ttl_ns = 0;           // 0: as long as there is room
-  bool snapshot = false;        // kept as it is now; needs a name
+  std::string cache_key;
+  int64_t keep_ns = 0;    // so long its state is not evicted, and it does not expire
+  bool snapshot = false;  // kept as it is now; needs a name
 };
 
 class Conversations {
@@ -73,7 +77,8 @@ class Conversations {
   Result<Tokens> tokenise(const SaltId& salt, std::string_view text,
                           const model::EncodeOptions& options) const HCACHE_EXCLUDES(mutex_);
 
-  // Remembers a chain in memory; returns the conversation's name. persist() makes it durable.
+  // Remembers a chain in memory; returns the conversation's name. persist() makes it durable. All
+  // conversations of the salt with its cache key that expire do so a ttl from now.
   std::string remember(FinishedChain chain) HCACHE_EXCLUDES(mutex_);
   // Ok for a conversation that is gone meanwhile.
   Status persist(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
@@ -101,7 +106,7 @@ class Conversations {
   Result<Conversation> add(const SaltId& salt, store::Session session) HCACHE_EXCLUDES(mutex_);
   // Removes it and the state that only it uses.
   Status remove(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
-  // Removes what has expired; returns how many.
+  // Removes what has expired, gives up what was kept long enough; returns how many were removed.
   Result<int64_t> expire() HCACHE_EXCLUDES(mutex_);
 
  private:
@@ -148,6 +153,8 @@ class Conversations {
   [[nodiscard]] store::Session session_of(const Entry& entry) const;
   // kNotFound. Valid while the lock is held.
   Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
+  // Whether its state must not be evicted.
+  [[nodiscard]] static bool is_held(const Conversation& c) { return c.pinned || c.kept_ns > 0; }
   static void insert(Tenant* tenant, Entry entry);
   static void forget(Tenant* tenant, const std::string& name);
   // The conversation that a chain continues, as a new entry without tokens.

@@ -33,8 +33,11 @@ Json session_json(const Conversation& c, int64_t now_ns) {
                {"updated", seconds(c.updated_ns)},
                {"age_s", seconds(now_ns - c.updated_ns)},
                {"expires", nullptr},
-               {"user", c.user}};
+               {"kept_until", nullptr},
+               {"user", c.user},
+               {"prompt_cache_key", c.cache_key}};
   if (c.expires_ns > 0) json["expires"] = seconds(c.expires_ns);
+  if (c.kept_ns > 0) json["kept_until"] = seconds(c.kept_ns);
   return json;
 }
 

@@ -45,7 +45,8 @@ struct GenerationRequest {
   std::vector<Prompt> prompts;
 
   model::SamplingOptions sampling;  // without the seed
-  std::optional<uint32_t> seed;     // absent: draw one
+  std::optional<uint32_t> seed;     // absent: the server's, or one that is drawn
+  bool draw_seed = false;           // whatever the server's is
   bool ignore_eos = false;          // tokens that end a reply must not come
   std::vector<std::string> stop;    // strings that end the reply and are no part of it
   int64_t max_tokens = -1;          // of the reply; -1: as many as there is room for
@@ -90,6 +91,12 @@ using Defaults = model::SamplingOptions;
 // /v1/messages/count_tokens and /apply-template: the conversation alone.
 [[nodiscard]] Result<model::ChatInput> parse_count_tokens(const Json& body);
 [[nodiscard]] Result<model::ChatInput> parse_apply_template(const Json& body);
+
+// A JSON object of variables for chat templates, as `chat_template_kwargs` of a request: a
+// conversation without messages that has them.
+[[nodiscard]] Result<model::ChatInput> parse_template_args(const std::string& text);
+// Takes over those that `chat` does not set.
+void apply_template_args(const model::ChatInput& defaults, model::ChatInput* chat);
 
 // Takes over what the rendered conversation asks for: its grammar, where the request has none of
 // its own, and its stop strings.
