@@ -36,8 +36,8 @@ def sections(program, verbs, out):
 
 def main():
     program = sys.argv[1]
-    out = ["# The command line\n\nMade from `--help` by `scripts/cli_reference.py`; the table of options is "
-           "in `apps/cli/options.cc`.\n"]
+    out = ["# The command line\n\nMade from `--help` by `scripts/cli_reference.py`; `apps/cli/options.h` "
+           "says how an option is declared.\n"]
     sections(program, [], out)
     page = "\n".join(out)
     if "--check" not in sys.argv:

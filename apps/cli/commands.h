@@ -3,13 +3,11 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
-#include <functional>
 
 #include "base/status.h"
+#include "options.h"
 
 namespace hcache::cli {
-
-using Verb = std::function<Status()>;
 
 void add_chat(CLI::App& app, Verb* verb);
 void add_run(CLI::App& app, Verb* verb);

@@ -9,99 +9,34 @@
 #include <optional>
 #include <string_view>
 
+#include "llama_flag_table.h"
+
 namespace hcache::cli {
 namespace {
 
-enum class Meaning {
-  kOption,     // our option; -1 is its default
-  kMebibytes,  // our option, in MiB; -1 would be no limit
-  kTogether,   // one of those that combine() looks at
-  kIgnored,    // nothing depends on it here; `target` says why
-};
-enum class Value { kNone, kOne, kSwitch };  // kSwitch: on, off or auto may follow
-
-struct Row {
-  std::string_view spellings;  // with commas
-  Meaning meaning;
-  Value value;
-  std::string_view target;    // our option, or why it is ignored
-  const char* variable = "";  // of llama-server, where CLI11 does not read it
-};
-
-constexpr std::string_view kAlways = "it is always so here";
-constexpr std::string_view kDevice = "the whole model is computed where --device says";
-constexpr std::string_view kLoading = "how the weights are held follows from --device";
-constexpr std::string_view kPlacing = "the system places the threads";
-constexpr std::string_view kCaching = "the cache is managed without it";
-constexpr std::string_view kLogging = "see --log-requests and --verbose";
-constexpr std::string_view kFixed = "it can't be chosen here";
-
-constexpr std::string_view kBatch = "--batch";
-constexpr std::string_view kUbatch = "--step-tokens";
-constexpr std::string_view kTypeK = "-ctk";
-constexpr std::string_view kTypeV = "-ctv";
-
-// clang-format off
-constexpr Row kTable[] = {
-    {"-np,--parallel", Meaning::kOption, Value::kOne, "--parallel"},
-    {"-t,--threads", Meaning::kOption, Value::kOne, "--threads"},
-    {"-s,--seed", Meaning::kOption, Value::kOne, "--seed"},
-    {"--ctx-size", Meaning::kOption, Value::kOne, "--ctx"},
-    {"-dev", Meaning::kOption, Value::kOne, "--device"},
-    {"--cors-origins", Meaning::kOption, Value::kOne, "--cors"},
-    {"--repeat-last-n", Meaning::kOption, Value::kOne, "--penalty-last-n"},
-    {"-j", Meaning::kOption, Value::kOne, "--json-schema"},
-    {"-cram,--cache-ram", Meaning::kMebibytes, Value::kOne, "--dram", "LLAMA_ARG_CACHE_RAM"},
-    {"-b,--batch,--batch-size", Meaning::kTogether, Value::kOne, kBatch, "LLAMA_ARG_BATCH"},
-    {"-ub,--ubatch-size", Meaning::kTogether, Value::kOne, kUbatch, "LLAMA_ARG_UBATCH"},
-    {"-ctk,--cache-type-k", Meaning::kTogether, Value::kOne, kTypeK, "LLAMA_ARG_CACHE_TYPE_K"},
-    {"-ctv,--cache-type-v", Meaning::kTogether, Value::kOne, kTypeV, "LLAMA_ARG_CACHE_TYPE_V"},
-
-    {"-cb,--cont-batching,--jinja,--slots,--metrics,--cache-prompt,-kvu,--kv-unified,--ui,--webui,"
-     "--no-context-shift,--offline,--no-mmproj", Meaning::kIgnored, Value::kNone, kAlways},
-    {"--no-ui,--no-webui", Meaning::kIgnored, Value::kNone, "the page is part of the server"},
-    {"-ngl,--gpu-layers,--n-gpu-layers,-sm,--split-mode,-ts,--tensor-split,-mg,--main-gpu",
-     Meaning::kIgnored, Value::kOne, kDevice},
-    {"--mlock,--mmap,--no-mmap,-kvo,--kv-offload,-nkvo,--no-kv-offload,--repack,-nr,--no-repack,"
-     "--op-offload,--no-op-offload,--no-host,--warmup,--no-warmup", Meaning::kIgnored, Value::kNone,
-     kLoading},
-    {"-lm,--load-mode,-lzm,--lazy-mode", Meaning::kIgnored, Value::kOne, kLoading},
-    {"-fit,--fit", Meaning::kIgnored, Value::kSwitch, "--ctx is taken as it is"},
-    {"-fitt,--fit-target,-fitc,--fit-ctx", Meaning::kIgnored, Value::kOne,
-     "--ctx is taken as it is"},
-    {"-fa,--flash-attn", Meaning::kIgnored, Value::kSwitch, "--attention chooses the kernel"},
-    {"-tb,--threads-batch", Meaning::kIgnored, Value::kOne, "--threads counts for prompts too"},
-    {"-C,--cpu-mask,-Cr,--cpu-range,--cpu-strict,--prio,--poll,-Cb,--cpu-mask-batch,-Crb,"
-     "--cpu-range-batch,--cpu-strict-batch,--prio-batch,--poll-batch,--numa", Meaning::kIgnored,
-     Value::kOne, kPlacing},
-    {"--swa-full,--cache-idle-slots", Meaning::kIgnored, Value::kNone, kCaching},
-    {"-dt,--defrag-thold,--cache-reuse,-sps,--slot-prompt-similarity,-ctxcp,--ctx-checkpoints,"
-     "--swa-checkpoints,-cms,--checkpoint-min-step", Meaning::kIgnored, Value::kOne, kCaching},
-    {"--perf,--no-perf,--log-disable,--log-prefix,--no-log-prefix,--log-timestamps,"
-     "--no-log-timestamps", Meaning::kIgnored, Value::kNone, kLogging},
-    {"--log-colors", Meaning::kIgnored, Value::kSwitch, kLogging},
-    {"-lv,--verbosity,--log-verbosity", Meaning::kIgnored, Value::kOne, kLogging},
-    {"-to,--timeout,--threads-http,--sse-ping-interval", Meaning::kIgnored, Value::kOne, kFixed},
-};
-// clang-format on
-
 constexpr std::string_view kSwitchValues[] = {"on",   "off",   "auto",    "1",       "0",
                                               "true", "false", "enabled", "disabled"};
+constexpr std::string_view kOffValues[] = {"off", "0", "false", "disabled"};
 
-bool has_spelling(const Row& row, std::string_view flag) {
-  std::string_view rest = row.spellings;
+// Calls visit(item) for each item between separators until it returns true. Whether one did.
+template <typename Visit>
+bool any_item(std::string_view list, char separator, Visit visit) {
   while (true) {
-    const size_t comma = rest.find(',');
-    if (rest.substr(0, comma) == flag) return true;
-    if (comma == std::string_view::npos) return false;
-    rest.remove_prefix(comma + 1);
+    const size_t end = list.find(separator);
+    if (visit(list.substr(0, end))) return true;
+    if (end == std::string_view::npos) return false;
+    list.remove_prefix(end + 1);
   }
 }
 
-const Row* find_row(std::string_view flag) {
-  const auto* row =
-      std::ranges::find_if(kTable, [&](const Row& r) { return has_spelling(r, flag); });
-  return row == std::end(kTable) ? nullptr : row;
+bool has_spelling(const LlamaFlagRow& row, std::string_view flag) {
+  return any_item(row.spellings, ',', [&](std::string_view spelling) { return spelling == flag; });
+}
+
+const LlamaFlagRow* find_row(std::string_view flag) {
+  const auto* row = std::ranges::find_if(
+      kLlamaFlags, [&](const LlamaFlagRow& r) { return has_spelling(r, flag); });
+  return row == std::end(kLlamaFlags) ? nullptr : row;
 }
 
 // "--ctx-size" of "--ctx-size=4096".
@@ -109,10 +44,27 @@ std::string_view flag_of(std::string_view arg) {
   return arg.starts_with("--") ? arg.substr(0, arg.find('=')) : arg;
 }
 
-bool is_given(std::span<const std::string> args, const Row& row) {
+bool is_given(std::span<const std::string> args, const LlamaFlagRow& row) {
   return std::ranges::any_of(args, [&](const std::string& arg) {
     const std::string_view flag = flag_of(arg);
     return flag == row.target || has_spelling(row, flag);
+  });
+}
+
+std::optional<double> number_of(std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// Numbers are compared by value: "0.0" is "0".
+bool is_neutral(const LlamaFlagRow& row, std::string_view value) {
+  if (row.neutral.empty()) return false;
+  return any_item(row.neutral, '|', [&](std::string_view neutral) {
+    if (neutral == value) return true;
+    const auto number = number_of(value);
+    return number.has_value() && number == number_of(neutral);
   });
 }
 
@@ -122,10 +74,9 @@ class Translator {
     for (size_t at = 0; at < args.size();) {
       HCACHE_RETURN_IF_ERROR(translate(args, &at));
     }
-    for (const Row& row : kTable) {
-      const char* value = *row.variable == '\0' ? nullptr : get_env(row.variable);
-      if (value == nullptr || *value == '\0' || is_given(args, row)) continue;
-      add(row, row.variable, value);
+    for (const LlamaFlagRow& row : kLlamaFlags) {
+      if (is_given(args, row)) continue;
+      HCACHE_RETURN_IF_ERROR(take_variable(row, get_env));
     }
     return combine(is_type_given(args));
   }
@@ -139,42 +90,83 @@ class Translator {
   Status translate(std::span<const std::string> args, size_t* at) {
     const std::string& arg = args[(*at)++];
     const std::string_view flag = flag_of(arg);
-    const Row* row = find_row(flag);
-    if (row == nullptr) {
+    const LlamaFlagRow* row = find_row(flag);
+    if (row == nullptr || row->meaning == Meaning::kOwn) {
       out_.args.push_back(arg);
+      // Its value is none of llama-server's flags, whatever it looks like.
+      const bool value_follows = row != nullptr && row->value == Value::kOne && flag == arg;
+      if (value_follows && *at < args.size()) out_.args.push_back(args[(*at)++]);
       return {};
     }
     std::string value;
     if (flag.size() < arg.size()) {
       value = arg.substr(flag.size() + 1);
-    } else if (row->value == Value::kOne) {
-      if (*at == args.size()) return invalid_argument(fmt::format("{} wants a value", arg));
-      value = args[(*at)++];
+    } else if (row->value == Value::kOne || row->value == Value::kTwo) {
+      const size_t wanted = row->value == Value::kTwo ? 2 : 1;
+      if (args.size() - *at < wanted) return invalid_argument(fmt::format("{} wants a value", arg));
+      value = args[*at];
+      *at += wanted;
     } else if (row->value == Value::kSwitch && *at < args.size() &&
                std::ranges::find(kSwitchValues, args[*at]) != std::end(kSwitchValues)) {
-      ++*at;
+      value = args[(*at)++];
     }
-    add(*row, flag, value);
-    return {};
+    return add(*row, flag, value);
   }
 
-  void add(const Row& row, std::string_view name, const std::string& value) {
+  // A switch may be off; then it asks for nothing.
+  Status take_variable(const LlamaFlagRow& row, const GetEnv& get_env) {
+    if (*row.variable == '\0') return {};
+    const char* value = get_env(row.variable);
+    if (value == nullptr || *value == '\0') return {};
+    const bool off = std::ranges::find(kOffValues, value) != std::end(kOffValues);
+    if (row.value == Value::kNone && off && row.meaning != Meaning::kIgnored) return {};
+    return add(row, row.variable, value);
+  }
+
+  Status add(const LlamaFlagRow& row, std::string_view name, const std::string& value) {
     switch (row.meaning) {
+      case Meaning::kOwn: {  // by its variable
+        const std::string_view spellings = row.spellings;
+        const size_t comma = spellings.rfind(',');
+        push(comma == std::string_view::npos ? spellings : spellings.substr(comma + 1), value);
+        break;
+      }
+      case Meaning::kOption:
+        if (is_neutral(row, value)) break;
+        if (row.value == Value::kNone) {
+          out_.args.emplace_back(row.target);
+        } else {
+          push(row.target, value);
+        }
+        break;
+      case Meaning::kMebibytes: add_size(row, name, value); break;
+      case Meaning::kTogether: together_[row.target] = value; break;
+      case Meaning::kRpc: return add_rpc(name, value);
+      case Meaning::kListDevices: push("--device", "list"); break;
       case Meaning::kIgnored:
         out_.notes.push_back(fmt::format("{} is ignored: {}", name, row.target));
         break;
-      case Meaning::kTogether: together_[row.target] = value; break;
-      case Meaning::kOption:
-        if (value != "-1") push(row.target, value);
-        break;
-      case Meaning::kMebibytes:
-        if (value != "-1") {
-          push(row.target, value + "MiB");
-        } else {
-          out_.notes.push_back(fmt::format("{} -1 is ignored: it takes a size", name));
-        }
-        break;
+      case Meaning::kRefused:
+        if (is_neutral(row, value)) break;
+        return invalid_argument(
+            fmt::format("{} is not followed here, and answers would be others without it: {}", name,
+                        row.target));
     }
+    return {};
+  }
+
+  void add_size(const LlamaFlagRow& row, std::string_view name, const std::string& value) {
+    if (value != "-1") return push(row.target, value + "MiB");
+    out_.notes.push_back(fmt::format("{} -1 is ignored: it takes a size", name));
+  }
+
+  Status add_rpc(std::string_view name, const std::string& servers) {
+    if (servers.find(',') != std::string::npos) {
+      return invalid_argument(fmt::format(
+          "{} {}: the model is computed on one device; name one server", name, servers));
+    }
+    push("--device", "rpc:" + servers);
+    return {};
   }
 
   void push(std::string_view option, std::string value) {

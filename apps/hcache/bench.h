@@ -14,32 +14,64 @@
 
 namespace hcache::cli {
 
-struct BenchArgs {
-  RuntimeArgs runtime;
-  std::string json_file;
-  std::string text;
-  int64_t reps = 0;
-  bool paced = false;
-  // restore
-  std::vector<int64_t> histories;
-  std::vector<std::string> methods;
-  std::vector<std::string> links;
-  int64_t new_tokens = 0;
-  int64_t decoded = 0;
-  int64_t greedy = 0;
-  int64_t conversations = 1;
-  // throughput
-  std::vector<int64_t> prompts;
-  std::vector<int64_t> depths;
-  std::vector<std::string> captures;
-  int64_t gen = 0;
+// What all benchmarks take.
+struct BenchArgs : Options {
+  BenchArgs();
+
+  int64_t reps = integer(&reps, "--reps", "N", 3, {1, 1000},
+                         "timed runs of each row, alternating between rows");
+  std::string text_file = text(&text_file, "--text", "FILE", "",
+                               "text to take tokens from; default: made-up sentences");
+  RuntimeArgs runtime{nullptr};  // its ctx follows from what is measured
+  bool paced =
+      flag(&paced, "--paced", "say \"ready\" and wait for a line on stdin before each repetition");
+  std::string json_file =
+      text(&json_file, "--json", "FILE", "",
+           "also write the figures as JSON; - prints them instead of the table");
+};
+
+struct RestoreBenchArgs : BenchArgs {
+  RestoreBenchArgs();
+
+  std::vector<int64_t> histories =
+      integers(&histories, "--history", "TOKENS,...", "512,1024,2048,4096", {2},
+               "saved tokens to restore, one row each");
+  int64_t new_tokens =
+      integer(&new_tokens, "--new", "TOKENS", 50, {1}, "tokens that are new behind the history");
+  std::vector<std::string> methods = texts(
+      &methods, "--methods", "METHOD,...", "plan,hidden,kv,recompute,resident",
+      "plan|hidden|kv|recompute|naive-hybrid|token-partition|token-partition-rounded|resident",
+      "ways to restore; resident: the KV cache never left, the ideal");
+  std::vector<std::string> links =
+      texts(&links, "--link", "RATE|paper|none,...", "none", "",
+            "slow real reads down to this (19MB/s); paper: the paper's ratio of compute to link");
+  int64_t decoded =
+      integer(&decoded, "--decoded", "TOKENS", 64, {0},
+              "so many of the history's last tokens are decoded one at a time, as replies are");
+  int64_t greedy =
+      integer(&greedy, "--greedy", "TOKENS", 32, {1, 4096},
+              "length of the continuation that is compared with the uninterrupted run's");
+  int64_t conversations = integer(&conversations, "--conversations", "N", 1, {1, 1000},
+                                  "repeat everything with so many different texts");
+};
+
+struct ThroughputArgs : BenchArgs {
+  ThroughputArgs();
+
+  std::vector<int64_t> prompts =
+      integers(&prompts, "--prompt", "TOKENS,...", "512,2048", {1}, "prompt lengths to time");
+  int64_t gen = integer(&gen, "--gen", "TOKENS", 64, {1}, "tokens to decode");
+  std::vector<int64_t> depths = integers(&depths, "--depth", "TOKENS,...", "0,4096", {0},
+                                         "tokens in the KV cache before the prompt");
+  std::vector<std::string> captures =
+      texts(&captures, "--capture", "on|off,...", "off", "on|off", "save the state while running");
 };
 
 // Times the first token after a restart by every method (HCache §6), after comparing
 // the restored state and its continuation with the uninterrupted run's.
-[[nodiscard]] Status bench_restore(BenchArgs args);
+[[nodiscard]] Status bench_restore(RestoreBenchArgs args);
 // Times prefill and decode at several depths, with and without saving the state.
-[[nodiscard]] Status bench_throughput(BenchArgs args);
+[[nodiscard]] Status bench_throughput(ThroughputArgs args);
 
 [[nodiscard]] double now_s();  // of the monotonic clock
 [[nodiscard]] double median(std::vector<double> v);

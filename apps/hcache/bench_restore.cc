@@ -62,7 +62,7 @@ struct Run {
 
 class RestoreBench {
  public:
-  RestoreBench(const BenchArgs& args, ThrottledEnv& env, serving::Serving& serving,
+  RestoreBench(const RestoreBenchArgs& args, ThrottledEnv& env, serving::Serving& serving,
                TokenSource source)
       : args_(args),
         env_(env),
@@ -339,7 +339,7 @@ class RestoreBench {
   // What the paper's GPUs like: a multiple of this many rows (section 6.3.2).
   static constexpr int64_t kRounding = 128;
 
-  const BenchArgs& args_;
+  const RestoreBenchArgs& args_;
   ThrottledEnv& env_;
   serving::Serving& serving_;
   const model::Model& model_;
@@ -358,7 +358,7 @@ class RestoreBench {
 };
 
 // What the saved state takes on disk, as a share of F16 K and V.
-Result<Json> store_json(const BenchArgs& args, state::Runtime& runtime) {
+Result<Json> store_json(const RestoreBenchArgs& args, state::Runtime& runtime) {
   HCACHE_ASSIGN_OR_RETURN(const store::StoreStat stat, runtime.store()->stat());
   const model::HParams& hp = runtime.model().hparams();
   const double kv_f16 = 2.0 * 2.0 * hp.n_layer * hp.n_embd_kv();
@@ -377,9 +377,8 @@ Result<Json> store_json(const BenchArgs& args, state::Runtime& runtime) {
 
 }  // namespace
 
-Status bench_restore(BenchArgs args) {
+Status bench_restore(RestoreBenchArgs args) {
   if (args.runtime.model.device == "list") return list_devices();
-  if (args.new_tokens < 1) return invalid_argument("--new must be at least 1");
   warn_of_debug_build();
   // Room for the uninterrupted run and for the restored one beside it.
   const int64_t longest = *std::max_element(args.histories.begin(), args.histories.end());
@@ -389,7 +388,7 @@ Status bench_restore(BenchArgs args) {
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   state::Runtime& runtime = serving->runtime();
-  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(runtime, args.text));
+  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(runtime, args.text_file));
   RestoreBench bench(args, env, *serving, std::move(source));
   for (const int64_t n : args.histories) {
     for (int64_t i = 0; i < args.conversations; i++) {

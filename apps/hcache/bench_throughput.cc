@@ -20,7 +20,7 @@ struct Speeds {
 
 class ThroughputBench {
  public:
-  ThroughputBench(const BenchArgs& args, serving::Serving& serving, TokenSource source)
+  ThroughputBench(const ThroughputArgs& args, serving::Serving& serving, TokenSource source)
       : args_(args),
         serving_(serving),
         model_(serving.runtime().model()),
@@ -171,7 +171,7 @@ class ThroughputBench {
   }
 
   static constexpr uint32_t kDepthSeed = 1;
-  const BenchArgs& args_;
+  const ThroughputArgs& args_;
   serving::Serving& serving_;
   const model::Model& model_;
   TokenSource source_;
@@ -183,7 +183,7 @@ class ThroughputBench {
 
 }  // namespace
 
-Status bench_throughput(BenchArgs args) {
+Status bench_throughput(ThroughputArgs args) {
   if (args.runtime.model.device == "list") return list_devices();
   warn_of_debug_build();
   const int64_t deepest = *std::max_element(args.depths.begin(), args.depths.end());
@@ -193,7 +193,8 @@ Status bench_throughput(BenchArgs args) {
   ProgressLine line;
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
-  HCACHE_ASSIGN_OR_RETURN(TokenSource source, TokenSource::open(serving->runtime(), args.text));
+  HCACHE_ASSIGN_OR_RETURN(TokenSource source,
+                          TokenSource::open(serving->runtime(), args.text_file));
   ThroughputBench bench(args, *serving, std::move(source));
   HCACHE_RETURN_IF_ERROR(bench.run(line));
   line.finish();

@@ -5,8 +5,8 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <memory>
 #include <optional>
+#include <utility>
 
 #include "base/env.h"
 #include "commands.h"
@@ -15,14 +15,12 @@
 namespace hcache::cli {
 namespace {
 
-struct ChatArgs {
-  RuntimeArgs runtime;
-  model::SamplingOptions sampling;
-  std::string session;
-  std::string system;
-  std::string file;
-  bool json = false;
-  int64_t max_tokens = 0;
+struct ChatArgs : Options {
+  TalkArgs talk{this};
+  std::string file = text(&file, "-f,--file", "FILE", "", "first say what this file holds");
+  RuntimeArgs runtime{this};
+  SamplingArgs sampling{this};
+  bool json = flag(&json, "--json", "print one JSON object per turn instead of text");
 };
 
 // Lines from stdin. Its own buffer over read(): the C++ streams would sleep through Ctrl-C.
@@ -57,12 +55,12 @@ class LineReader {
 
 class Chat {
  public:
-  Chat(const ChatArgs& args, Conversation& conversation)
-      : args_(args), conversation_(conversation) {}
+  Chat(const ChatArgs& args, model::SamplingOptions sampling, Conversation& conversation)
+      : args_(args), sampling_(std::move(sampling)), conversation_(conversation) {}
 
   // kCancelled when the user interrupted the reply; what there is of it is saved.
   Status exchange(const std::string& message) {
-    auto turn = conversation_.say(message, args_.system, args_.sampling, args_.max_tokens,
+    auto turn = conversation_.say(message, args_.talk.system, sampling_, args_.talk.max_tokens,
                                   [&](const std::string& piece) {
                                     if (args_.json) return;
                                     fmt::print("{}", piece);
@@ -82,6 +80,7 @@ class Chat {
 
  private:
   const ChatArgs& args_;
+  const model::SamplingOptions sampling_;
   Conversation& conversation_;
 };
 
@@ -91,17 +90,18 @@ Status chat(const ChatArgs& args) {
   if (!args.file.empty()) {
     HCACHE_ASSIGN_OR_RETURN(first, read_whole_file(Env::real(), args.file));
   }
+  HCACHE_ASSIGN_OR_RETURN(model::SamplingOptions sampling, args.sampling.resolved());
   ProgressLine line;
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
-                          Conversation::open(*serving, args.runtime, args.session));
+                          Conversation::open(*serving, args.runtime, args.talk.session));
   const bool terminal = isatty(STDIN_FILENO) == 1 && isatty(STDOUT_FILENO) == 1;
   if (terminal) {
     fmt::print(stderr, "{} tokens so far. One line per message; Ctrl-D ends.\n",
                conversation->tokens().size());
   }
-  Chat session(args, *conversation);
+  Chat session(args, std::move(sampling), *conversation);
   LineReader lines;
   Status status;
   if (!first.empty()) status = session.exchange(first);
@@ -126,18 +126,9 @@ Status chat(const ChatArgs& args) {
 }  // namespace
 
 void add_chat(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "chat", "Hold a conversation: one line per message, from the keyboard or a pipe");
-  const auto args = std::make_shared<ChatArgs>();
-  add_option(*sub, "session", &args->session);
-  add_option(*sub, "system", &args->system);
-  add_option(*sub, "chat-file", &args->file);
-  add_option(*sub, "max-tokens", &args->max_tokens);
-  add_runtime_options(*sub, &args->runtime);
-  add_restore_options(*sub, &args->runtime);
-  add_sampling_options(*sub, &args->sampling);
-  add_option(*sub, "json-lines", &args->json);
-  sub->callback([args, verb] { *verb = [args] { return chat(*args); }; });
+  add_verb<ChatArgs>(app, verb, "chat",
+                     "Hold a conversation: one line per message, from the keyboard or a pipe",
+                     chat);
 }
 
 }  // namespace hcache::cli

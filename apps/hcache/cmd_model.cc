@@ -6,31 +6,56 @@
 
 #include "base/units.h"
 #include "commands.h"
+#include "common_options.h"
 #include "model/tools.h"
-#include "options.h"
 #include "terminal.h"
 
 namespace hcache::cli {
 namespace {
 
-struct ModelArgs {
-  std::string in;
-  std::string out;
-  std::string shape;
-  std::string type;
-  std::string vocab_from;
-  int layers = 0;
-  int threads = 0;
-  int64_t seed = 0;
-  bool json = false;
-  bool tensors = false;
+constexpr const char* kDefaultType = "f16";
+constexpr const char* kTypeHelp = "weight type: f32, f16, bf16, q8_0, q4_0, q4_1, q4_k, ...";
+
+struct InfoArgs : Options {
+  std::string in = text(&in, "FILE", "", "", "GGUF file; default: as -m of the other verbs");
+  bool tensors = flag(&tensors, "--tensors", "list the tensors too");
+  bool json = flag(&json, "--json", "print JSON instead of text");
+};
+
+struct SynthArgs : Options {
+  std::string shape =
+      text(&shape, "--shape", "NAME", "",
+           "published shape: llama2-7b, llama2-13b, opt-30b, ...; a wrong name lists them",
+           {.required = true});
+  int layers = integer(&layers, "--layers", "N", 0, {0, 1024}, "how many layers; 0: as published");
+  std::string type = text(&type, "--type", "TYPE", kDefaultType, kTypeHelp);
+  std::string vocab_from = text(&vocab_from, "--vocab-from", "FILE", "",
+                                "GGUF file whose vocabulary is copied in; default: none");
+  int64_t seed = integer(&seed, "--seed", "N", 1, {0}, "the same seed gives the same weights");
+  ModelOptions model{nullptr};
+  std::string out = text(&out, "-o,--out", "FILE", "", "GGUF file to write", {.required = true});
+
+  SynthArgs() { offer(model, {&model.threads}); }
+};
+
+// A file that is written anew in another form.
+struct RewriteArgs : Options {
+  std::string in = text(&in, "IN", "", "", "GGUF file to read", {.required = true});
+  std::string out = text(&out, "OUT", "", "", "GGUF file to write", {.required = true});
+  ModelOptions model{nullptr};
+
+  RewriteArgs() { offer(model, {&model.threads}); }
+};
+
+struct RequantizeArgs : RewriteArgs {
+  std::string type = text(&type, "--type", "TYPE", kDefaultType, kTypeHelp);
 };
 
 model::Progress progress_of(const std::shared_ptr<ProgressLine>& line, const std::string& what) {
   return [line, what](float fraction) { return line->update(what, static_cast<double>(fraction)); };
 }
 
-Status info(const ModelArgs& args) {
+Status info(const InfoArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.in));
   HCACHE_ASSIGN_OR_RETURN(const model::ModelInfo info, model::describe_model(path));
   if (args.json) {
@@ -63,26 +88,26 @@ Status info(const ModelArgs& args) {
   return {};
 }
 
-Status synth(const ModelArgs& args) {
+Status synth(const SynthArgs& args) {
   model::SynthOptions options;
   HCACHE_ASSIGN_OR_RETURN(options.shape, model::find_shape(args.shape));
   HCACHE_ASSIGN_OR_RETURN(options.type, model::parse_weight_type(args.type));
   options.n_layer = args.layers;
   options.seed = static_cast<uint64_t>(args.seed);
   options.vocab_from = args.vocab_from;
-  options.n_threads = args.threads;
+  options.n_threads = args.model.threads;
   options.progress = progress_of(std::make_shared<ProgressLine>(), "writing " + args.out);
   return model::synthesise_model(options, args.out);
 }
 
-Status expand(const ModelArgs& args) {
-  return model::expand_kv(args.in, args.out, args.threads,
+Status expand(const RewriteArgs& args) {
+  return model::expand_kv(args.in, args.out, args.model.threads,
                           progress_of(std::make_shared<ProgressLine>(), "writing " + args.out));
 }
 
-Status requantize(const ModelArgs& args) {
+Status requantize(const RequantizeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const ggml_type type, model::parse_weight_type(args.type));
-  return model::requantise(args.in, args.out, type, args.threads,
+  return model::requantise(args.in, args.out, type, args.model.threads,
                            progress_of(std::make_shared<ProgressLine>(), "writing " + args.out));
 }
 
@@ -91,41 +116,15 @@ Status requantize(const ModelArgs& args) {
 void add_model(CLI::App& app, Verb* verb) {
   CLI::App* group = app.add_subcommand("model", "Describe, synthesise and rewrite model files");
   group->require_subcommand(1);
-  const auto args = std::make_shared<ModelArgs>();
-
-  CLI::App* info_app = group->add_subcommand("info", "What a GGUF file holds");
-  info_app->add_option("FILE", args->in, "GGUF file; default: as -m of the other verbs");
-  add_option(*info_app, "tensors", &args->tensors);
-  add_option(*info_app, "json", &args->json);
-  info_app->callback([args, verb] { *verb = [args] { return info(*args); }; });
-
-  CLI::App* synth_app =
-      group->add_subcommand("synth", "Write a model of a published shape with random weights");
-  add_option(*synth_app, "synth-shape", &args->shape)->required();
-  add_option(*synth_app, "layers", &args->layers);
-  add_option(*synth_app, "type", &args->type);
-  add_option(*synth_app, "vocab-from", &args->vocab_from);
-  add_option(*synth_app, "synth-seed", &args->seed);
-  add_option(*synth_app, "threads", &args->threads);
-  add_option(*synth_app, "out", &args->out)->required();
-  synth_app->callback([args, verb] { *verb = [args] { return synth(*args); }; });
-
-  CLI::App* expand_app = group->add_subcommand(
-      "expand-kv",
-      "Write the multi-head twin of a grouped-query model: same answers, every query "
-      "head with a K and V head of its own");
-  expand_app->add_option("IN", args->in, "GGUF file to read")->required();
-  expand_app->add_option("OUT", args->out, "GGUF file to write")->required();
-  add_option(*expand_app, "threads", &args->threads);
-  expand_app->callback([args, verb] { *verb = [args] { return expand(*args); }; });
-
-  CLI::App* requantize_app =
-      group->add_subcommand("requantize", "Write the same model with every matrix in one type");
-  requantize_app->add_option("IN", args->in, "GGUF file to read")->required();
-  requantize_app->add_option("OUT", args->out, "GGUF file to write")->required();
-  add_option(*requantize_app, "type", &args->type);
-  add_option(*requantize_app, "threads", &args->threads);
-  requantize_app->callback([args, verb] { *verb = [args] { return requantize(*args); }; });
+  add_verb<InfoArgs>(*group, verb, "info", "What a GGUF file holds", info);
+  add_verb<SynthArgs>(*group, verb, "synth",
+                      "Write a model of a published shape with random weights", synth);
+  add_verb<RewriteArgs>(*group, verb, "expand-kv",
+                        "Write the multi-head twin of a grouped-query model: same answers, every "
+                        "query head with a K and V head of its own",
+                        expand);
+  add_verb<RequantizeArgs>(*group, verb, "requantize",
+                           "Write the same model with every matrix in one type", requantize);
 }
 
 }  // namespace hcache::cli

@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <memory>
 
+#include "base/units.h"
 #include "commands.h"
-#include "options.h"
 #include "policy/hardware_plan.h"
 #include "policy/plan_report.h"
 #include "session.h"
@@ -15,15 +14,33 @@
 namespace hcache::cli {
 namespace {
 
-struct PlanArgs {
-  RuntimeArgs runtime;  // its model.path is the shape's name with --hardware
-  std::string hardware;
-  int gpus = 0;
-  int ssds = 0;
-  std::vector<int64_t> history;
-  int64_t new_tokens = 0;
-  bool timeline = false;
-  bool json = false;
+struct PlanArgs : Options {
+  RuntimeArgs runtime{nullptr};  // its model.path is the shape's name with --hardware
+  std::string hardware =
+      text(&hardware, "--hardware", "NAME", "",
+           "plan for hardware of the paper instead of this machine: a100, a100-80g, a30, rtx4090, "
+           "l20, h800",
+           {.excludes = "--timeline,--device,--threads,--ctx,--batch,--kv-type,--attention,--link,"
+                        "--save,--state-type,--state-dir"});
+  int gpus = integer(&gpus, "--gpus", "N", 1, {1, 1024}, "devices, tensor parallel",
+                     {.needs = "--hardware"});
+  int ssds = integer(&ssds, "--ssd", "N", 0, {0, 1024},
+                     "SSDs of 6.9 GB/s over all devices; 0: host memory over the link",
+                     {.needs = "--hardware"});
+  std::vector<int64_t> history =
+      integers(&history, "--history", "TOKENS,...", "1024", {1}, "saved tokens to restore");
+  int64_t new_tokens =
+      integer(&new_tokens, "--new", "TOKENS", 50, {0}, "tokens that are new behind the history");
+  bool timeline = flag(&timeline, "--timeline", "print when each layer is read and computed");
+  bool json = flag(&json, "--json", "print JSON instead of text");
+
+  PlanArgs() {
+    text(&runtime.model.path, "-m,--model", "FILE|NAME", "",
+         "GGUF model, or with --hardware a published shape: llama2-7b, llama2-13b, opt-30b, ...");
+    offer(runtime, {&runtime.model.device, &runtime.model.threads, &runtime.ctx, &runtime.batch,
+                    &runtime.kv_type, &runtime.attention, &runtime.link, &runtime.save,
+                    &runtime.state_type, &runtime.state.state_dir});
+  }
 };
 
 Json to_json(const policy::Prediction& p) {
@@ -94,6 +111,16 @@ Status plan_here(const PlanArgs& args) {
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(runtime_args, env, line));
   const policy::RestoreCosts costs = runtime->costs();
+  // Without a measurement the speed of the disks is a guess, unless a slower link hides them.
+  HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(runtime_args.link));
+  const double slowed = link.bytes_per_s(runtime->profile());
+  const bool assumed =
+      runtime->profile().read_bytes_per_s <= 0 && (slowed <= 0 || slowed > costs.link.bytes_per_s);
+  if (!args.json) {
+    fmt::print(
+        "reads at {}{}\n\n", format_rate(costs.link.bytes_per_s),
+        assumed ? ", assumed: these disks have not been measured; `hcache profile` does it" : "");
+  }
   policy::SaveRequest save_request;
   HCACHE_ASSIGN_OR_RETURN(save_request.mode, policy::parse_save_mode(args.runtime.save));
   save_request.history = *std::max_element(args.history.begin(), args.history.end());
@@ -117,6 +144,7 @@ Status plan_here(const PlanArgs& args) {
                         {"method", r.method},
                         {"schedule", r.schedule},
                         {"link_bytes_per_s", costs.link.bytes_per_s},
+                        {"link_assumed", assumed},
                         {"predicted", to_json(r.predicted)}});
       }
       continue;
@@ -145,27 +173,11 @@ Status plan_here(const PlanArgs& args) {
 }  // namespace
 
 void add_plan(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "plan", "Print how a saved context would be restored, and how long that takes");
-  const auto args = std::make_shared<PlanArgs>();
-  add_option(*sub, "shape", &args->runtime.model.path);
-  add_option(*sub, "hardware", &args->hardware);
-  add_option(*sub, "gpus", &args->gpus);
-  add_option(*sub, "ssd", &args->ssds);
-  add_option(*sub, "history", &args->history);
-  add_option(*sub, "new", &args->new_tokens);
-  add_option(*sub, "timeline", &args->timeline);
-  add_option(*sub, "device", &args->runtime.model.device);
-  add_option(*sub, "threads", &args->runtime.model.threads);
-  add_engine_options(*sub, &args->runtime);
-  add_option(*sub, "link", &args->runtime.link);
-  add_option(*sub, "save", &args->runtime.save);
-  add_option(*sub, "state-type", &args->runtime.state_type);
-  add_state_options(*sub, &args->runtime.state);
-  add_option(*sub, "json", &args->json);
-  sub->callback([args, verb] {
-    *verb = [args] { return args->hardware.empty() ? plan_here(*args) : plan_hardware(*args); };
-  });
+  add_verb<PlanArgs>(app, verb, "plan",
+                     "Print how a saved context would be restored, and how long that takes",
+                     [](const PlanArgs& args) {
+                       return args.hardware.empty() ? plan_here(args) : plan_hardware(args);
+                     });
 }
 
 }  // namespace hcache::cli

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <memory>
-
 #include "base/units.h"
 #include "commands.h"
 #include "session.h"
@@ -11,10 +9,17 @@
 namespace hcache::cli {
 namespace {
 
-struct ProfileArgs {
-  RuntimeArgs runtime;
-  bool refresh = false;
-  bool json = false;
+struct ProfileArgs : Options {
+  bool refresh = flag(&refresh, "--refresh", "measure again");
+  RuntimeArgs runtime{nullptr};
+  bool json = flag(&json, "--json", "print JSON instead of text");
+
+  ProfileArgs() {
+    offer(runtime,
+          {&runtime.model.path, &runtime.model.device, &runtime.model.threads, &runtime.ctx,
+           &runtime.batch, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
+           &runtime.state.stores, &runtime.state_type, &runtime.no_store});
+  }
 };
 
 std::string seconds(double s) { return format_duration(static_cast<int64_t>(s * 1e9)); }
@@ -106,13 +111,9 @@ Status profile(const ProfileArgs& args) {
 }  // namespace
 
 void add_profile(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "profile", "Print what restoring costs on this machine; measured on first use");
-  const auto args = std::make_shared<ProfileArgs>();
-  add_option(*sub, "refresh", &args->refresh);
-  add_runtime_options(*sub, &args->runtime);
-  add_option(*sub, "json", &args->json);
-  sub->callback([args, verb] { *verb = [args] { return profile(*args); }; });
+  add_verb<ProfileArgs>(app, verb, "profile",
+                        "Print what restoring costs on this machine; measured on first use",
+                        profile);
 }
 
 }  // namespace hcache::cli

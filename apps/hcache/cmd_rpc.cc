@@ -5,27 +5,27 @@
 #include <ggml-backend.h>
 #include <ggml-rpc.h>
 
-#include <memory>
-
 #include "base/units.h"
 #include "commands.h"
+#include "common_options.h"
 #include "model/device.h"
-#include "options.h"
 #include "terminal.h"
 
 namespace hcache::cli {
 namespace {
 
-struct RpcArgs {
-  std::string host;
-  int port = 0;
-  std::string device;
-  int threads = 0;
+struct RpcArgs : Options {
+  std::string host = text(&host, "--host", "ADDRESS", "127.0.0.1", "address to listen on");
+  int port = integer(&port, "--port", "N", 50052, {1, 65535}, "port to listen on");
+  ModelOptions model{nullptr};
+
+  RpcArgs() { offer(model, {&model.device, &model.threads}); }
 };
 
 Status serve(const RpcArgs& args) {
-  if (args.device == "list") return list_devices();
-  HCACHE_ASSIGN_OR_RETURN(const auto device, model::Device::open(args.device, args.threads));
+  if (args.model.device == "list") return list_devices();
+  HCACHE_ASSIGN_OR_RETURN(const auto device,
+                          model::Device::open(args.model.device, args.model.threads));
   const std::string endpoint = fmt::format("{}:{}", args.host, args.port);
   ggml_backend_dev_t dev = device->dev();
   fmt::print("serving {} on {}\n", device->description(), endpoint);
@@ -51,16 +51,11 @@ Status list_devices() {
 }
 
 void add_rpc_serve(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "rpc-serve",
+  add_verb<RpcArgs>(
+      app, verb, "rpc-serve",
       "Lend this machine's device to other processes over ggml's RPC protocol. It has "
-      "no authentication: keep it on loopback or a network you trust");
-  const auto args = std::make_shared<RpcArgs>();
-  add_option(*sub, "host", &args->host);
-  add_option(*sub, "port", &args->port);
-  add_option(*sub, "device", &args->device);
-  add_option(*sub, "threads", &args->threads);
-  sub->callback([args, verb] { *verb = [args] { return serve(*args); }; });
+      "no authentication: keep it on loopback or a network you trust",
+      serve);
 }
 
 }  // namespace hcache::cli

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <memory>
 
 #include "base/env.h"
 #include "commands.h"
@@ -12,16 +11,16 @@
 namespace hcache::cli {
 namespace {
 
-struct RunArgs {
-  RuntimeArgs runtime;
-  model::SamplingOptions sampling;
-  std::string session;
-  std::string system;
-  std::string prompt;
-  std::string file;
-  bool raw = false;
-  bool json = false;
-  int64_t max_tokens = 0;
+struct RunArgs : Options {
+  std::string prompt = text(&prompt, "-p,--prompt", "TEXT", "", "what to say");
+  std::string file =
+      text(&file, "-f,--file", "FILE", "", "say what this file holds; with -p, before that text");
+  TalkArgs talk{this};
+  bool raw = flag(&raw, "--raw", "complete the text as it is, without the chat template",
+                  {.excludes = "--system"});
+  RuntimeArgs runtime{this};
+  SamplingArgs sampling{this};
+  bool json = flag(&json, "--json", "print JSON instead of text");
 };
 
 Status run(const RunArgs& args) {
@@ -34,11 +33,12 @@ Status run(const RunArgs& args) {
     HCACHE_ASSIGN_OR_RETURN(text, read_whole_file(Env::real(), args.file));
     if (!args.prompt.empty()) text += "\n\n" + args.prompt;
   }
+  HCACHE_ASSIGN_OR_RETURN(const model::SamplingOptions sampling, args.sampling.resolved());
   ProgressLine line;
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
-                          Conversation::open(*serving, args.runtime, args.session));
+                          Conversation::open(*serving, args.runtime, args.talk.session));
   const auto print = [&](const std::string& piece) {
     if (args.json) return;
     fmt::print("{}", piece);
@@ -46,8 +46,8 @@ Status run(const RunArgs& args) {
   };
   HCACHE_ASSIGN_OR_RETURN(
       const Turn turn,
-      args.raw ? conversation->complete(text, args.sampling, args.max_tokens, print)
-               : conversation->say(text, args.system, args.sampling, args.max_tokens, print));
+      args.raw ? conversation->complete(text, sampling, args.talk.max_tokens, print)
+               : conversation->say(text, args.talk.system, sampling, args.talk.max_tokens, print));
   HCACHE_RETURN_IF_ERROR(conversation->save());
   Json saved;
   if (const state::Saver* saver = serving->runtime().saver(); saver != nullptr) {
@@ -61,7 +61,7 @@ Status run(const RunArgs& args) {
   const std::string model = serving->runtime().model().path();
   HCACHE_RETURN_IF_ERROR(serving->close());
   if (args.json) {
-    Json json = {{"model", model}, {"session", args.session}};
+    Json json = {{"model", model}, {"session", args.talk.session}};
     json.update(to_json(turn));
     json["saved"] = saved;  // null where nothing is to be saved
     HCACHE_RETURN_IF_ERROR(write_json(json, ""));
@@ -76,19 +76,7 @@ Status run(const RunArgs& args) {
 }  // namespace
 
 void add_run(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand("run", "Say one thing and print the reply");
-  const auto args = std::make_shared<RunArgs>();
-  add_option(*sub, "prompt", &args->prompt);
-  add_option(*sub, "file", &args->file);
-  add_option(*sub, "session", &args->session);
-  add_option(*sub, "system", &args->system);
-  add_option(*sub, "raw", &args->raw);
-  add_option(*sub, "max-tokens", &args->max_tokens);
-  add_runtime_options(*sub, &args->runtime);
-  add_restore_options(*sub, &args->runtime);
-  add_sampling_options(*sub, &args->sampling);
-  add_option(*sub, "json", &args->json);
-  sub->callback([args, verb] { *verb = [args] { return run(*args); }; });
+  add_verb<RunArgs>(app, verb, "run", "Say one thing and print the reply", run);
 }
 
 }  // namespace hcache::cli

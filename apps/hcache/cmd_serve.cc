@@ -1,15 +1,17 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <memory>
+#include <algorithm>
+#include <optional>
 #include <sstream>
 #include <utility>
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/memory.h"
 #include "base/units.h"
 #include "commands.h"
-#include "options.h"
+#include "model/tools.h"
 #include "server/server.h"
 #include "session.h"
 #include "terminal.h"
@@ -19,61 +21,106 @@ namespace {
 
 constexpr int64_t kPollNs = 100'000'000;
 
-// Named as llama-server's; llama_flags.h has those whose values differ.
-constexpr std::pair<const char*, const char*> kVariables[] = {
-    {"--model", "LLAMA_ARG_MODEL"},
-    {"--host", "LLAMA_ARG_HOST"},
-    {"--port", "LLAMA_ARG_PORT"},
-    {"--api-key", "LLAMA_API_KEY"},
-    {"--api-key-file", "LLAMA_ARG_API_KEY_FILE"},
-    {"--cors", "LLAMA_ARG_CORS_ORIGINS"},
-    {"--alias", "LLAMA_ARG_ALIAS"},
-    {"--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE"},
-    {"--ctx", "LLAMA_ARG_CTX_SIZE"},
-    {"--threads", "LLAMA_ARG_THREADS"},
-    {"--parallel", "LLAMA_ARG_N_PARALLEL"},
-    {"--max-tokens", "LLAMA_ARG_N_PREDICT"},
-    {"--temperature", "LLAMA_ARG_TEMPERATURE"},
-    {"--top-k", "LLAMA_ARG_TOP_K"},
-    {"--top-p", "LLAMA_ARG_TOP_P"},
-    {"--min-p", "LLAMA_ARG_MIN_P"},
-    {"--repeat-penalty", "LLAMA_ARG_REPEAT_PENALTY"},
-    {"--presence-penalty", "LLAMA_ARG_PRESENCE_PENALTY"},
-    {"--frequency-penalty", "LLAMA_ARG_FREQUENCY_PENALTY"},
-};
+std::vector<Choice> evict_policy_choices() {
+  std::vector<Choice> choices;
+  for (const auto& [name, keeps] : policy::evict_policies()) choices.push_back({name, keeps});
+  return choices;
+}
 
-struct ServeArgs {
-  RuntimeArgs runtime;
-  model::SamplingOptions sampling;
-  std::string host;
-  int port = 0;
-  std::vector<std::string> api_keys;
-  std::string api_key_file;
-  bool shared_keys = false;
-  std::vector<std::string> cors;
-  std::string alias;
-  std::string chat_template_file;
-  std::string slot_save_path;
-  uint64_t dram_bytes = 0;
-  std::string dram_place;
-  std::string evict_policy;
-  std::string fetch_policy;
-  int64_t flush_interval_ns = 0;
-  int64_t grace_ns = 0;
-  int64_t ttl_ns = 0;
-  int parallel = 0;
-  int64_t step_tokens = 0;
-  double restore_share = 0;
-  double offload_above = 0;
-  bool restore_exclusive = false;
-  std::string queue_policy;
-  int64_t max_queued = 0;
-  int64_t max_queued_per_key = 0;
-  int64_t max_running_per_key = 0;
-  uint64_t quota_per_key = 0;
-  int64_t max_new_tokens = 0;
-  std::string log_requests;
-  bool verbose = false;
+struct ServeArgs : Options {
+  ServeArgs() {
+    integer(&scheduler.max_queued, "--max-queued", "N", scheduler.max_queued, {1},
+            "most requests that wait; beyond it 429");
+    integer(&scheduler.max_queued_per_key, "--max-queued-per-key", "N",
+            scheduler.max_queued_per_key, {0}, "the same for one API key; 0: no limit");
+    integer(&scheduler.max_running_per_key, "--max-running-per-key", "N",
+            scheduler.max_running_per_key, {0},
+            "most requests of one API key that run at a time; 0: no limit");
+    number(&scheduler.restore.share, "--restore-share", "X", scheduler.restore.share, {0.01, 10},
+           "how much longer a restore may make a step in which others decode");
+    flag(&scheduler.restore.exclusive, "--restore-exclusive",
+         "compute nothing else while a restore is in flight, as the HCache paper does: the first "
+         "token comes earliest, replies under way stall");
+    number(&scheduler.offload_above, "--offload-above", "SHARE", scheduler.offload_above, {0, 1},
+           "of the arena: fuller than this, idle sequences that are saved leave at once, and not "
+           "only when room is wanted");
+    withhold({&runtime.token_rounding, &sampling.seed});
+  }
+
+  std::string host =
+      text(&host, "--host", "ADDRESS", "127.0.0.1",
+           "address to listen on; without an API key others than loopback are warned about");
+  int port = integer(&port, "--port", "N", 8080, {0, 65535}, "port to listen on; 0: any free one");
+  std::vector<std::string> api_keys =
+      texts(&api_keys, "--api-key", "KEY,...", "", "",
+            "keys that clients must present one of; each has state of its own");
+  std::string api_key_file =
+      text(&api_key_file, "--api-key-file", "FILE", "", "file with one API key per line");
+  bool shared_keys =
+      flag(&shared_keys, "--share-between-keys", "all API keys share their conversations' state");
+  std::vector<std::string> cors =
+      texts(&cors, "--cors", "ORIGIN,...", "", "",
+            "web origins that may call (https://app.example, or *); default: none");
+  std::string log_requests = choice(&log_requests, "--log-requests", "on", "on|off",
+                                    "one line to stderr for every request that has ended");
+  std::string alias =
+      text(&alias, "-a,--alias", "NAME", "", "the model's name for clients; default: its file's");
+  std::string chat_template =
+      text(&chat_template, "--chat-template", "JINJA", "",
+           "chat template to use instead of the model's own; chatml is known by its name");
+  std::string chat_template_file = text(&chat_template_file, "--chat-template-file", "FILE", "",
+                                        "or the one in this file", {.excludes = "--chat-template"});
+  std::string template_args =
+      text(&template_args, "--chat-template-kwargs", "JSON", "",
+           "variables of the chat template for requests that do not set them: "
+           "{\"enable_thinking\": false}");
+  int64_t seed = integer(&seed, "-s,--seed", "N", -1, {-1, 4294967295.0},
+                         "of requests that name none: the same seed gives the same answer; -1: "
+                         "another one for each");
+  int64_t max_new_tokens =
+      integer(&max_new_tokens, "-n,--max-tokens,--predict,--n-predict", "TOKENS", -1, {-1},
+              "end a reply after this many where a request names no limit; -1: when the room ends");
+  int parallel =
+      integer(&parallel, "--parallel,--np", "N", 8, {1, 4096}, "most sequences in one step");
+  int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
+                            "most tokens of one step: replies first, then prompts");
+  std::string queue_policy =
+      choice(&queue_policy, "--queue-policy", "fcfs", "fcfs|car",
+             "who is admitted next: the first; or, of the first 16, who needs the least loading");
+  uint64_t quota_per_key =
+      bytes(&quota_per_key, "--quota-per-key", 0,
+            "most saved state of one API key; its own least recently used goes first; 0: no limit");
+  std::optional<uint64_t> dram_bytes =
+      bytes(&dram_bytes, "--dram",
+            "host memory for saved state, in front of the disks; default: a quarter of what is "
+            "free beside the model; 0: none");
+  std::string dram_place =
+      text(&dram_place, "--dram-place", "PLACE", "",
+           "where --dram lies: node:N, a NUMA node (a CXL expander, say); or a path, a DAX device "
+           "or a directory on a DAX file system, tmpfs or hugetlbfs");
+  std::string evict_policy =
+      choice(&evict_policy, "--evict-policy", "scheduler-aware", evict_policy_choices(),
+             "what stays in --dram and of idle sequences in the arena");
+  std::string fetch_policy = choice(
+      &fetch_policy, "--fetch-policy", "scheduler-aware", "scheduler-aware|car-timer|on-demand",
+      "what is read for requests that wait: into --dram the state of all, in the order of the "
+      "queue; into the arena that of the next, in time for the end of a running one; or nothing");
+  int64_t flush_interval_ns =
+      duration(&flush_interval_ns, "--flush-interval", kSecond,
+               "state is on disk at the latest so long after it was computed");
+  std::string slot_save_path =
+      text(&slot_save_path, "--slot-save-path", "DIR", "",
+           "allow /slots/ID?action=save|restore|erase, as llama-server's; slots are saved in the "
+           "store, nothing is written to this folder");
+  int64_t grace_ns = duration(&grace_ns, "--grace", 10 * kSecond,
+                              "time that running requests have to end after SIGTERM");
+  int64_t ttl_ns = duration(
+      &ttl_ns, "--ttl", 0,
+      "conversations without a name are forgotten so long after their last turn; 0: never");
+  scheduler::SchedulerOptions scheduler;  // bound in the constructor
+  RuntimeArgs runtime{this};
+  SamplingArgs sampling{this};
+  bool verbose = flag(&verbose, "-v,--verbose", "log what is done, to stderr");
 };
 
 Result<std::vector<http::ApiKey>> api_keys(const ServeArgs& args) {
@@ -100,10 +147,37 @@ Result<std::vector<http::ApiKey>> api_keys(const ServeArgs& args) {
   return out;
 }
 
+// Of what weights and arena leave of the free memory. Rounded, so that it reads well; below the
+// least of it a cache in memory is not worth having.
+constexpr uint64_t kDramDivisor = 4;
+constexpr uint64_t kDramStep = 64ULL << 20;
+
+uint64_t default_dram(const state::RuntimeOptions& options) {
+  if (!options.use_store) return 0;
+  uint64_t free = 0;
+  if (const auto now = free_memory(Env::real()); now.ok()) free = *now;
+  uint64_t taken = 0;
+  if (const auto info = model::describe_model(options.model_path); info.ok()) {
+    taken = info->n_bytes + static_cast<uint64_t>(info->kv_bytes_per_token()) *
+                                static_cast<uint64_t>(options.engine.arena_tokens);
+  }
+  const uint64_t bytes = (free - std::min(free, taken)) / kDramDivisor / kDramStep * kDramStep;
+  if (bytes > 0) {
+    fmt::print(stderr,
+               "hcache: up to {} of host memory for saved state, a quarter of what is free beside "
+               "the model (--dram BYTES, 0: none)\n",
+               format_bytes(bytes));
+  }
+  return bytes;
+}
+
 Result<server::ServerOptions> server_options(const ServeArgs& args) {
+  if (args.dram_bytes.value_or(0) == 0) {
+    HCACHE_RETURN_IF_ERROR(args.refuse({&args.dram_place}, "needs --dram, the bytes to use of it"));
+  }
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
-  o.runtime.dram_bytes = args.dram_bytes;
+  o.runtime.dram_bytes = args.dram_bytes ? *args.dram_bytes : default_dram(o.runtime);
   o.runtime.dram_place = args.dram_place;
   o.runtime.key_quota_bytes = args.quota_per_key;
   o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
@@ -113,27 +187,31 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(o.http.api_keys, api_keys(args));
   o.salt_per_key = !args.shared_keys;
   o.alias = args.alias;
+  o.chat_template = args.chat_template;
+  if (!o.chat_template.empty() && o.chat_template != "chatml" &&
+      o.chat_template.find('{') == std::string::npos) {
+    return invalid_argument(
+        fmt::format("--chat-template: '{}' is no Jinja template; of names only chatml is known",
+                    o.chat_template));
+  }
   if (!args.chat_template_file.empty()) {
     HCACHE_ASSIGN_OR_RETURN(o.chat_template, read_whole_file(Env::real(), args.chat_template_file));
   }
-  o.sampling = args.sampling;
+  o.template_args = args.template_args;
+  HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
+  if (args.seed >= 0) o.seed = static_cast<uint32_t>(args.seed);
   o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
   o.max_new_tokens = args.max_new_tokens;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_ASSIGN_OR_RETURN(o.runtime.dram_evict, policy::parse_evict_policy(args.evict_policy));
+  o.scheduler = args.scheduler;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.fetch, policy::parse_fetch_policy(args.fetch_policy));
   o.scheduler.evict = o.runtime.dram_evict;
-  o.scheduler.offload_above = args.offload_above;
   o.scheduler.batch.max_sequences = args.parallel;
-  o.scheduler.batch.max_step_tokens = static_cast<int32_t>(args.step_tokens);
-  o.scheduler.restore.share = args.restore_share;
-  o.scheduler.restore.exclusive = args.restore_exclusive;
+  o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
-  o.scheduler.max_queued = args.max_queued;
-  o.scheduler.max_queued_per_key = args.max_queued_per_key;
-  o.scheduler.max_running_per_key = args.max_running_per_key;
   o.max_sequences = std::max(64, 4 * args.parallel);
   return o;
 }
@@ -152,14 +230,21 @@ Status serve(const ServeArgs& args) {
   options.runtime.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
+  const auto url = [&](uint16_t port) {
+    const bool bracketed = args.host.find(':') != std::string::npos;
+    return fmt::format("http://{}{}{}:{}", bracketed ? "[" : "", args.host, bracketed ? "]" : "",
+                       port);
+  };
+  options.on_listening = [&](uint16_t port) {
+    fmt::print(stderr, "hcache: listening on {}; requests get 503 until the model is loaded\n",
+               url(port));
+  };
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.runtime.link));
   slow_to(link, env, &options.runtime);
   HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(env, options));
   line.finish();
-  const bool bracketed = args.host.find(':') != std::string::npos;
-  fmt::print("hcache: serving on http://{}{}{}:{}\n", bracketed ? "[" : "", args.host,
-             bracketed ? "]" : "", server->port());
+  fmt::print("hcache: serving on {}\n", url(server->port()));
   std::fflush(stdout);
   while (!interrupted()) Env::real().sleep_ns(kPollNs);
   fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
@@ -170,47 +255,10 @@ Status serve(const ServeArgs& args) {
 }  // namespace
 
 void add_serve(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "serve", "Serve the model over HTTP: OpenAI's, Anthropic's and llama-server's protocols");
-  const auto args = std::make_shared<ServeArgs>();
-  add_option(*sub, "serve-host", &args->host);
-  add_option(*sub, "serve-port", &args->port);
-  add_option(*sub, "api-key", &args->api_keys);
-  add_option(*sub, "api-key-file", &args->api_key_file);
-  add_option(*sub, "shared-keys", &args->shared_keys);
-  add_option(*sub, "cors", &args->cors);
-  add_option(*sub, "log-requests", &args->log_requests);
-  add_option(*sub, "alias", &args->alias);
-  add_option(*sub, "chat-template-file", &args->chat_template_file);
-  add_option(*sub, "reply-tokens", &args->max_new_tokens);
-  add_option(*sub, "parallel", &args->parallel);
-  add_option(*sub, "step-tokens", &args->step_tokens);
-  add_option(*sub, "restore-share", &args->restore_share);
-  add_option(*sub, "restore-exclusive", &args->restore_exclusive);
-  add_option(*sub, "queue-policy", &args->queue_policy);
-  add_option(*sub, "max-queued", &args->max_queued);
-  add_option(*sub, "max-queued-per-key", &args->max_queued_per_key);
-  add_option(*sub, "max-running-per-key", &args->max_running_per_key);
-  add_option(*sub, "quota-per-key", &args->quota_per_key);
-  add_option(*sub, "dram", &args->dram_bytes);
-  add_option(*sub, "dram-place", &args->dram_place);
-  std::vector<Choice> evict_policies;
-  for (const auto& [name, keeps] : policy::evict_policies())
-    evict_policies.push_back({name, keeps});
-  offer(add_option(*sub, "evict-policy", &args->evict_policy), evict_policies);
-  add_option(*sub, "offload-above", &args->offload_above);
-  add_option(*sub, "fetch-policy", &args->fetch_policy);
-  add_option(*sub, "link", &args->runtime.link);
-  add_option(*sub, "flush-interval", &args->flush_interval_ns);
-  add_option(*sub, "slot-save-path", &args->slot_save_path);
-  add_option(*sub, "grace", &args->grace_ns);
-  add_option(*sub, "ttl", &args->ttl_ns);
-  add_runtime_options(*sub, &args->runtime);
-  add_option(*sub, "restore-method", &args->runtime.restore_method);
-  add_sampling_options(*sub, &args->sampling);
-  add_option(*sub, "verbose", &args->verbose);
-  for (const auto& [option, variable] : kVariables) sub->get_option(option)->envname(variable);
-  sub->callback([args, verb] { *verb = [args] { return serve(*args); }; });
+  add_verb<ServeArgs>(
+      app, verb, "serve",
+      "Serve the model over HTTP: OpenAI's, Anthropic's and llama-server's protocols", serve)
+      ->set_version_flag("--version", HCACHE_VERSION);
 }
 
 }  // namespace hcache::cli

@@ -9,7 +9,7 @@
 #include "base/env.h"
 #include "base/units.h"
 #include "commands.h"
-#include "options.h"
+#include "common_options.h"
 #include "store/archive.h"
 #include "store/session_name.h"
 #include "store/store.h"
@@ -18,23 +18,52 @@
 namespace hcache::cli {
 namespace {
 
-struct StoreArgs {
-  StateOptions state;
-  bool json = false;
-  bool chunks = false;
-  bool repair = false;
-  bool all = false;
-  std::string session;
-  std::string file;
-  std::string salt;
-  std::string chunk;
-  int64_t unused_for_ns = 0;
+struct StoreArgs : Options {
+  StoreOptions folders{this};
+  bool json = flag(&json, "--json", "print JSON instead of text");
 };
 
-Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only) {
+struct ListArgs : StoreArgs {
+  bool chunks = flag(&chunks, "--chunks", "list chunks instead of sessions");
+};
+
+struct VerifyArgs : StoreArgs {
+  bool repair =
+      flag(&repair, "--repair", "drop damaged pages, so that what they held is recomputed");
+};
+
+struct ExportArgs : StoreArgs {
+  std::string session = text(&session, "--session", "NAME", "",
+                             "conversation to write, as `hcache store ls` names it");
+  std::string file = text(&file, "-o,--out", "FILE", "", "session file to write");
+};
+
+struct ImportArgs : StoreArgs {
+  std::string file = text(&file, "-f,--file", "FILE", "", "session file to read");
+  std::string session =
+      text(&session, "--session", "NAME", "", "name for the conversation; default: the file's");
+  std::string salt =
+      text(&salt, "--salt", "TEXT", "", "cache salt: nothing is shared between different salts");
+  StateOptions state{nullptr};
+
+  ImportArgs() { offer(state, {&state.quota_bytes}); }
+};
+
+struct RemoveArgs : StoreArgs {
+  std::string session =
+      text(&session, "--session", "NAME", "", "remove this conversation and what only it uses");
+  std::string chunk = text(&chunk, "--chunk", "ID", "", "remove this chunk and all that follow it");
+  int64_t unused_for_ns =
+      duration(&unused_for_ns, "--unused-for", 0,
+               "remove chunks not used for this long (30m, 12h, 7d)", {.shows_default = false});
+  bool all = flag(&all, "--all", "remove every chunk and conversation");
+};
+
+Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only,
+                                           uint64_t quota_bytes = 0) {
   store::StoreOptions options;
-  options.dirs = args.state.stores;
-  options.quota_bytes = args.state.quota_bytes;
+  options.dirs = args.folders.stores;
+  options.quota_bytes = quota_bytes;
   options.read_only = read_only;
   return store::Store::open(Env::real(), options);
 }
@@ -64,7 +93,6 @@ Status stat(const StoreArgs& args) {
                  {"allocated_bytes", s.allocated_bytes},
                  {"catalog_bytes", s.catalog_bytes},
                  {"bytes_per_token", per_token},
-                 {"quota_bytes", s.quota_bytes},
                  {"disks", Json::array()}};
     for (const store::DiskStat& d : s.disks) {
       json["disks"].push_back({{"dir", d.dir},
@@ -100,7 +128,7 @@ std::string describe_pages(const store::ChunkInfo& info) {
   return out;
 }
 
-Status list_chunks(const StoreArgs& args, store::Store& store) {
+Status list_chunks(const ListArgs& args, store::Store& store) {
   Json json = Json::array();
   std::vector<std::vector<std::string>> rows = {
       {"chunk", "parent", "tokens", "bytes", "last used (UTC)", "layers"}};
@@ -128,7 +156,7 @@ Status list_chunks(const StoreArgs& args, store::Store& store) {
   return {};
 }
 
-Status list(const StoreArgs& args) {
+Status list(const ListArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, true));
   if (args.chunks) return list_chunks(args, *store);
   HCACHE_ASSIGN_OR_RETURN(const auto sessions, store->list_sessions());
@@ -152,7 +180,7 @@ Status list(const StoreArgs& args) {
   return {};
 }
 
-Status verify(const StoreArgs& args) {
+Status verify(const VerifyArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, !args.repair));
   ProgressLine line;
   HCACHE_ASSIGN_OR_RETURN(
@@ -236,7 +264,7 @@ Status write_session(store::Store& store, const std::string& name, File* out) {
   return out->sync();
 }
 
-Status export_session(const StoreArgs& args) {
+Status export_session(const ExportArgs& args) {
   if (args.session.empty() || args.file.empty()) {
     return invalid_argument("say what to export and where to: --session and --out");
   }
@@ -265,7 +293,7 @@ std::string lasting_metadata(const std::string& text) {
 }
 
 // Any model's file is taken: its fingerprint keeps it apart.
-Status import_session(const StoreArgs& args) {
+Status import_session(const ImportArgs& args) {
   if (args.file.empty()) return invalid_argument("say what to import: --file");
   HCACHE_ASSIGN_OR_RETURN(const std::string file, read_whole_file(Env::real(), args.file));
   HCACHE_ASSIGN_OR_RETURN(const store::Archive archive, store::read_archive(file));
@@ -297,7 +325,7 @@ Status import_session(const StoreArgs& args) {
   return {};
 }
 
-Status remove(const StoreArgs& args) {
+Status remove(const RemoveArgs& args) {
   const bool by_filter = !args.chunk.empty() || args.unused_for_ns > 0;
   if (args.session.empty() && !by_filter && !args.all) {
     return invalid_argument("say what to remove: --session, --chunk, --unused-for or --all");
@@ -340,32 +368,16 @@ Status remove(const StoreArgs& args) {
 void add_store(CLI::App& app, Verb* verb) {
   CLI::App* group = app.add_subcommand("store", "Look after the saved state");
   group->require_subcommand(1);
-  const auto args = std::make_shared<StoreArgs>();
-  const auto add = [&](const char* name, const char* help, Status (*run)(const StoreArgs&)) {
-    CLI::App* sub = group->add_subcommand(name, help);
-    add_state_options(*sub, &args->state);
-    add_option(*sub, "json", &args->json);
-    sub->callback([args, verb, run] { *verb = [args, run] { return run(*args); }; });
-    return sub;
-  };
-  add("stat", "What the store holds and how much room it takes", stat);
-  CLI::App* ls = add("ls", "List the conversations, or the chunks", list);
-  add_option(*ls, "chunks", &args->chunks);
-  CLI::App* check = add("verify", "Read everything and check every byte", verify);
-  add_option(*check, "repair", &args->repair);
-  add("gc", "Give back room that nothing uses", gc);
-  CLI::App* out = add("export", "Write a conversation with its state to a file", export_session);
-  add_option(*out, "export-session", &args->session);
-  add_option(*out, "session-out", &args->file);
-  CLI::App* in = add("import", "Take in a conversation from such a file", import_session);
-  add_option(*in, "session-in", &args->file);
-  add_option(*in, "import-session", &args->session);
-  add_option(*in, "salt", &args->salt);
-  CLI::App* rm = add("rm", "Remove a conversation or chunks", remove);
-  add_option(*rm, "rm-session", &args->session);
-  add_option(*rm, "rm-chunk", &args->chunk);
-  add_option(*rm, "rm-unused-for", &args->unused_for_ns);
-  add_option(*rm, "rm-all", &args->all);
+  add_verb<StoreArgs>(*group, verb, "stat", "What the store holds and how much room it takes",
+                      stat);
+  add_verb<ListArgs>(*group, verb, "ls", "List the conversations, or the chunks", list);
+  add_verb<VerifyArgs>(*group, verb, "verify", "Read everything and check every byte", verify);
+  add_verb<StoreArgs>(*group, verb, "gc", "Give back room that nothing uses", gc);
+  add_verb<ExportArgs>(*group, verb, "export", "Write a conversation with its state to a file",
+                       export_session);
+  add_verb<ImportArgs>(*group, verb, "import", "Take in a conversation from such a file",
+                       import_session);
+  add_verb<RemoveArgs>(*group, verb, "rm", "Remove a conversation or chunks", remove);
 }
 
 }  // namespace hcache::cli

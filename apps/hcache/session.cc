@@ -28,44 +28,20 @@ double seconds_since(int64_t start_ns) {
 
 }  // namespace
 
-void add_engine_options(CLI::App& app, RuntimeArgs* out) {
-  add_option(app, "ctx", &out->ctx);
-  add_option(app, "batch", &out->batch);
-  add_option(app, "kv-type", &out->kv_type);
-  add_option(app, "attention", &out->attention);
-}
-
-void add_bench_options(CLI::App& app, RuntimeArgs* out) {
-  add_model_options(app, &out->model);
-  add_option(app, "batch", &out->batch);
-  add_option(app, "kv-type", &out->kv_type);
-  add_option(app, "attention", &out->attention);
-  add_state_options(app, &out->state);
-  add_option(app, "state-type", &out->state_type);
-  add_option(app, "saver", &out->saver);
-}
-
-void add_runtime_options(CLI::App& app, RuntimeArgs* out) {
-  add_model_options(app, &out->model);
-  add_engine_options(app, out);
-  add_state_options(app, &out->state);
-  add_option(app, "save", &out->save);
-  add_option(app, "state-type", &out->state_type);
-  add_option(app, "saver", &out->saver);
-  add_option(app, "salt", &out->salt);
-  add_option(app, "remote", &out->remote);
-  app.get_option("--remote")->envname("HCACHE_REMOTE");  // it may hold a password
-  add_option(app, "remote-ttl", &out->remote_ttl_ns);
-  add_option(app, "remote-write", &out->remote_write);
-  add_option(app, "remote-timeout", &out->remote_timeout_ns);
-  add_option(app, "no-store", &out->no_store);
-  add_option(app, "no-save", &out->no_save);
-}
-
-void add_restore_options(CLI::App& app, RuntimeArgs* out) {
-  add_option(app, "restore-method", &out->restore_method);
-  add_option(app, "token-rounding", &out->token_rounding);
-  add_option(app, "link", &out->link);
+RuntimeArgs::RuntimeArgs(Options* parent) : Options(parent) {
+  // Its URL may hold a password, which the environment hides from other users.
+  text(&remote.url, "--remote", "URL", "",
+       "a store that several processes share: "
+       "redis://[[user]:password@]host[:port][,host…][/number], "
+       "a server or a cluster; rediss:// with TLS; or "
+       "s3://bucket[/prefix][?endpoint=URL&region=NAME] "
+       "with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+       {.variable = "HCACHE_REMOTE"});
+  duration(&remote.ttl_s, "--remote-ttl", remote.ttl_s,
+           "state in --remote that nobody uses for so long goes; 0: never", {.needs = "--remote"});
+  duration(&remote.timeout_s, "--remote-timeout", remote.timeout_s,
+           "how long a request waits for the answer whether --remote has its conversation",
+           {.needs = "--remote"});
 }
 
 Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
@@ -84,7 +60,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.state_dir = args.state.state_dir;
   o.store_dirs = args.state.stores;
   o.store_quota_bytes = args.state.quota_bytes;
-  o.remote.url = args.remote;
+  o.remote = args.remote;
   const auto variable = [](const char* name) {
     const char* value = std::getenv(name);
     return std::string(value == nullptr ? "" : value);
@@ -92,20 +68,12 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.remote.access_key = variable("AWS_ACCESS_KEY_ID");
   o.remote.secret_key = variable("AWS_SECRET_ACCESS_KEY");
   o.remote.session_token = variable("AWS_SESSION_TOKEN");
-  o.remote.ttl_s = static_cast<double>(args.remote_ttl_ns) / kNsPerSecond;
-  if (!args.remote_write.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(o.remote.write,
-                            parse_name(kRemoteWrites, "way to write", args.remote_write));
-  }
-  if (args.remote_timeout_ns > 0) {
-    o.remote.timeout_s = static_cast<double>(args.remote_timeout_ns) / kNsPerSecond;
-  }
+  HCACHE_ASSIGN_OR_RETURN(o.remote.write,
+                          parse_name(kRemoteWrites, "way to write", args.remote_write));
   o.use_store = !args.no_store;
   o.read_only_store = args.no_save;
-  if (!args.save.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(o.save, policy::parse_save_mode(args.save));
-  }
-  if (!args.state_type.empty()) o.state_type = args.state_type;
+  HCACHE_ASSIGN_OR_RETURN(o.save, policy::parse_save_mode(args.save));
+  o.state_type = args.state_type;
   o.saver.direct = args.saver == "direct";
   o.salt = args.salt;
   return o;

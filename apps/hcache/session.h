@@ -9,46 +9,71 @@
 #include <vector>
 
 #include "base/throttled_env.h"
+#include "common_options.h"
 #include "model/chat.h"
 #include "model/sampler.h"
 #include "model/tokenizer.h"
-#include "options.h"
 #include "serving/serving.h"
+#include "state/runtime.h"
 #include "terminal.h"
 
 namespace hcache::cli {
 
 // The options of every verb that runs a model with its store.
-struct RuntimeArgs {
-  ModelOptions model;
-  StateOptions state;
-  int64_t ctx = 0;
-  std::string kv_type;
-  std::string attention;
-  int batch = 0;
-  std::string save;
-  std::string state_type;
-  std::string saver;
-  std::string salt;
-  std::string restore_method;
-  int64_t token_rounding = 1;
-  std::string link;
-  std::string remote;
-  int64_t remote_ttl_ns = 0;
-  std::string remote_write;
-  int64_t remote_timeout_ns = 0;
-  bool no_store = false;
-  bool no_save = false;
+struct RuntimeArgs : Options {
+  explicit RuntimeArgs(Options* parent);
+
+  ModelOptions model{this};
+  int64_t ctx = integer(&ctx, "-c,--ctx", "TOKENS", engine::EngineOptions().arena_tokens, {64},
+                        "room for the KV cache, shared by all sequences");
+  int batch = integer(&batch, "-b,--batch", "TOKENS", engine::EngineOptions().max_batch_rows,
+                      {1, 65536}, "most tokens of one step");
+  std::string kv_type =
+      choice(&kv_type, "--kv-type", "f16", "f32|f16|bf16|q8_0", "type of the KV cache");
+  std::string attention =
+      choice(&attention, "--attention", "auto", "auto|ours|ggml",
+             "attention kernel; auto: ours on the CPU with an f16 cache, else ggml's");
+  StateOptions state{this};
+  std::string save = choice(&save, "--save", "plan", "plan|hidden|kv|all",
+                            "what is saved of each layer; plan: what restoring will want");
+  std::string state_type = choice(&state_type, "--state-type", "native", "native|f32|f16|bf16|q8",
+                                  "type of saved hidden states; native loses nothing");
+  std::string saver = choice(&saver, "--saver", "background", "background|direct",
+                             "write behind the computation, or in its path (for comparison)");
+  std::string salt =
+      text(&salt, "--salt", "TEXT", "", "cache salt: nothing is shared between different salts");
+  std::string restore_method = choice(&restore_method, "--restore-method", "plan",
+                                      "plan|hidden|kv|recompute|naive-hybrid|token-partition",
+                                      "how saved state is restored; plan: the fastest mix");
+  int64_t token_rounding = integer(&token_rounding, "--token-rounding", "TOKENS", 1, {1, 65536},
+                                   "token-partition splits at multiples of this");
+  std::string link =
+      text(&link, "--link", "RATE|paper|none", "none",
+           "slow real reads down to this (19MB/s); paper: the paper's ratio of compute to link");
+  store::RemoteOptions remote;  // bound in the constructor, its keys aside
+  std::string remote_write =
+      choice(&remote_write, "--remote-write", "through", "through|back|off",
+             "what goes to --remote: all that is saved, what --quota evicts from the disks, "
+             "nothing",
+             {.needs = "--remote"});
+  bool no_store = flag(&no_store, "--no-store",
+                       "neither save nor restore; the conversation ends with the process");
+  bool no_save = flag(&no_save, "--no-save",
+                      "restore, but write nothing: the stored conversation stays as it is");
 };
-// --ctx, --kv-type, --attention, --batch.
-void add_engine_options(CLI::App& app, RuntimeArgs* out);
-// What a benchmark takes: model, device and engine (--ctx follows from what it measures), folders,
-// state type and saver.
-void add_bench_options(CLI::App& app, RuntimeArgs* out);
-// Everything but the restore method and the link.
-void add_runtime_options(CLI::App& app, RuntimeArgs* out);
-// --restore-method, --token-rounding, --link.
-void add_restore_options(CLI::App& app, RuntimeArgs* out);
+
+// A conversation and its replies.
+struct TalkArgs : Options {
+  using Options::Options;
+
+  std::string session =
+      text(&session, "--session", "NAME", "",
+           "name of a conversation to continue or begin; default: one that is not kept");
+  std::string system = text(&system, "--system", "TEXT", "",
+                            "system message of a new conversation; default: the model's own");
+  int64_t max_tokens =
+      integer(&max_tokens, "-n,--max-tokens", "TOKENS", 512, {0}, "end a reply after this many");
+};
 
 // RuntimeOptions as the arguments say, with the default model found. kNotFound, kInvalidArgument.
 [[nodiscard]] Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args);

@@ -45,7 +45,7 @@ Json settings_json(const ServeArgs& args, const sim::Schedule& schedule) {
           {"concurrency", args.client.concurrency},
           {"pause_after", args.client.pause_after},
           {"seed", args.load.seed},
-          {"text", args.text.empty() ? "built in" : args.text},
+          {"text", args.text_file.empty() ? "built in" : args.text_file},
           {"token_bytes", args.bytes_per_token},
           {"temperature", args.client.temperature},
           {"exact_length", args.client.exact_length},
@@ -77,11 +77,11 @@ Json schedule_json(const sim::Schedule& schedule, const load::TextSource& text) 
 
 Result<load::TextSource> open_text(const ServeArgs& args) {
   std::string text(load::built_in_text());
-  if (!args.text.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(text, read_whole_file(Env::real(), args.text));
+  if (!args.text_file.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(text, read_whole_file(Env::real(), args.text_file));
   }
   auto source = load::TextSource::make(text, args.bytes_per_token, args.load.seed);
-  if (!source.ok()) return source.status().with_context(args.text);
+  if (!source.ok()) return source.status().with_context(args.text_file);
   return source;
 }
 
@@ -91,6 +91,15 @@ Result<sim::Schedule> make_schedule(const ServeArgs& args) {
     return sim::draw_conversations(args.load);
   }
   return sim::replay_trace_file(Env::real(), args.load, args.trace);
+}
+
+Status refuse_useless(const ServeArgs& args) {
+  if (args.trace == kShareGpt) {
+    return args.refuse({&args.load.time_scale, &args.load.length_scale},
+                       "does nothing without --trace FILE");
+  }
+  return args.refuse({&args.load.rate, &args.load.rounds, &args.think_ns, &args.think_spread},
+                     "does nothing with --trace FILE: the trace says who asks when");
 }
 
 // Fills in what follows from other options.
@@ -147,7 +156,42 @@ Status report(const ServeArgs& args, const sim::Schedule& schedule, const load::
 
 }  // namespace
 
-Status bench_serve(ServeArgs args) {
+ServeArgs::ServeArgs() {
+  text(&client.model, "--model", "NAME", "",
+       "model to ask for; default: the first one that the server names");
+  load.sessions = integer(&load.sessions, "--sessions", "N", 16, {0, 1e7},
+                          "conversations to hold; of a trace: requests to send, 0: all");
+  load.rate = number(&load.rate, "--rate", "X", 1, {1e-6, 1e6},
+                     "conversations that begin per second, at random (a Poisson process)");
+  load.rounds =
+      integer(&load.rounds, "--rounds", "N", 5, {1, 10000}, "messages of each conversation");
+  integer(&load.context, "--context", "TOKENS", load.context, {0},
+          "scale a conversation's lengths so that it comes to this in the end; 0: as in ShareGPT4; "
+          "of a trace: leave longer requests out");
+  number(&load.time_scale, "--time-scale", "X", load.time_scale, {0, 1e6},
+         "multiply a trace's times by this; 0.5: twice as fast");
+  number(&load.length_scale, "--length-scale", "X", load.length_scale, {1e-6, 1e3},
+         "multiply a trace's lengths by this");
+  integer(&client.concurrency, "--concurrency", "N", client.concurrency, {0, 1e5},
+          "so many clients that never pause, instead of arrivals at random; 0: off");
+  integer(&client.pause_after, "--pause-after", "N", client.pause_after, {0, 10000},
+          "when all conversations have had so many rounds, say \"ready\" and wait for a line on "
+          "stdin; 0: never");
+  load.seed = integer(&load.seed, "--seed", "N", 1, {0, 4294967295.0},
+                      "the same seed gives the same load, another one other texts");
+  number(&client.temperature, "--temperature,--temp", "X", client.temperature, {0, 100},
+         "asked of the server; 0: always the most likely token");
+  flag(&client.exact_length, "--exact-length",
+       "send ignore_eos, so that answers are as long as drawn; otherwise they may be shorter");
+  integer(&client.retries, "--retry", "N", client.retries, {0, 1e6},
+          "send a request again after a 429, so many times, when Retry-After says");
+  integer(&load.warmup, "--warmup", "N", load.warmup, {0, 1e7},
+          "so many more conversations at first, which are not counted");
+}
+
+Status bench_serve(const ServeArgs& asked) {
+  HCACHE_RETURN_IF_ERROR(refuse_useless(asked));
+  ServeArgs args = asked;
   HCACHE_RETURN_IF_ERROR(complete(&args));
   HCACHE_ASSIGN_OR_RETURN(const sim::Schedule schedule, make_schedule(args));
   HCACHE_ASSIGN_OR_RETURN(const load::TextSource text, open_text(args));

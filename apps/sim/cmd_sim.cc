@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,7 +13,6 @@
 
 #include "base/env.h"
 #include "commands.h"
-#include "options.h"
 #include "sim_settings.h"
 
 namespace hcache::cli {
@@ -23,11 +21,12 @@ namespace {
 struct Kind {
   std::string_view name;
   Result<SimResults> (*simulate)(const SimArgs&, const Json&);
+  bool takes_trace;
 };
 constexpr std::array kKinds = {
-    Kind{"overlap", simulate_overlap},
-    Kind{"prefix-cache", simulate_prefix_caches},
-    Kind{"serving", simulate_servers},
+    Kind{"overlap", simulate_overlap, false},
+    Kind{"prefix-cache", simulate_prefix_caches, true},
+    Kind{"serving", simulate_servers, true},
 };
 
 Result<Json> read_scenario(const std::string& file) {
@@ -41,6 +40,10 @@ Result<SimResults> run(const SimArgs& args, const Json& scenario) {
   std::string names;
   for (const Kind& kind : kKinds) {
     if (scenario.contains("kind") && scenario.at("kind") == std::string(kind.name)) {
+      if (!kind.takes_trace) {
+        HCACHE_RETURN_IF_ERROR(
+            args.refuse({&args.trace}, "does nothing in a scenario of this kind"));
+      }
       return kind.simulate(args, scenario);
     }
     names += fmt::format("{}{}", names.empty() ? "" : ", ", kind.name);
@@ -78,7 +81,6 @@ std::string to_csv(const Json& rows) {
 }
 
 Status simulate(const SimArgs& args) {
-  if (args.scenario.empty()) return invalid_argument("--scenario names the file to simulate");
   HCACHE_ASSIGN_OR_RETURN(const Json scenario, read_scenario(args.scenario));
   HCACHE_ASSIGN_OR_RETURN(SimResults results, run(args, scenario));
   if (args.json_file != "-") {
@@ -97,14 +99,10 @@ Status simulate(const SimArgs& args) {
 }  // namespace
 
 void add_sim(CLI::App& app, Verb* verb) {
-  CLI::App* sub = app.add_subcommand(
-      "sim", "Run production's policies and scheduler on simulated hardware, under a given load");
-  const auto args = std::make_shared<SimArgs>();
-  add_option(*sub, "scenario", &args->scenario);
-  add_option(*sub, "sim-trace", &args->trace);
-  add_option(*sub, "json-file", &args->json_file);
-  add_option(*sub, "csv-file", &args->csv_file);
-  sub->callback([args, verb] { *verb = [args] { return simulate(*args); }; });
+  add_verb<SimArgs>(
+      app, verb, "sim",
+      "Run production's policies and scheduler on simulated hardware, under a given load",
+      simulate);
 }
 
 }  // namespace hcache::cli

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "options.h"
 #include "policy/hardware_plan.h"
 #include "terminal.h"
 
@@ -96,11 +97,16 @@ class Settings {
 };
 
 // What the command line says beside the scenario.
-struct SimArgs {
-  std::string scenario;
-  std::string trace;  // takes the place of the scenario's
-  std::string json_file;
-  std::string csv_file;
+struct SimArgs : Options {
+  std::string scenario = text(&scenario, "--scenario", "FILE", "",
+                              "what to simulate (docs/simulator.md)", {.required = true});
+  std::string trace = text(&trace, "--trace", "FILE", "",
+                           "recorded requests in Mooncake's format, instead of the scenario's own");
+  std::string json_file =
+      text(&json_file, "--json", "FILE", "",
+           "also write the figures as JSON; - prints them instead of the table");
+  std::string csv_file =
+      text(&csv_file, "--csv", "FILE", "", "also write the figures as CSV, a line for each row");
 };
 
 // A file that the scenario names, from the scenario's folder.

@@ -58,6 +58,38 @@ class Cli(unittest.TestCase):
         self.assertEqual(rows[0]["paper"]["schedule"], "31H+1KV")
         self.hcache("plan", "--hardware", "abacus", "--model", "llama2-7b", code=3)
 
+    def test_a_plan_says_what_it_assumes(self):
+        plan = ["plan", "-m", MODEL, "--state-dir", self.state, "--ctx", "256"]
+        self.assertIn("1.00 GB/s, assumed", self.hcache(*plan))
+        self.assertTrue(json.loads(self.hcache(*plan, "--json"))["rows"][0]["link_assumed"])
+        self.assertIn("19.0 MB/s\n", self.hcache(*plan, "--link", "19MB/s"))
+        self.hcache("profile", "-m", MODEL, "--state-dir", self.state, "--ctx", "256")
+        self.assertNotIn("assumed", self.hcache(*plan))
+
+    def test_options_that_would_do_nothing_are_refused(self):
+        hardware = ["plan", "--hardware", "a100", "--model", "llama2-7b"]
+        lines = [
+            ["plan", "--gpus", "2"], ["plan", "--ssd", "2"], ["plan", "--quota", "1GiB"],
+            ["plan", "--store", "x"],
+            [*hardware, "--threads", "2"], [*hardware, "--link", "1GB/s"], [*hardware, "--timeline"],
+            [*hardware, "--state-dir", "x"], [*hardware, "--kv-type", "f32"],
+            ["profile", "--salt", "x"], ["profile", "--save", "kv"], ["profile", "--no-save"],
+            ["profile", "--remote", "redis://localhost"], ["profile", "--quota", "1GiB"],
+            ["run", "-p", "x", "--remote-ttl", "1h"], ["run", "-p", "x", "--raw", "--system", "y"],
+            ["chat", "--remote-write", "back"],
+            ["serve", "--token-rounding", "64"], ["serve", "--dram-place", "node:0", "--dram", "0"],
+            ["bench", "restore", "--quota", "1GiB"], ["bench", "throughput", "--ctx", "64"],
+            ["bench", "serve", "--dry-run", "--time-scale", "2"],
+            ["bench", "serve", "--dry-run", "--trace", "x.jsonl", "--rounds", "2"],
+            ["rpc-serve", "--model", "x"],
+        ]
+        lines += [["store", verb, "--quota", "1GiB"]
+                  for verb in ("ls", "stat", "verify", "gc", "export", "rm")]
+        for line in lines:
+            with self.subTest(line=line):
+                said = self.hcache(*line, code=2)
+                self.assertTrue(any(word in said for word in line if word.startswith("--")), said)
+
     def test_a_conversation_survives_its_process(self):
         words = "The harbour master wrote the names of nine boats into a green book. " * 12
         first = json.loads(self.talk("run", "--session", "s", "--save", "all", "-p", words))

@@ -6,6 +6,7 @@
 
 import http.client
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -119,6 +120,11 @@ class Protocols(unittest.TestCase):
             "input": "What is my name?", "previous_response_id": first["id"], "temperature": 0,
             "max_output_tokens": 12})
         self.assertGreater(second["usage"]["input_tokens_details"]["cached_tokens"], 20)
+        likely = self.server.post("/v1/responses", {
+            "input": "What is my name?", "temperature": 0, "max_output_tokens": 4,
+            "top_logprobs": 3})["output"][0]["content"][0]
+        self.assertEqual("".join(t["token"] for t in likely["logprobs"]), likely["text"])
+        self.assertTrue(all(len(t["top_logprobs"]) == 3 for t in likely["logprobs"]))
         status, error, _ = self.server.call("POST", "/v1/responses", {
             "input": "x", "previous_response_id": "resp_none"})
         self.assertEqual(status, 404)
@@ -175,6 +181,24 @@ class Protocols(unittest.TestCase):
         self.assertIn("2048", answer["error"]["message"])
         self.assertEqual(self.server.call("GET", "/nothing")[0], 404)
         self.assertEqual(self.server.call("GET", "/v1/chat/completions")[0], 405)
+
+    def test_how_long_and_where_state_is_kept(self):
+        def session(name, **fields):
+            self.server.chat([{"role": "user", "content": f"Keep {name}. " + serving.TEXT[:600]}],
+                             max_tokens=2, session_id=name, **fields)
+            return self.server.call("GET", f"/v1/sessions/{name}")[1]
+
+        day = session("day", prompt_cache_retention="24h", prompt_cache_key="k")
+        self.assertGreater(day["kept_until"] - time.time(), 23 * 3600)
+        self.assertEqual(day["prompt_cache_key"], "k")
+        memory = session("memory", prompt_cache_retention="in_memory")
+        self.assertIsNone(memory["kept_until"])
+
+        def saved(name):
+            return self.server.call("GET", f"/v1/sessions/{name}")[1]["saved_tokens"]
+
+        wait_until(lambda: saved("day") > 64, "the day's conversation is on disk")
+        self.assertEqual(saved("memory"), 0)
 
     def test_sessions_are_named_pinned_renamed_and_deleted(self):
         self.ask("This one has a name.", session_id="named", max_tokens=3)
@@ -388,7 +412,8 @@ class Operating(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
         cls.server = start(cls.folder.name, "-np", "2", "-ub", "64", "-fa", "on", "-ngl", "99",
-                           "--jinja", "-ctk", "q8_0", "-ctv", "q8_0", "-n", "3",
+                           "--jinja", "-ctk", "q8_0", "-ctv", "q8_0", "-n", "3", "-s", "7",
+                           "--no-slots", "--no-jinja", "--mirostat", "0",
                            env={"LLAMA_ARG_CTX_SIZE": "2048", "LLAMA_ARG_CACHE_RAM": "64"})
 
     @classmethod
@@ -404,7 +429,7 @@ class Operating(unittest.TestCase):
 
     def test_llama_servers_flags(self):
         notes = self.server.errors()
-        for flag in ("-fa", "-ngl", "--jinja"):
+        for flag in ("-fa", "-ngl", "--jinja", "--no-slots", "--no-jinja"):
             self.assertIn(f"hcache: {flag} is ignored: ", notes)
         self.assertEqual(self.server.call("GET", "/props")[1]["total_slots"], 2)
         self.assertEqual(self.metric("hcache_arena_cells"), 2048)
@@ -418,6 +443,16 @@ class Operating(unittest.TestCase):
             done = subprocess.run([PROGRAM, "serve", "-m", MODEL, *options], capture_output=True,
                                   text=True, timeout=60)
             self.assertEqual(done.returncode, 2, done.stderr)
+
+    def test_the_seed_of_requests_that_name_none(self):
+        body = {"prompt": "Once upon a time", "n_predict": 3, "temperature": 2}
+        with_default = {self.server.post("/completion", body)["content"] for _ in range(3)}
+        self.assertEqual(len(with_default), 1)
+        named = self.server.post("/completion", {**body, "seed": 7})["content"]
+        self.assertEqual(with_default, {named})
+        others = {self.server.post("/completion", {**body, "seed": -1, "n_predict": 12})["content"]
+                  for _ in range(3)}
+        self.assertGreater(len(others), 1)
 
     def test_every_reply_has_a_line(self):
         before = len(request_lines(self.server))
@@ -483,6 +518,63 @@ class Operating(unittest.TestCase):
             server.chat([{"role": "user", "content": "Hi."}], max_tokens=1)
             self.assertEqual(server.stop(), 0)
             self.assertEqual(request_lines(server), [])
+
+
+class Starting(unittest.TestCase):
+    def test_it_listens_while_the_model_loads(self):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as out:
+            process = subprocess.Popen(
+                [PROGRAM, "serve", "-m", MODEL, "--state-dir", folder, "-t", "2", "--port", "0",
+                 "--ctx", "512"], stdout=out, stderr=subprocess.PIPE, text=True)
+            self.addCleanup(process.stderr.close)
+            try:
+                for line in process.stderr:
+                    found = re.search(r"listening on http://127.0.0.1:(\d+)", line)
+                    if found:
+                        break
+                # Measuring the machine takes seconds, so the first answers come before its end.
+                answers = []
+                while not answers or answers[-1][0] == 503:
+                    for method, path in (("POST", "/v1/chat/completions"), ("GET", "/health")):
+                        connection = http.client.HTTPConnection("127.0.0.1", int(found.group(1)))
+                        connection.request(method, path)
+                        answer = connection.getresponse()
+                        answers.append((answer.status, json.loads(answer.read())))
+                        connection.close()
+                self.assertEqual(answers[0][0], 503)
+                error = answers[0][1]["error"]
+                self.assertEqual((error["message"], error["type"], error["code"]),
+                                 ("Loading model", "unavailable_error", 503))
+                self.assertTrue(error["reason"])
+                self.assertTrue(0 <= error["progress"] <= 1)
+                self.assertEqual(answers[1][0], 503)
+                self.assertGreater(len({a[1]["error"]["reason"] for a in answers if a[0] == 503}),
+                                   1)
+                self.assertEqual(answers[-1], (200, {"status": "ok"}))
+            finally:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+
+    def test_a_start_that_fails_says_so_in_its_exit_code(self):
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([PROGRAM, "serve", "-m", "/nonexistent.gguf", "--port", "0",
+                                   "--state-dir", folder], capture_output=True, timeout=60)
+            self.assertEqual(done.returncode, 3, done.stderr)
+            done = subprocess.run([PROGRAM, "serve", "-m", __file__, "--port", "0",
+                                   "--state-dir", folder], capture_output=True, timeout=60)
+            self.assertEqual(done.returncode, 2, done.stderr)
+
+    def test_host_memory_is_used_unless_it_is_refused(self):
+        def capacity(*options):
+            with tempfile.TemporaryDirectory() as folder, \
+                    start(folder, "--ctx", "512", *options) as server:
+                tiers = server.call("GET", "/v1/store")[1]["tiers"]
+                return tiers["dram"]["capacity_bytes"], server.errors()
+
+        by_default, said = capacity()
+        self.assertGreater(by_default, 0)
+        self.assertIn("of host memory for saved state", said)
+        self.assertEqual(capacity("--dram", "0")[0], 0)
 
 
 class Stopping(unittest.TestCase):

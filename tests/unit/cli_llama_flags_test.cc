@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 
 #include "llama_flags.h"
@@ -81,6 +83,130 @@ TEST(LlamaFlags, WhatNeedsNoChoosingIsNoted) {
                           HasSubstr("--attention"), HasSubstr("the page"), HasSubstr("-fa"),
                           HasSubstr("--mlock"), HasSubstr("--threads")));
   EXPECT_THAT(translate("--cache-ram -1")->notes, ElementsAre(HasSubstr("takes a size")));
+}
+
+// ---- All that the pinned llama-server takes
+// ------------------------------------------------------
+
+struct Flag {
+  std::vector<std::string> spellings;
+  int values = 0;
+  std::string variable;
+};
+
+std::vector<Flag> llama_server_flags() {
+  std::ifstream file(HCACHE_TEST_DATA "/unit/llama_server_flags.txt");
+  std::string line;
+  std::getline(file, line);  // the version
+  std::vector<Flag> flags;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    Flag flag;
+    std::string spellings;
+    words >> spellings >> flag.values >> flag.variable;
+    std::istringstream list(spellings);
+    for (std::string s; std::getline(list, s, ',');) flag.spellings.push_back(s);
+    if (flag.variable == "-") flag.variable.clear();
+    flags.push_back(flag);
+  }
+  return flags;
+}
+
+// The options of `hcache serve`, from its section of the reference page.
+std::set<std::string> serve_options() {
+  std::ifstream file(HCACHE_TEST_DATA "/../docs/cli.md");
+  std::set<std::string> options;
+  bool serve = false;
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("## ")) serve = line == "## hcache serve";
+    if (!serve || !line.starts_with("  -")) continue;
+    std::istringstream list(line.substr(2, line.find(' ', 2) - 2));
+    for (std::string s; std::getline(list, s, ',');) options.insert(s);
+  }
+  return options;
+}
+
+// That a translation is one of the three: our options, a note that says why, or a refusal that
+// names the flag.
+void expect_treated(const Result<LlamaFlags>& flags, const std::string& name,
+                    const std::set<std::string>& ours) {
+  if (!flags.ok()) {
+    EXPECT_EQ(flags.code(), Code::kInvalidArgument) << name;
+    EXPECT_THAT(flags.status().message(), HasSubstr(name));
+    return;
+  }
+  for (const std::string& note : flags->notes) EXPECT_THAT(note, HasSubstr(name + " "));
+  for (const std::string& arg : flags->args) {
+    if (!arg.starts_with("-") || arg == "-1") continue;
+    EXPECT_TRUE(ours.contains(arg)) << name << ": " << arg;
+  }
+}
+
+TEST(LlamaFlags, EveryFlagOfLlamaServerIsHonouredNotedOrRefused) {
+  const std::set<std::string> ours = serve_options();
+  ASSERT_TRUE(ours.contains("--ctx"));
+  const std::vector<Flag> all = llama_server_flags();
+  ASSERT_GT(all.size(), 200U);
+  for (const Flag& flag : all) {
+    for (const std::string& spelling : flag.spellings) {
+      std::string line = spelling;
+      for (int i = 0; i < flag.values; i++) line += " 1";
+      expect_treated(translate(line), spelling, ours);
+      // No flag is left over for somebody else to stumble upon.
+      if (flag.values == 1) {
+        EXPECT_FALSE(translate(spelling).ok() && translate(spelling)->notes.empty() &&
+                     !ours.contains(spelling))
+            << spelling;
+      }
+    }
+    if (!flag.variable.empty()) {
+      expect_treated(translate("", {{flag.variable, "1"}}), flag.variable, ours);
+    }
+  }
+}
+
+TEST(LlamaFlags, EveryVariableOfLlamaServerIsRead) {
+  for (const Flag& flag : llama_server_flags()) {
+    if (!flag.variable.starts_with("LLAMA_")) continue;
+    bool asked = false;
+    ASSERT_TRUE(translate_llama_flags({}, [&](const char* name) -> const char* {
+                  asked = asked || flag.variable == name;
+                  return nullptr;
+                }).ok());
+    EXPECT_TRUE(asked) << flag.variable;
+  }
+}
+
+TEST(LlamaFlags, WhatWouldChangeAnswersIsRefusedUnlessItIsOff) {
+  EXPECT_THAT(error_of("--lora x.gguf"), HasSubstr("--lora"));
+  EXPECT_THAT(error_of("--mirostat 2"), HasSubstr("sampler"));
+  EXPECT_THAT(error_of("-hf ggml-org/x"), HasSubstr("-m"));
+  EXPECT_THAT(error_of("", {{"LLAMA_ARG_ROPE_SCALE", "2"}}), HasSubstr("LLAMA_ARG_ROPE_SCALE"));
+  EXPECT_EQ(args_of("--mirostat 0 --typical 1.00 --top-nsigma -1.0 --rope-scale 1"), "");
+  EXPECT_EQ(args_of("", {{"LLAMA_ARG_SKIP_CHAT_PARSING", "0"}}), "");
+}
+
+TEST(LlamaFlags, SwitchesThatAreNotOursStartTheServer) {
+  const auto flags = translate("-m x --no-slots --no-jinja --no-warmup -nocb --spec-type none");
+  ASSERT_TRUE(flags.ok());
+  EXPECT_THAT(flags->args, ElementsAre("-m", "x"));
+  EXPECT_EQ(flags->notes.size(), 5U);
+}
+
+TEST(LlamaFlags, OthersAreOptionsOfOurs) {
+  EXPECT_EQ(args_of("--rpc 10.0.0.1:50052 --list-devices"),
+            "--device rpc:10.0.0.1:50052 --device list");
+  EXPECT_EQ(args_of("-jf schema.json --log-verbose"), "--json-schema-file schema.json --verbose");
+  EXPECT_EQ(args_of("-c 0 -s -1"), "");
+  EXPECT_EQ(args_of("", {{"LLAMA_ARG_MODEL", "x.gguf"}, {"LLAMA_ARG_PORT", "1"}}),
+            "--model x.gguf --port 1");
+  EXPECT_EQ(args_of("-m a.gguf --n-predict 3",
+                    {{"LLAMA_ARG_MODEL", "x.gguf"}, {"LLAMA_ARG_N_PREDICT", "9"}}),
+            "-m a.gguf --n-predict 3");
+}
+
+TEST(LlamaFlags, ValuesThatLookLikeFlagsStayValues) {
+  EXPECT_EQ(args_of("-m -np --alias --jinja"), "-m -np --alias --jinja");
 }
 
 TEST(LlamaFlags, ValuesAreWanted) {

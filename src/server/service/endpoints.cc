@@ -84,7 +84,7 @@ Result<Json> EndpointTable::embeddings(const Call& call) const {
 
 Result<Json> EndpointTable::count_tokens(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat, api::parse_count_tokens(call.body));
-  HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.chat_template().prompt(chat));
+  HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.render(chat));
   const model::EncodeOptions options = {
       .add_special = service_.chat_template().add_special(prompt.text), .parse_special = true};
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
@@ -117,7 +117,7 @@ Result<Json> EndpointTable::detokenize(const Call& call) const {
 
 Result<Json> EndpointTable::apply_template(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat, api::parse_apply_template(call.body));
-  HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.chat_template().prompt(chat));
+  HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.render(chat));
   return api::apply_template_answer(prompt.text);
 }
 

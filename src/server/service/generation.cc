@@ -15,6 +15,7 @@ namespace {
 using scheduler::NextToken;
 using scheduler::Outcome;
 
+constexpr int64_t kDayNs = 24 * 3600 * 1'000'000'000LL;
 constexpr double kMsPerSecond = 1e3;
 constexpr std::string_view kEnd = "end";
 constexpr std::string_view kStop = "stop";
@@ -122,7 +123,7 @@ Status Generation::take_previous_messages() {
 Status Generation::make_prompts() {
   HCACHE_RETURN_IF_ERROR(take_previous_messages());
   if (request_.chat) {
-    HCACHE_ASSIGN_OR_RETURN(chat_, service_.chat_template().prompt(*request_.chat));
+    HCACHE_ASSIGN_OR_RETURN(chat_, service_.render(*request_.chat));
     api::apply_prompt(*chat_, &request_);
     const model::EncodeOptions options = {
         .add_special = service_.chat_template().add_special(chat_->text), .parse_special = true};
@@ -179,7 +180,9 @@ Status Generation::make_choices() {
       }
     }
   }
-  const uint32_t seed = request_.seed.value_or(static_cast<uint32_t>(service_.env().random_u64()));
+  std::optional<uint32_t> asked = request_.seed;
+  if (!asked && !request_.draw_seed) asked = service_.options().seed;
+  const uint32_t seed = asked.value_or(static_cast<uint32_t>(service_.env().random_u64()));
   for (size_t prompt = 0; prompt < prompts_.size(); ++prompt) {
     if (prompts_[prompt].empty()) return invalid_argument("prompt: it has no tokens");
     for (int i = 0; i < request_.n; ++i) {
@@ -208,7 +211,7 @@ Status Generation::submit() {
         request_.max_tokens >= 0 ? request_.max_tokens : service_.options().max_new_tokens;
     if (most >= 0) request.max_new_tokens = most;
     request.salt = salt_;
-    request.save = request_.use_cache;
+    request.save = request_.use_cache && request_.retention != api::Retention::kMemory;
     if (!request_.use_cache) request.cache = scheduler::CacheUse::kNone;
     request.restore.mode = service_.options().restore_mode;
     request.key = key_;
@@ -342,14 +345,17 @@ void Generation::remember(const Choice& choice) {
   chain.user = request_.user;
   chain.tokens = prompts_[choice.prompt];
   chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());
+  chain.cache_key = request_.cache_key;
   if (chain.name.empty()) chain.ttl_ns = service_.options().ttl_ns;
-  // Known before the client can ask for it; the disk follows.
+  if (request_.retention == api::Retention::kDay) chain.keep_ns = kDayNs;
+  // Known before the client can ask for it; the disk follows, where it may.
   const SaltId salt = chain.salt;
-  service_.keeper().post(
-      [&service = service_, salt, name = service_.conversations().remember(std::move(chain))] {
-        const Status status = service.conversations().persist(salt, name);
-        if (!status.ok()) log::warn("session {} is not on disk: {}", name, status.to_string());
-      });
+  std::string name = service_.conversations().remember(std::move(chain));
+  if (request_.retention == api::Retention::kMemory) return;
+  service_.keeper().post([&service = service_, salt, name = std::move(name)] {
+    const Status status = service.conversations().persist(salt, name);
+    if (!status.ok()) log::warn("session {} is not on disk: {}", name, status.to_string());
+  });
 }
 
 }  // namespace hcache::server

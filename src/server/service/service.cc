@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "api/request.h"
 #include "base/log.h"
 #include "base/tokens.h"
 
@@ -31,6 +32,11 @@ Status Service::init() {
   const std::string& path = options_.runtime.model_path;
   model_name_ =
       options_.alias.empty() ? std::filesystem::path(path).stem().string() : options_.alias;
+  if (!options_.template_args.empty()) {
+    auto defaults = api::parse_template_args(options_.template_args);
+    if (!defaults.ok()) return defaults.status().with_context("--chat-template-kwargs");
+    template_defaults_ = std::move(*defaults);
+  }
   HCACHE_ASSIGN_OR_RETURN(tokenizer_, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(chat_template_,
                           model::ChatTemplate::create(*tokenizer_, options_.chat_template));
@@ -49,6 +55,11 @@ Status Service::init() {
   events_ = std::make_unique<Events>([this] { return event_text(); });
   next_expiry_ns_ = env_.monotonic_ns() + kExpiryNs;
   return {};
+}
+
+Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {
+  api::apply_template_args(template_defaults_, &chat);
+  return chat_template_->prompt(chat);
 }
 
 void Service::tick() {

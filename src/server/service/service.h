@@ -48,6 +48,8 @@ class Service {
   [[nodiscard]] const std::string& model_name() const { return model_name_; }
   [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
   [[nodiscard]] const model::ChatTemplate& chat_template() const { return *chat_template_; }
+  // A conversation in the model's words, with the variables that the server was started with.
+  [[nodiscard]] Result<model::ChatPrompt> render(model::ChatInput chat) const;
   [[nodiscard]] scheduler::Scheduler& scheduler() { return serving_->scheduler(); }
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
   [[nodiscard]] store::Store* store() { return runtime().store(); }
@@ -95,6 +97,7 @@ class Service {
   std::atomic<const http::Server*> http_ = nullptr;
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_template_;
+  model::ChatInput template_defaults_;
   std::unique_ptr<serving::Serving> serving_;
   std::unique_ptr<Conversations> conversations_;
   std::atomic<int64_t> next_expiry_ns_ = std::numeric_limits<int64_t>::max();

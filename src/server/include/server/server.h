@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/env.h"
@@ -26,18 +28,23 @@ struct ServerOptions {
   int32_t max_sequences = 64;       // in the arena, idle ones included
   std::string alias;                // the model's name for clients; empty: its file's
   std::string chat_template;        // Jinja source; empty: the model's own
+  std::string template_args;        // a JSON object: of chat templates, unless requests set them
   model::SamplingOptions sampling;  // of requests that name none
+  std::optional<uint32_t> seed;     // of requests that name none; absent: another one for each
   bool salt_per_key = true;         // false: all API keys share their state
   int64_t ttl_ns = 0;               // of conversations without a name; 0: as long as there is room
   bool slot_actions = false;        // /slots/{id}?action=… may save, restore and erase
   int intake_threads = 1;           // that parse and tokenise
   bool log_requests = false;        // one line per request that ended, whatever the log's level
-  int64_t max_new_tokens = -1;      // of requests that name no limit; -1: as many as fit
+  // Called with the port once it is open, before the model is loaded. May be empty.
+  std::function<void(uint16_t port)> on_listening;
+  int64_t max_new_tokens = -1;  // of requests that name no limit; -1: as many as fit
 };
 
 class Server {
  public:
-  // Loads the model, opens the store, listens. Errors of all of them.
+  // Listens, loads the model, opens the store. Errors of all of them. Until it returns, every
+  // request is answered with 503 and what is being done, as llama-server does while it loads.
   static Result<std::unique_ptr<Server>> start(Env& env, ServerOptions options);
   virtual ~Server() = default;  // as stop(0)
 

@@ -1,0 +1,63 @@
+// Options that several verbs share.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "model/sampler.h"
+#include "options.h"
+
+namespace hcache::cli {
+
+struct ModelOptions : Options {
+  using Options::Options;
+
+  // As given; resolve_model() finds the default.
+  std::string path = text(&path, "-m,--model", "FILE", "",
+                          "GGUF model; default: $HCACHE_MODEL, else the one that `make` fetched");
+  std::string device =
+      text(&device, "--device", "NAME", "cpu",
+           "where to compute: cpu, cuda:N, rpc:HOST:PORT; `list` prints what there is");
+  int threads =
+      integer(&threads, "-t,--threads", "N", 0, {0, 4096}, "CPU threads; 0: one per core");
+};
+// The path given, else $HCACHE_MODEL, else the model in the cache folder that `make` fills.
+// kNotFound says how to get one.
+[[nodiscard]] Result<std::string> resolve_model(const std::string& given);
+
+// Where profiles and the store lie.
+struct StoreOptions : Options {
+  explicit StoreOptions(Options* parent = nullptr);
+
+  std::string state_dir =
+      text(&state_dir, "--state-dir", "DIR", "",
+           "where profiles and the store live; default: $XDG_STATE_HOME/hcache, else "
+           "~/.local/state/hcache");  // never empty after parsing
+  std::vector<std::string> stores =
+      texts(&stores, "--store", "DIR", "", "",
+            "store folder, once per disk; default: STATE_DIR/store");  // at least one after parsing
+};
+
+// And how much of it there may be, for verbs that write.
+struct StateOptions : StoreOptions {
+  using StoreOptions::StoreOptions;
+
+  uint64_t quota_bytes =
+      bytes(&quota_bytes, "--quota", 0,
+            "most disk space of the store; the least recently used goes first; 0: no limit");
+};
+
+struct SamplingArgs : Options, model::SamplingOptions {
+  explicit SamplingArgs(Options* parent);
+  // Fills in what other files and texts hold: --grammar-file, --json-schema-file, --logit-bias.
+  // kNotFound, kInvalidArgument.
+  [[nodiscard]] Result<model::SamplingOptions> resolved() const;
+
+ private:
+  std::string grammar_file_;
+  std::string json_schema_file_;
+  std::vector<std::string> biases_;
+};
+
+}  // namespace hcache::cli
