@@ -11,28 +11,7 @@
 #include "projection.h"
 
 namespace hcache::engine {
-namespace {
-
 using model::LayerWeights;
-
-// From how many rows on ggml's CPU product takes the kernel that it takes for many; the result of a
-// row then does not depend on the others. 1: it has no other one, or the bits are the same.
-int64_t least_rows_of(ggml_type weight) {
-  switch (weight) {
-    case GGML_TYPE_F32:
-    case GGML_TYPE_F16:
-    case GGML_TYPE_BF16: return 2;
-    case GGML_TYPE_Q2_K:
-    case GGML_TYPE_Q3_K:
-    case GGML_TYPE_Q4_K:
-    case GGML_TYPE_Q5_K:
-    case GGML_TYPE_Q6_K:
-    case GGML_TYPE_IQ4_XS: return 8;
-    default: return 1;
-  }
-}
-
-}  // namespace
 
 ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml_tensor* order) {
   ggml_tensor* target = ggml_new_tensor_2d(ctx, type, rows->ne[0], rows->ne[1]);
@@ -40,9 +19,10 @@ ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml
   return ggml_set_rows(ctx, target, rows, order);
 }
 
-ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
+ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x,
+                            int64_t n_rows) {
   const int64_t n = x->ne[1];
-  const int64_t missing = std::max<int64_t>(least_rows_of(weight->type) - n, 0);
+  const int64_t missing = std::max<int64_t>(n_rows - n, 0);
   ggml_tensor* rows = missing == 0 ? x : ggml_pad(ctx, x, 0, static_cast<int>(missing), 0, 0);
   ggml_tensor* y = ggml_mul_mat(ctx, weight, rows);
   return ggml_view_2d(ctx, y, y->ne[0], n, y->nb[1], 0);
@@ -83,9 +63,17 @@ ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, int layer, const ggml
 }
 
 int64_t HiddenTypes::least_rows(int layer) const {
-  if (!stages_.of(layer).device().is_cpu()) return 1;
+  const model::Device& device = stages_.of(layer).device();
   const LayerWeights& w = model_.weights().layers[layer];
-  return std::max(least_rows_of(w.k.w->type), least_rows_of(w.v.w->type));
+  return std::max(model::least_product_rows(device, w.k.w->type),
+                  model::least_product_rows(device, w.v.w->type));
+}
+
+model::Product HiddenTypes::padded_product(int layer) const {
+  return [&device = stages_.of(layer).device()](ggml_context* ctx, ggml_tensor* weight,
+                                                ggml_tensor* x) {
+    return engine::padded_product(ctx, weight, x, model::least_product_rows(device, weight->type));
+  };
 }
 
 model::Product HiddenTypes::product(int layer) const {

@@ -18,8 +18,8 @@ namespace hcache::engine {
 // F32 rows converted to the type that they are saved in, as capture does it. `order`: 0, 1, ...
 ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml_tensor* order);
 
-// The product of few rows by the kernel for many: rows of zeros are added and their results left.
-ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x);
+// The product with at least n_rows rows: rows of zeros are added and their results left out.
+ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x, int64_t n_rows);
 
 // Threading: the engine's thread.
 class HiddenTypes {
@@ -41,6 +41,8 @@ class HiddenTypes {
                              ggml_tensor* hidden) const;
   // From how many rows on K and V of a layer come from the kernels that restoration uses.
   [[nodiscard]] int64_t least_rows(int layer) const;
+  // By those kernels, whatever the number of rows.
+  [[nodiscard]] model::Product padded_product(int layer) const;
   // Ours where it is known to give ggml's bits, else ggml's.
   [[nodiscard]] model::Product product(int layer) const;
   // Whether both K and V of a layer come from our product, given native rows.

@@ -103,7 +103,7 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   const bool tail = range.ends_with_kv_of(layer);
   const bool padded = (projected_later || tail) && range.n_x < types_.least_rows(layer);
   if (padded) input = hidden;
-  model::Product product = padded ? padded_product : ggml_mul_mat;
+  model::Product product = padded ? types_.padded_product(layer) : ggml_mul_mat;
   if (tail && types_.has_fast_products(layer)) {
     input = saved_as(ctx, types_.native(), hidden, stage.order(ctx, range.n_x));
     product = build_fast_product;

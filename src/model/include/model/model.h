@@ -153,4 +153,9 @@ class Model {
 // type `weight` ("native activation type"): F32, F16, BF16, Q8_0, Q8_1 or Q8_K on the CPU.
 ggml_type native_activation_type(const Device& device, ggml_type weight);
 
+// From how many rows on this backend's matrix product with weights of type `weight` takes the
+// kernel that it takes for many rows, so that a row's result does not depend on the others: at
+// least 1.
+int64_t least_product_rows(const Device& device, ggml_type weight);
+
 }  // namespace hcache::model
