@@ -141,7 +141,7 @@ class ThroughputBench {
         if ((encoding & policy::kHasKv) != 0) mask |= engine::kTapKv;
         options.layers.push_back(mask);
       }
-      HCACHE_ASSIGN_OR_RETURN(options.hidden_type,
+      HCACHE_ASSIGN_OR_RETURN(options.hidden_types,
                               state::parse_state_type(args_.runtime.state_type, engine));
       return engine.set_capture(runtime.saver(), options);
     });

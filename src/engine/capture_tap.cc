@@ -35,16 +35,8 @@ Status CaptureTap::set(CaptureSink* sink, const CaptureOptions& options) {
     return invalid_argument(
         fmt::format("a save plan of {} layers for a model of {}", options.layers.size(), n_layer));
   }
-  const ggml_type type =
-      options.hidden_type == GGML_TYPE_COUNT ? types_.native() : options.hidden_type;
-  if (any(kTapHidden) && !types_.can_project(type)) {
-    return unimplemented(
-        fmt::format("device {} can't save and project hidden states as {} for {} "
-                    "weights; choose another --state-type or --save kv",
-                    stages_.front().device().name(), ggml_type_name(type), model_.type_name()));
-  }
+  HCACHE_RETURN_IF_ERROR(choose_types(options));
   masks_ = options.layers;
-  hidden_type_ = type;
   for (const auto& stage : stages_) {
     if (Status status = allocate(*stage); !status.ok()) {
       masks_.clear();
@@ -55,13 +47,33 @@ Status CaptureTap::set(CaptureSink* sink, const CaptureOptions& options) {
   return {};
 }
 
+Status CaptureTap::choose_types(const CaptureOptions& options) {
+  const size_t n_layer = options.layers.size();
+  if (!options.hidden_types.empty() && options.hidden_types.size() != n_layer) {
+    return invalid_argument(fmt::format("types of {} layers' hidden states for a model of {}",
+                                        options.hidden_types.size(), n_layer));
+  }
+  hidden_types_.assign(n_layer, GGML_TYPE_COUNT);
+  for (size_t i = 0; i < n_layer; ++i) {
+    if ((options.layers[i] & kTapHidden) == 0) continue;
+    const int layer = static_cast<int>(i);
+    if (!options.hidden_types.empty()) hidden_types_[i] = options.hidden_types[i];
+    if (hidden_types_[i] == GGML_TYPE_COUNT) hidden_types_[i] = types_.native(layer);
+    if (!types_.can_project(hidden_types_[i], layer)) {
+      return types_.cannot_project(hidden_types_[i], layer);
+    }
+  }
+  return {};
+}
+
 // Makes the stage's block large enough for what the masks capture of its layers.
 Status CaptureTap::allocate(Stage& stage) {
   Block& block = *blocks_[stage.index()];
   size_t row_bytes = 0;
   size_t n_parts = 0;
   for (int layer = stage.begin(); layer < stage.end(); ++layer) {
-    if ((masks_[layer] & kTapHidden) != 0) row_bytes += types_.row_bytes(hidden_type_), ++n_parts;
+    if ((masks_[layer] & kTapHidden) != 0)
+      row_bytes += types_.row_bytes(hidden_types_[layer]), ++n_parts;
     if ((masks_[layer] & kTapKv) != 0) row_bytes += 2 * stage.arena().row_bytes(), n_parts += 2;
   }
   const size_t capacity = row_bytes * options_.max_batch_rows + n_parts * kAlignment;
@@ -85,10 +97,14 @@ void CaptureTap::lay_out(StepState& step) {
     return static_cast<int64_t>(at);
   };
   const size_t kv_row_bytes = stages_.front().arena().row_bytes();
-  for (const uint8_t mask : masks_) {
+  for (size_t i = 0; i < masks_.size(); ++i) {
     CapturedLayer layer;
-    if ((mask & kTapHidden) != 0) layer.hidden_offset = take(types_.row_bytes(hidden_type_));
-    if ((mask & kTapKv) != 0) {
+    if ((masks_[i] & kTapHidden) != 0) {
+      layer.hidden_type = hidden_types_[i];
+      layer.hidden_row_bytes = types_.row_bytes(layer.hidden_type);
+      layer.hidden_offset = take(layer.hidden_row_bytes);
+    }
+    if ((masks_[i] & kTapKv) != 0) {
       layer.k_offset = take(kv_row_bytes);
       layer.v_offset = take(kv_row_bytes);
     }
@@ -162,9 +178,7 @@ void CaptureTap::publish(StepState& step) {
   p.capture = {.layers = {},
                .rows = {},
                .n_rows = step.n_rows,
-               .hidden_type = hidden_type_,
                .kv_type = options_.kv_type,
-               .hidden_row_bytes = types_.row_bytes(hidden_type_),
                .kv_row_bytes = stages_.front().arena().row_bytes(),
                .n_bytes = step.capture_ends.back()};
   pending_.push_back(std::move(p));

@@ -31,7 +31,6 @@ class CaptureTap {
 
   // See Engine::set_capture().
   Status set(CaptureSink* sink, const CaptureOptions& options);
-  [[nodiscard]] ggml_type hidden_type() const { return hidden_type_; }
 
   // Lays the step's block out by the rows it really has, so that one copy takes all of a stage's
   // part. Nothing when the tap is off.
@@ -68,6 +67,7 @@ class CaptureTap {
     StepCapture capture;
   };
 
+  Status choose_types(const CaptureOptions& options);
   Status allocate(Stage& stage);
   void download(Stage& stage, StepState& step);
   [[nodiscard]] static size_t layer_begin(const StepState& step, int layer) {
@@ -79,8 +79,8 @@ class CaptureTap {
   const Stages& stages_;
   HiddenTypes& types_;
   CaptureSink* sink_ = nullptr;
-  std::vector<uint8_t> masks_;  // per layer
-  ggml_type hidden_type_ = GGML_TYPE_F32;
+  std::vector<uint8_t> masks_;                  // per layer
+  std::vector<ggml_type> hidden_types_;         // per layer
   std::vector<std::unique_ptr<Block>> blocks_;  // per stage
   std::deque<Pending> pending_;
   std::vector<StepState*> steps_;  // laid out, not yet ended

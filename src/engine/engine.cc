@@ -91,7 +91,7 @@ Result<Logits> Engine::decode(std::span<const BatchItem> items) {
 // --- Capture
 // ---------------------------------------------------------------------------------
 
-ggml_type Engine::native_hidden_type() const { return parts_->types.native(); }
+ggml_type Engine::native_hidden_type(int layer) const { return parts_->types.native(layer); }
 
 size_t Engine::kv_row_bytes() const { return parts_->stages.front().arena().row_bytes(); }
 
@@ -102,7 +102,9 @@ Status Engine::set_capture(CaptureSink* sink, const CaptureOptions& options) {
   return parts_->tap.set(sink, options);
 }
 
-bool Engine::can_project(ggml_type type) { return parts_->types.can_project(type); }
+bool Engine::can_project(ggml_type type, int layer) {
+  return parts_->types.can_project(type, layer);
+}
 
 // --- Restoration
 // -----------------------------------------------------------------------------

@@ -6,46 +6,59 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <vector>
+#include <string>
+#include <utility>
 
 #include "projection.h"
 
 namespace hcache::engine {
+
 using model::LayerWeights;
 
-ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml_tensor* order) {
-  ggml_tensor* target = ggml_new_tensor_2d(ctx, type, rows->ne[0], rows->ne[1]);
-  ggml_set_input(target);  // set_rows writes into it: it must have memory of its own
-  return ggml_set_rows(ctx, target, rows, order);
-}
-
-ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x,
-                            int64_t n_rows) {
-  const int64_t n = x->ne[1];
-  const int64_t missing = std::max<int64_t>(n_rows - n, 0);
-  ggml_tensor* rows = missing == 0 ? x : ggml_pad(ctx, x, 0, static_cast<int>(missing), 0, 0);
-  ggml_tensor* y = ggml_mul_mat(ctx, weight, rows);
-  return ggml_view_2d(ctx, y, y->ne[0], n, y->nb[1], 0);
-}
-
-ggml_type HiddenTypes::native() const {
-  ggml_type type = GGML_TYPE_COUNT;
-  for (size_t layer = 0; layer < model_.weights().layers.size(); ++layer) {
-    const LayerWeights& w = model_.weights().layers[layer];
-    for (const ggml_tensor* weight : {w.k.w, w.v.w}) {
-      const ggml_type native =
-          model::native_activation_type(stages_.of(static_cast<int>(layer)).device(), weight->type);
-      if (type != GGML_TYPE_COUNT && type != native) return GGML_TYPE_F16;
-      type = native;
-    }
+HiddenTypes::HiddenTypes(const model::Model& model, const EngineOptions& options,
+                         const Stages& stages)
+    : model_(model), options_(options), stages_(stages) {
+  derives_q8_0_ = derives_q8_0();
+  for (int layer = 0; layer < model.hparams().n_layer; ++layer) {
+    native_.push_back(find_native(layer));
   }
-  const bool fits = model_.hparams().n_embd % ggml_blck_size(type) == 0;
-  return fits ? type : GGML_TYPE_F16;
 }
 
-Status HiddenTypes::cannot_project(ggml_type type) const {
-  return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
-                                   stages_.front().device().name(), ggml_type_name(type)));
+ggml_type HiddenTypes::native_of(int layer, const ggml_tensor* weight) const {
+  return model::native_activation_type(stages_.of(layer).device(), weight->type);
+}
+
+ggml_type HiddenTypes::find_native(int layer) const {
+  const LayerWeights& w = model_.weights().layers[layer];
+  const ggml_type k = native_of(layer, w.k.w);
+  const ggml_type v = native_of(layer, w.v.w);
+  const auto fits = [&](ggml_type type) {
+    return model_.hparams().n_embd % ggml_blck_size(type) == 0;
+  };
+  if (k == v && fits(k)) return k;
+  const auto are = [&](ggml_type a, ggml_type b) {
+    return (k == a && v == b) || (k == b && v == a);
+  };
+  if (derives_q8_0_ && are(GGML_TYPE_Q8_0, GGML_TYPE_Q8_1)) return GGML_TYPE_Q8_1;
+  // Each product makes its own of F32 rows.
+  const bool smaller = row_bytes(GGML_TYPE_F32) < 2 * stages_.of(layer).arena().row_bytes();
+  return smaller ? GGML_TYPE_F32 : GGML_TYPE_COUNT;
+}
+
+Status HiddenTypes::cannot_project(ggml_type type, int layer) const {
+  const LayerWeights& w = model_.weights().layers[layer];
+  const std::string weights = fmt::format("layer {}'s {} and {} weights", layer,
+                                          ggml_type_name(w.k.w->type), ggml_type_name(w.v.w->type));
+  if (type == GGML_TYPE_COUNT) {
+    return unimplemented(fmt::format(
+        "no hidden states smaller than K and V serve {} without loss; save the layer's K and V, or "
+        "choose a --state-type",
+        weights));
+  }
+  return unimplemented(fmt::format(
+      "device {} can't project hidden states saved as {} with {}; choose another --state-type, or "
+      "--save kv",
+      stages_.of(layer).device().name(), ggml_type_name(type), weights));
 }
 
 ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, int layer, const ggml_tensor* weight,
@@ -53,7 +66,11 @@ ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, int layer, const ggml
   if (hidden->type == GGML_TYPE_F32) return hidden;
   const model::Device& device = stages_.of(layer).device();
   if (device.is_cpu()) {
-    if (hidden->type == model::native_activation_type(device, weight->type)) return hidden;
+    const ggml_type native = native_of(layer, weight);
+    if (hidden->type == native) return hidden;
+    if (hidden->type == GGML_TYPE_Q8_1 && native == GGML_TYPE_Q8_0) {
+      return without_sums(ctx, hidden);
+    }
   } else if (hidden->type == weight->type &&
              (hidden->type == GGML_TYPE_F16 || hidden->type == GGML_TYPE_BF16)) {
     ggml_tensor* product = ggml_mul_mat(ctx, const_cast<ggml_tensor*>(weight), hidden);
@@ -78,8 +95,10 @@ model::Product HiddenTypes::padded_product(int layer) const {
 
 model::Product HiddenTypes::product(int layer) const {
   return [this, layer](ggml_context* ctx, ggml_tensor* weight, ggml_tensor* input) {
-    return has_fast_product(layer, weight, input->type) ? build_fast_product(ctx, weight, input)
-                                                        : ggml_mul_mat(ctx, weight, input);
+    const auto known = fast_equals_.find(weight->type);
+    const bool fast = known != fast_equals_.end() && known->second &&
+                      takes_fast_product(layer, weight, input->type);
+    return fast ? build_fast_product(ctx, weight, input) : ggml_mul_mat(ctx, weight, input);
   };
 }
 
@@ -88,72 +107,88 @@ bool HiddenTypes::takes_fast_product(int layer, const ggml_tensor* weight, ggml_
          can_project_fast(weight->type, rows);
 }
 
-bool HiddenTypes::has_fast_product(int layer, const ggml_tensor* weight, ggml_type rows) const {
-  return fast_equals_.contains(weight->type) && takes_fast_product(layer, weight, rows);
-}
-
 bool HiddenTypes::has_fast_products(int layer) const {
   const LayerWeights& w = model_.weights().layers[layer];
-  const ggml_type rows = native();
-  return has_fast_product(layer, w.k.w, rows) && has_fast_product(layer, w.v.w, rows);
+  const auto is_fast = [&](const ggml_tensor* weight) {
+    const auto known = fast_equals_.find(weight->type);
+    return known != fast_equals_.end() && known->second &&
+           takes_fast_product(layer, weight, native_of(layer, weight));
+  };
+  return native(layer) != GGML_TYPE_COUNT && is_fast(w.k.w) && is_fast(w.v.w);
 }
 
-bool HiddenTypes::can_project(ggml_type type) {
-  const auto known = projectable_.find(type);
-  if (known != projectable_.end()) return known->second;
-  return projectable_[type] = is_supported(type) && survives_round_trip(type);
+void HiddenTypes::try_fast_products() {
+  if (std::exchange(fast_tried_, true)) return;
+  for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
+    if (native(layer) != GGML_TYPE_COUNT) can_project(native(layer), layer);
+  }
+}
+
+bool HiddenTypes::can_project(ggml_type type, int layer) {
+  if (type == GGML_TYPE_COUNT || model_.hparams().n_embd % ggml_blck_size(type) != 0) return false;
+  const LayerWeights& w = model_.weights().layers[layer];
+  const auto can = [&](ggml_tensor* weight) {
+    const Tried key = {&stages_.of(layer), type, weight->type};
+    if (const auto known = projectable_.find(key); known != projectable_.end()) {
+      return known->second;
+    }
+    const bool answer =
+        is_supported(type, layer, weight) && survives_round_trip(type, layer, weight);
+    if (answer && !fast_equals_.contains(weight->type)) has_fast_product(layer, weight);
+    return projectable_[key] = answer;
+  };
+  return can(w.k.w) && can(w.v.w);
 }
 
 // Whether there are the ops that saving and projecting `type` needs.
-bool HiddenTypes::is_supported(ggml_type type) const {
+bool HiddenTypes::is_supported(ggml_type type, int layer, const ggml_tensor* weight) const {
+  const bool is_cpu = stages_.of(layer).device().is_cpu();
+  const ggml_type native = native_of(layer, weight);
   switch (type) {
     case GGML_TYPE_F32:
     case GGML_TYPE_F16:
     case GGML_TYPE_BF16:
-    case GGML_TYPE_Q8_0:
+    case GGML_TYPE_Q8_0: return true;
+    // These can't be cast back (ggml crashes): only the product itself reads them.
     case GGML_TYPE_Q8_1:
-    case GGML_TYPE_Q8_K: break;
+      return is_cpu && (native == type || (native == GGML_TYPE_Q8_0 && derives_q8_0_));
+    case GGML_TYPE_Q8_K: return is_cpu && native == type;
     default: return false;
   }
-  if (model_.hparams().n_embd % ggml_blck_size(type) != 0) return false;
-  for (size_t layer = 0; layer < model_.weights().layers.size(); ++layer) {
-    const model::Device& device = stages_.of(static_cast<int>(layer)).device();
-    const LayerWeights& w = model_.weights().layers[layer];
-    for (const ggml_tensor* weight : {w.k.w, w.v.w}) {
-      // Q8_1 and Q8_K can't be cast back (ggml crashes): only the product itself reads them.
-      const bool castable = type != GGML_TYPE_Q8_1 && type != GGML_TYPE_Q8_K;
-      const bool native =
-          device.is_cpu() && type == model::native_activation_type(device, weight->type);
-      if (!castable && !native) return false;
-    }
-  }
-  return true;
 }
 
-// F32 rows -> saved type -> product of layer 0, against the product of the F32 rows.
-bool HiddenTypes::survives_round_trip(ggml_type type) {
-  const int64_t n_embd = model_.hparams().n_embd;
-  const int n_rows = std::min(4, options_.max_batch_rows);
-  Stage& stage = stages_.front();
-  GraphRunner& graphs = stage.graphs();
-  const Graph g(graphs, 64);
-  std::vector<float> values(static_cast<size_t>(n_embd) * n_rows);
-  for (size_t i = 0; i < values.size(); ++i) {
+// Puts a few rows to try with where a step's rows are.
+void HiddenTypes::load_sample(Stage& stage) const {
+  const auto n =
+      static_cast<size_t>(model_.hparams().n_embd) * std::min(4, options_.max_batch_rows);
+  std::vector<float> values(n);
+  for (size_t i = 0; i < n; ++i) {
     values[i] =
         std::sin(0.37F * static_cast<float>(i)) + 0.25F * std::cos(1.7F * static_cast<float>(i));
   }
   stage.spill_rows();
+  stage.graphs().set(stage.rows(), values);
+}
+
+ggml_tensor* HiddenTypes::sample(ggml_context* ctx, const Stage& stage) const {
   ggml_tensor* x = stage.rows();
-  graphs.set(x, values);
-  const LayerWeights& w = model_.weights().layers[0];
-  ggml_tensor* exact = ggml_view_2d(g.ctx, x, n_embd, n_rows, x->nb[1], 0);
-  ggml_tensor* saved = saved_as(g.ctx, type, exact, stage.order(g.ctx, n_rows));
-  ggml_tensor* from_saved = ggml_mul_mat(g.ctx, w.k.w, product_input(g.ctx, 0, w.k.w, saved));
-  ggml_tensor* from_exact = ggml_mul_mat(g.ctx, w.k.w, exact);
-  ggml_set_output(from_saved);
-  ggml_set_output(from_exact);
-  g.add(from_saved);
-  g.add(from_exact);
+  return ggml_view_2d(ctx, x, x->ne[0], std::min(4, options_.max_batch_rows), x->nb[1], 0);
+}
+
+// F32 rows -> saved type -> product, against the product of the F32 rows.
+bool HiddenTypes::survives_round_trip(ggml_type type, int layer, ggml_tensor* weight) {
+  Stage& stage = stages_.of(layer);
+  GraphRunner& graphs = stage.graphs();
+  load_sample(stage);
+  const Graph g(graphs, 64);
+  ggml_tensor* exact = sample(g.ctx, stage);
+  ggml_tensor* saved = saved_as(g.ctx, type, exact, stage.order(g.ctx, exact->ne[1]));
+  ggml_tensor* from_saved = ggml_mul_mat(g.ctx, weight, product_input(g.ctx, layer, weight, saved));
+  ggml_tensor* from_exact = ggml_mul_mat(g.ctx, weight, exact);
+  for (ggml_tensor* product : {from_saved, from_exact}) {
+    ggml_set_output(product);
+    g.add(product);
+  }
   if (!graphs.compute(g).ok()) return false;
   std::vector<float> a(static_cast<size_t>(ggml_nelements(from_saved)));
   std::vector<float> b(a.size());
@@ -166,35 +201,54 @@ bool HiddenTypes::survives_round_trip(ggml_type type) {
     error += std::pow(static_cast<double>(a[i]) - b[i], 2);
     norm += std::pow(static_cast<double>(b[i]), 2);
   }
-  if (error > 1e-3 * norm) return false;
-  check_fast_products(type, n_rows);
-  return true;
+  return error <= 1e-3 * norm;
 }
 
-void HiddenTypes::check_fast_products(ggml_type type, int n_rows) {
-  Stage& stage = stages_.front();
-  ggml_tensor* x = stage.rows();
-  const LayerWeights& w = model_.weights().layers[0];
-  for (ggml_tensor* weight : {w.k.w, w.v.w}) {
-    if (!takes_fast_product(0, weight, type)) continue;
-    const Graph g(stage.graphs(), 64);
-    ggml_tensor* saved =
-        saved_as(g.ctx, type, ggml_view_2d(g.ctx, x, x->ne[0], n_rows, x->nb[1], 0),
-                 stage.order(g.ctx, n_rows));
-    const std::array<ggml_tensor*, 2> products = {ggml_mul_mat(g.ctx, weight, saved),
-                                                  build_fast_product(g.ctx, weight, saved)};
-    for (ggml_tensor* product : products) {
-      ggml_set_output(product);
-      g.add(product);
-    }
-    if (!stage.graphs().compute(g).ok()) return;
-    stage.graphs().synchronize();
-    if (std::memcmp(products[0]->data, products[1]->data, ggml_nbytes(products[0])) == 0) {
-      fast_equals_.insert(weight->type);
-    } else {
-      fast_equals_.erase(weight->type);
-    }
+bool HiddenTypes::has_fast_product(int layer, ggml_tensor* weight) {
+  const ggml_type native = native_of(layer, weight);
+  if (!takes_fast_product(layer, weight, native)) return false;
+  Stage& stage = stages_.of(layer);
+  load_sample(stage);
+  const Graph g(stage.graphs(), 64);
+  ggml_tensor* rows = sample(g.ctx, stage);
+  ggml_tensor* saved = saved_as(g.ctx, native, rows, stage.order(g.ctx, rows->ne[1]));
+  const std::array<ggml_tensor*, 2> products = {ggml_mul_mat(g.ctx, weight, saved),
+                                                build_fast_product(g.ctx, weight, saved)};
+  for (ggml_tensor* product : products) {
+    ggml_set_output(product);
+    g.add(product);
   }
+  if (!stage.graphs().compute(g).ok()) return false;
+  stage.graphs().synchronize();
+  const bool same =
+      std::memcmp(products[0]->data, products[1]->data, ggml_nbytes(products[0])) == 0;
+  return fast_equals_[weight->type] = same;
+}
+
+// Whether dropping the sums of Q8_1 rows gives the very Q8_0 rows that a product makes of F32 ones.
+// Tried on the CPU only, where a layer needs it.
+bool HiddenTypes::derives_q8_0() const {
+  for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
+    const LayerWeights& w = model_.weights().layers[layer];
+    Stage& stage = stages_.of(layer);
+    const bool needed = native_of(layer, w.k.w) != native_of(layer, w.v.w);
+    if (!needed || !stage.device().is_cpu()) continue;
+    if (model_.hparams().n_embd % ggml_blck_size(GGML_TYPE_Q8_1) != 0) return false;
+    load_sample(stage);
+    const Graph g(stage.graphs(), 16);
+    ggml_tensor* rows = sample(g.ctx, stage);
+    ggml_tensor* order = stage.order(g.ctx, rows->ne[1]);
+    ggml_tensor* made = saved_as(g.ctx, GGML_TYPE_Q8_0, rows, order);
+    ggml_tensor* derived = without_sums(g.ctx, saved_as(g.ctx, GGML_TYPE_Q8_1, rows, order));
+    for (ggml_tensor* result : {made, derived}) {
+      ggml_set_output(result);
+      g.add(result);
+    }
+    if (!stage.graphs().compute(g).ok()) return false;
+    stage.graphs().synchronize();
+    return std::memcmp(made->data, derived->data, ggml_nbytes(made)) == 0;
+  }
+  return false;
 }
 
 }  // namespace hcache::engine

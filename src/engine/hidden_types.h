@@ -1,42 +1,43 @@
-// In which types hidden states can be saved and projected on this device, and by which product K
-// and V come from them.
+// In which types a layer's hidden states can be saved and projected on its device, and by which
+// product K and V come from them.
 #pragma once
 
 #include <ggml.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
+#include <tuple>
+#include <vector>
 
 #include "base/status.h"
+#include "hidden_rows.h"
 #include "model/graph.h"
 #include "model/model.h"
 #include "stage.h"
 
 namespace hcache::engine {
 
-// F32 rows converted to the type that they are saved in, as capture does it. `order`: 0, 1, ...
-ggml_tensor* saved_as(ggml_context* ctx, ggml_type type, ggml_tensor* rows, ggml_tensor* order);
-
-// The product with at least n_rows rows: rows of zeros are added and their results left out.
-ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x, int64_t n_rows);
-
 // Threading: the engine's thread.
 class HiddenTypes {
  public:
-  HiddenTypes(const model::Model& model, const EngineOptions& options, const Stages& stages)
-      : model_(model), options_(options), stages_(stages) {}
+  // The stages must have their memory.
+  HiddenTypes(const model::Model& model, const EngineOptions& options, const Stages& stages);
 
-  // What the products of K and V consume; F16 where they differ.
-  [[nodiscard]] ggml_type native() const;
+  // What loses nothing that the products of K and V would have kept: what both consume; Q8_1 where
+  // one consumes Q8_0, which is part of it. COUNT where there is no such type whose rows are
+  // smaller than those of K and V.
+  [[nodiscard]] ggml_type native(int layer) const { return native_[layer]; }
   [[nodiscard]] size_t row_bytes(ggml_type type) const {
     return ggml_row_size(type, model_.hparams().n_embd);
   }
-  // Whether rows saved as `type` can be projected; tried out by a round trip when first asked.
-  bool can_project(ggml_type type);
-  [[nodiscard]] Status cannot_project(ggml_type type) const;
+  // Whether the layer's rows saved as `type` can be projected; tried out by a round trip when first
+  // asked.
+  bool can_project(ggml_type type, int layer);
+  [[nodiscard]] Status cannot_project(ggml_type type, int layer) const;
 
-  // What ggml's product takes for rows of `hidden`'s type: exactly the native type, or F32.
+  // What the product takes for rows of `hidden`'s type: exactly the weight's native type, or F32.
   ggml_tensor* product_input(ggml_context* ctx, int layer, const ggml_tensor* weight,
                              ggml_tensor* hidden) const;
   // From how many rows on K and V of a layer come from the kernels that restoration uses.
@@ -47,21 +48,30 @@ class HiddenTypes {
   [[nodiscard]] model::Product product(int layer) const;
   // Whether both K and V of a layer come from our product, given native rows.
   [[nodiscard]] bool has_fast_products(int layer) const;
+  // Tries our products with native rows, once.
+  void try_fast_products();
 
  private:
-  [[nodiscard]] bool has_fast_product(int layer, const ggml_tensor* weight, ggml_type rows) const;
+  [[nodiscard]] ggml_type find_native(int layer) const;
+  [[nodiscard]] ggml_type native_of(int layer, const ggml_tensor* weight) const;
   [[nodiscard]] bool takes_fast_product(int layer, const ggml_tensor* weight, ggml_type rows) const;
-  [[nodiscard]] bool is_supported(ggml_type type) const;
-  bool survives_round_trip(ggml_type type);
-  // Which of K's and V's weights may take our product with rows of `type`. The stage's rows() hold
-  // n_rows rows to try with.
-  void check_fast_products(ggml_type type, int n_rows);
+  [[nodiscard]] bool is_supported(ggml_type type, int layer, const ggml_tensor* weight) const;
+  bool survives_round_trip(ggml_type type, int layer, ggml_tensor* weight);
+  // Whether the layer's weight may take our product, tried when first asked.
+  bool has_fast_product(int layer, ggml_tensor* weight);
+  void load_sample(Stage& stage) const;
+  [[nodiscard]] ggml_tensor* sample(ggml_context* ctx, const Stage& stage) const;
+  [[nodiscard]] bool derives_q8_0() const;
 
   const model::Model& model_;
   const EngineOptions& options_;
   const Stages& stages_;
-  std::map<ggml_type, bool> projectable_;
-  std::set<ggml_type> fast_equals_;  // weight types whose fast product was seen to be ggml's
+  bool derives_q8_0_ = false;      // the integers of Q8_1 rows are those of Q8_0 rows
+  std::vector<ggml_type> native_;  // per layer
+  using Tried = std::tuple<const Stage*, ggml_type, ggml_type>;  // of rows, of the weight
+  std::map<Tried, bool> projectable_;
+  bool fast_tried_ = false;
+  std::map<ggml_type, bool> fast_equals_;  // by weight type: whether its fast product gives ggml's
 };
 
 }  // namespace hcache::engine

@@ -116,7 +116,7 @@ Result<RestoreOps::Ticket> RestoreOps::stage_hidden(SeqId seq, int layer, int ro
                                                     const std::byte* rows) {
   HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
   HCACHE_RETURN_IF_ERROR(check_slice(layer, row_in_slice, n_rows));
-  if (!types_.can_project(type)) return types_.cannot_project(type);
+  if (!types_.can_project(type, layer)) return types_.cannot_project(type, layer);
   Stage& stage = stages_.of(layer);
   Slot* slot = open_slot(stage, seq);
   if (slot == nullptr) {
@@ -136,7 +136,7 @@ Status RestoreOps::project_staged(SeqId seq, int layer, int64_t first_pos, int n
   if (slot == nullptr) {
     return failed_precondition(fmt::format("no hidden rows are staged for sequence {}", seq));
   }
-  if (!types_.can_project(type)) return types_.cannot_project(type);
+  if (!types_.can_project(type, layer)) return types_.cannot_project(type, layer);
   // A slice of few rows takes the slot's older ones along, for the kernel that takes many.
   const int64_t computed =
       std::clamp<int64_t>(types_.least_rows(layer), n_rows, options_.max_batch_rows);

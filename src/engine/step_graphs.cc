@@ -92,9 +92,9 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   const CapturedLayer* captured = step.capture.empty() ? nullptr : &step.capture[layer];
   ggml_tensor* input = hidden;
   if (captured != nullptr && captured->hidden_offset >= 0) {
-    ggml_tensor* saved = capture(range, tap_.hidden_type(), hidden, captured->hidden_offset);
+    ggml_tensor* saved = capture(range, captured->hidden_type, hidden, captured->hidden_offset);
     // Project exactly what is saved: it is what the product would have converted to anyway.
-    if (stage.device().is_cpu() && tap_.hidden_type() == types_.native()) input = saved;
+    if (stage.device().is_cpu() && captured->hidden_type == types_.native(layer)) input = saved;
   }
   // Restoration projects rows by the hundred; the same kernel must have computed them here. What is
   // not saved of layer 0 is projected from the tokens' embeddings.
@@ -105,7 +105,7 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   if (padded) input = hidden;
   model::Product product = padded ? types_.padded_product(layer) : ggml_mul_mat;
   if (tail && types_.has_fast_products(layer)) {
-    input = saved_as(ctx, types_.native(), hidden, stage.order(ctx, range.n_x));
+    input = saved_as(ctx, types_.native(layer), hidden, stage.order(ctx, range.n_x));
     product = build_fast_product;
   }
   const auto of = [&](bool is_k) {

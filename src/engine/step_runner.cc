@@ -212,8 +212,7 @@ void StepRunner::end_step(StepState& step) {
 }
 
 Status StepRunner::finish_with_kv(StepState& step, int layer) {
-  // Tries our products once.
-  if (stages_.of(0).device().is_cpu()) types_.can_project(types_.native());
+  types_.try_fast_products();
   HCACHE_RETURN_IF_ERROR(check_range(step, step.next_layer, layer + 1));
   HCACHE_RETURN_IF_ERROR(run_range(step, layer + 1, true));
   tap_.abandon(step);

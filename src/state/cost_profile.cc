@@ -59,8 +59,13 @@ class Samples {
 // nothing in the arena has to move.
 class Measurement {
  public:
-  Measurement(Env& env, Engine& engine, ggml_type state_type, const ProgressFn& progress)
-      : env_(env), engine_(engine), state_type_(state_type), progress_(progress) {}
+  Measurement(Env& env, Engine& engine, const StateTypes& state_types, const ProgressFn& progress)
+      : env_(env), engine_(engine), state_types_(state_types), progress_(progress) {
+    // A layer that is kept as K and V alone is measured with what it would project without loss.
+    for (ggml_type& type : state_types_) {
+      if (type == GGML_TYPE_COUNT) type = GGML_TYPE_F32;
+    }
+  }
   ~Measurement() {
     if (seq_ >= 0) engine_.release_sequence(seq_).ignore("it exists");
   }
@@ -77,18 +82,25 @@ class Measurement {
       return resource_exhausted(
           fmt::format("measuring needs room in the KV arena, {} tokens are free", room));
     }
-    if (!engine_.can_project(state_type_)) {
-      return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
-                                       engine_.model().device().name(),
-                                       ggml_type_name(state_type_)));
+    size_t hidden_row = 0;
+    size_t hidden_rows = 0;
+    for (int layer = 0; layer < engine_.n_layer(); ++layer) {
+      if (!engine_.can_project(state_types_[layer], layer)) {
+        return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
+                                         engine_.model().device().name(),
+                                         ggml_type_name(state_types_[layer])));
+      }
+      hidden_row = std::max(hidden_row, engine_.hidden_row_bytes(state_types_[layer]));
+      hidden_rows += engine_.hidden_row_bytes(state_types_[layer]);
     }
+    hidden_bytes_ = static_cast<int64_t>(hidden_rows) / engine_.n_layer();
     HCACHE_ASSIGN_OR_RETURN(seq_, engine_.create_sequence());
     HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(seq_, depth_ + max_rows_));
 
     const auto n_vocab = static_cast<int32_t>(engine_.model().hparams().n_vocab);
     for (int32_t i = 0; i < max_rows_; ++i) tokens_.push_back(i % n_vocab);
     // Zero rows are valid in every type, and no value makes these kernels faster or slower.
-    const size_t row = std::max(engine_.hidden_row_bytes(state_type_), 2 * engine_.kv_row_bytes());
+    const size_t row = std::max(hidden_row, 2 * engine_.kv_row_bytes());
     host_.resize(row * static_cast<size_t>(max_rows_));
 
     ggml_backend_dev_props props;
@@ -147,7 +159,7 @@ class Measurement {
     } else {
       HCACHE_ASSIGN_OR_RETURN(out->layer.load_kv, curve(load_));
     }
-    out->layer.hidden_bytes = static_cast<int64_t>(engine_.hidden_row_bytes(state_type_));
+    out->layer.hidden_bytes = hidden_bytes_;
     out->layer.kv_bytes = static_cast<int64_t>(kv_bytes);
     out->finish_s = finish_.typical();
 
@@ -264,12 +276,12 @@ class Measurement {
     for (int layer = 0; layer < layers; ++layer) {
       int64_t begun = env_.monotonic_ns();
       HCACHE_RETURN_IF_ERROR(
-          engine_.stage_hidden(seq_, layer, 0, n_rows, state_type_, host_.data()).status());
+          engine_.stage_hidden(seq_, layer, 0, n_rows, state_types_[layer], host_.data()).status());
       if (async_) {
         HCACHE_RETURN_IF_ERROR(engine_.synchronize());
         begun = env_.monotonic_ns();
       }
-      HCACHE_RETURN_IF_ERROR(engine_.project_staged(seq_, layer, 0, n_rows, state_type_));
+      HCACHE_RETURN_IF_ERROR(engine_.project_staged(seq_, layer, 0, n_rows, state_types_[layer]));
       HCACHE_RETURN_IF_ERROR(engine_.synchronize());
       total_s += static_cast<double>(env_.monotonic_ns() - begun) * 1e-9;
     }
@@ -294,7 +306,8 @@ class Measurement {
 
   Env& env_;
   Engine& engine_;
-  const ggml_type state_type_;
+  StateTypes state_types_;
+  int64_t hidden_bytes_ = 0;  // of a token's row, the layers' mean
   const ProgressFn& progress_;
   int64_t start_ns_ = 0;
   engine::SeqId seq_ = -1;
@@ -379,18 +392,19 @@ Result<CostProfile> parse_profile(const std::string& text) {
 constexpr int kProfileVersion = 3;
 
 std::string profile_key(const Engine& engine, const std::string& content_digest,
-                        ggml_type state_type) {
+                        const StateTypes& state_types) {
   const model::Device& device = engine.model().device();
   return fmt::format(
       "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
       kProfileVersion, content_digest, device.name(), device.kernel_identity(), device.n_threads(),
-      ggml_type_name(engine.options().kv_type), ggml_type_name(state_type),
+      ggml_type_name(engine.options().kv_type), describe(state_types),
       engine.uses_own_attention() ? "own" : "ggml", engine.options().max_batch_rows);
 }
 
 Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,
-                                         ggml_type state_type, const ProgressFn& progress) {
-  Measurement measurement(env, engine, state_type, progress);
+                                         const StateTypes& state_types,
+                                         const ProgressFn& progress) {
+  Measurement measurement(env, engine, state_types, progress);
   HCACHE_RETURN_IF_ERROR(measurement.open());
   HCACHE_RETURN_IF_ERROR(measurement.run());
   CostProfile profile;

@@ -73,30 +73,47 @@ std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type
   return ggml_row_size(*type, hparams.n_embd);
 }
 
-Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine) {
-  const ggml_type native = engine.native_hidden_type();
-  ggml_type type = native;
-  if (name == "f32") {
-    type = GGML_TYPE_F32;
-  } else if (name == "f16") {
-    type = GGML_TYPE_F16;
-  } else if (name == "bf16") {
-    type = GGML_TYPE_BF16;
-  } else if (name == "q8") {
+Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& engine) {
+  const auto type_of = [&](ggml_type native) {
+    if (name == "f32") return GGML_TYPE_F32;
+    if (name == "f16") return GGML_TYPE_F16;
+    if (name == "bf16") return GGML_TYPE_BF16;
+    if (name == "native") return native;
     const bool native_8_bit =
         native == GGML_TYPE_Q8_0 || native == GGML_TYPE_Q8_1 || native == GGML_TYPE_Q8_K;
-    type = native_8_bit ? native : GGML_TYPE_Q8_0;
-  } else if (name != "native") {
+    return native_8_bit ? native : GGML_TYPE_Q8_0;
+  };
+  if (name != "f32" && name != "f16" && name != "bf16" && name != "native" && name != "q8") {
     return invalid_argument(
         fmt::format("state type '{}' is none of native, f32, f16, bf16, q8", name));
   }
-  if (!engine.can_project(type)) {
-    return unimplemented(fmt::format(
-        "device {} can't project hidden states saved as {} with {} weights; choose "
-        "another --state-type",
-        engine.model().device().name(), ggml_type_name(type), engine.model().type_name()));
+  StateTypes types;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    types.push_back(type_of(engine.native_hidden_type(layer)));
+    if (types.back() != GGML_TYPE_COUNT && !engine.can_project(types.back(), layer)) {
+      return unimplemented(
+          fmt::format("device {} can't project hidden states saved as {} with {} weights; choose "
+                      "another --state-type",
+                      engine.model().device().name(), ggml_type_name(types.back()),
+                      engine.model().type_name()));
+    }
   }
-  return type;
+  return types;
+}
+
+std::string describe(const StateTypes& types) {
+  const auto name = [](ggml_type type) {
+    return type == GGML_TYPE_COUNT ? "none" : ggml_type_name(type);
+  };
+  std::string out;
+  for (size_t i = 0; i < types.size();) {
+    size_t end = i;
+    while (end < types.size() && types[end] == types[i]) ++end;
+    if (end - i == types.size()) return name(types[i]);
+    out += fmt::format("{}{}:{}", out.empty() ? "" : " ", name(types[i]), end - i);
+    i = end;
+  }
+  return out;
 }
 
 }  // namespace hcache::state

@@ -47,7 +47,7 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
     if (method == Method::kHidden && store::is_hidden(page.encoding)) {
       const auto type = hidden_type(page.encoding);
       if (type && page.bytes == engine.hidden_row_bytes(*type) * n_tokens &&
-          engine.can_project(*type)) {
+          engine.can_project(*type, layer)) {
         return &page;
       }
     }

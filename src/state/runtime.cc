@@ -55,6 +55,7 @@ class RuntimeImpl : public Runtime {
   Status open_profile();
   Status measure_profile();
   Status choose_save_plan();
+  void keep_hidden_where_lossless();
   // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
   [[nodiscard]] bool completes(const store::ChunkInfo& chunk) const;
   [[nodiscard]] std::string profile_dir() const {
@@ -79,7 +80,7 @@ class RuntimeImpl : public Runtime {
   bool profile_dirty_ = false;
   policy::SavePlan save_plan_;
   std::vector<uint8_t> tap_;
-  ggml_type state_type_ = GGML_TYPE_F32;
+  StateTypes state_types_;
 };
 
 Status RuntimeImpl::init() {
@@ -94,7 +95,7 @@ Status RuntimeImpl::init() {
   load.progress = report("loading the model");
   HCACHE_ASSIGN_OR_RETURN(model_, model::Model::load(options_.model_path, *device_, load));
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
-  HCACHE_ASSIGN_OR_RETURN(state_type_, parse_state_type(options_.state_type, *engine_));
+  HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
 
   const std::string digest_dir = join_path(options_.state_dir, "digests");
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
@@ -110,7 +111,7 @@ Status RuntimeImpl::init() {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
     HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
     HCACHE_RETURN_IF_ERROR(
-        engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_type = state_type_}));
+        engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_types = state_types_}));
   }
   return {};
 }
@@ -140,8 +141,8 @@ Status RuntimeImpl::open_store() {
 }
 
 Status RuntimeImpl::measure_profile() {
-  HCACHE_ASSIGN_OR_RETURN(
-      profile_, measure_cost_profile(env_, *engine_, profile_key_, state_type_, options_.progress));
+  HCACHE_ASSIGN_OR_RETURN(profile_, measure_cost_profile(env_, *engine_, profile_key_, state_types_,
+                                                         options_.progress));
   if (store_ && !options_.read_only_store && env_.nominal_read_bytes_per_s() == 0) {
     double total = 0;
     const std::vector<std::string> dirs =
@@ -163,7 +164,7 @@ Status RuntimeImpl::open_profile() {
     profile_ = *options_.profile;
     return {};
   }
-  profile_key_ = profile_key(*engine_, digest_, state_type_);
+  profile_key_ = profile_key(*engine_, digest_, state_types_);
   Result<CostProfile> known = load_cost_profile(env_, profile_dir(), profile_key_);
   if (known.ok() && (known->read_bytes_per_s > 0 || !store_)) {
     profile_ = std::move(*known);
@@ -198,6 +199,7 @@ Status RuntimeImpl::choose_save_plan() {
   request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
   HCACHE_ASSIGN_OR_RETURN(save_plan_, policy::plan_save(restore_costs(profile_, *engine_, 0),
                                                         request, previous ? &*previous : nullptr));
+  keep_hidden_where_lossless();
   tap_.clear();
   nlohmann::json layers = nlohmann::json::array();
   for (const policy::Encoding encoding : save_plan_.layers) {
@@ -211,11 +213,27 @@ Status RuntimeImpl::choose_save_plan() {
   return write_whole_file(env_, path, nlohmann::json{{"layers", layers}}.dump());
 }
 
+// A layer whose K and V weights have no type of hidden states in common is saved as K and V.
+void RuntimeImpl::keep_hidden_where_lossless() {
+  int n_changed = 0;
+  for (size_t i = 0; i < state_types_.size(); ++i) {
+    policy::Encoding& encoding = save_plan_.layers[i];
+    if (state_types_[i] != GGML_TYPE_COUNT || (encoding & policy::kHasHidden) == 0) continue;
+    encoding = policy::kHasKv;
+    ++n_changed;
+  }
+  if (n_changed == 0) return;
+  log::info(
+      "{} of {} layers are saved as K and V: no type of hidden states that is smaller serves the "
+      "weights of both without loss (--state-type f16 saves them with a loss)",
+      n_changed, state_types_.size());
+}
+
 bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
-  const auto hidden = hidden_encoding(state_type_);
   for (size_t i = 0; i < tap_.size(); ++i) {
     const auto layer = static_cast<uint16_t>(i);
-    if ((tap_[i] & engine::kTapHidden) != 0 && chunk.find_page(layer, *hidden) == nullptr) {
+    if ((tap_[i] & engine::kTapHidden) != 0 &&
+        chunk.find_page(layer, *hidden_encoding(state_types_[i])) == nullptr) {
       return false;
     }
     if ((tap_[i] & engine::kTapKv) != 0 &&

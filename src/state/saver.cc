@@ -27,6 +27,7 @@ constexpr int64_t kChunk = store::kChunkTokens;
 
 // One layer's rows of a chunk that is being filled, with room for a full one.
 struct PageBuffer {
+  ggml_type hidden_type = GGML_TYPE_COUNT;
   std::vector<std::byte> hidden;
   std::vector<std::byte> kv;  // K rows, and V rows from the middle on
 };
@@ -65,9 +66,7 @@ struct Captured {
   std::byte* block = nullptr;
   std::vector<CapturedLayer> layers;
   std::vector<CapturedRows> rows;
-  ggml_type hidden_type = GGML_TYPE_F32;
   ggml_type kv_type = GGML_TYPE_F16;
-  size_t hidden_row = 0;
   size_t kv_row = 0;
 };
 
@@ -156,9 +155,7 @@ class SaverImpl : public Saver {
     give(Captured{.block = block,
                   .layers = {capture.layers.begin(), capture.layers.end()},
                   .rows = {capture.rows.begin(), capture.rows.end()},
-                  .hidden_type = capture.hidden_type,
                   .kv_type = capture.kv_type,
-                  .hidden_row = capture.hidden_row_bytes,
                   .kv_row = capture.kv_row_bytes});
   }
   void drop(std::byte* block) override {
@@ -236,7 +233,6 @@ class SaverImpl : public Saver {
   std::vector<ReadyChunk> ready_;
   std::atomic<size_t> ready_bytes_ = 0;  // stats() reads it
   int64_t ready_since_ns_ = 0;
-  ggml_type hidden_type_ = GGML_TYPE_F32;
   ggml_type kv_type_;
 
   std::thread worker_;
@@ -446,6 +442,7 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
     const std::span<const std::byte> from = view.bytes;
     if (store::is_hidden(page.encoding)) {
       const size_t row = from.size() / n_in_chunk;
+      layers[page.layer].hidden_type = *hidden_type(page.encoding);
       layers[page.layer].hidden.resize(row * kChunk);
       std::memcpy(layers[page.layer].hidden.data(), from.data(), row * n_rows);
     } else {
@@ -464,7 +461,6 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
 
 // Cuts a captured step into its sequences' chunks.
 void SaverImpl::cut(const Captured& captured) {
-  hidden_type_ = captured.hidden_type;
   kv_type_ = captured.kv_type;
   for (const CapturedRows& rows : captured.rows) {
     const auto it = sequences_.find(rows.seq);
@@ -501,7 +497,7 @@ void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
       // A tail from the store may hold other encodings than are captured now: what only some of
       // the chunk's rows have is no page.
       const bool begun = open.n_rows > 0;
-      if (layer.hidden_offset < 0) page.hidden.clear();
+      if (layer.hidden_offset < 0 || layer.hidden_type != page.hidden_type) page.hidden.clear();
       if (layer.k_offset < 0) page.kv.clear();
       if (begun && ((layer.hidden_offset >= 0 && page.hidden.empty()) ||
                     (layer.k_offset >= 0 && page.kv.empty()))) {
@@ -509,8 +505,9 @@ void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
         return;
       }
       if (layer.hidden_offset >= 0) {
-        page.hidden.resize(captured.hidden_row * kChunk);
-        copy(page.hidden.data(), layer.hidden_offset, captured.hidden_row);
+        page.hidden_type = layer.hidden_type;
+        page.hidden.resize(layer.hidden_row_bytes * kChunk);
+        copy(page.hidden.data(), layer.hidden_offset, layer.hidden_row_bytes);
       }
       if (layer.k_offset >= 0) {
         page.kv.resize(2 * captured.kv_row * kChunk);
@@ -549,6 +546,7 @@ void SaverImpl::emit(SavedSequence& sequence) {
   } else {
     for (const PageBuffer& page : open.layers) {
       PageBuffer& tail = chunk.layers.emplace_back();
+      tail.hidden_type = page.hidden_type;
       const auto first_rows = [&](const std::byte* begin, size_t full_bytes,
                                   std::vector<std::byte>& to) {
         to.insert(to.end(), begin, begin + full_bytes / kChunk * open.n_rows);
@@ -599,7 +597,6 @@ void SaverImpl::write_ready() {
 }
 
 void SaverImpl::write(std::span<const ReadyChunk> chunks) {
-  const store::Encoding hidden = *hidden_encoding(hidden_type_);
   const store::ElementType kv_type = *element_type(kv_type_);
   std::vector<store::ChunkWrite> batch;
   for (const ReadyChunk& chunk : chunks) {
@@ -616,7 +613,9 @@ void SaverImpl::write(std::span<const ReadyChunk> chunks) {
     for (size_t i = 0; i < chunk.layers.size(); ++i) {
       const auto layer = static_cast<uint16_t>(i);
       const PageBuffer& page = chunk.layers[i];
-      if (!page.hidden.empty()) write.pages.push_back({layer, hidden, page.hidden});
+      if (!page.hidden.empty()) {
+        write.pages.push_back({layer, *hidden_encoding(page.hidden_type), page.hidden});
+      }
       if (!page.kv.empty()) write.pages.push_back({layer, store::Encoding::kKv, page.kv});
     }
   }

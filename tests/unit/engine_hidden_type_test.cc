@@ -135,7 +135,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(SmolLM2, RestoresBitForBitFromHiddenAndFromKv) {
   const model::Model& model = smollm2();
   const std::unique_ptr<Engine> e = make_engine(model, {.arena_tokens = 300, .max_batch_rows = 64});
-  EXPECT_EQ(e->native_hidden_type(), GGML_TYPE_Q8_1);
+  EXPECT_EQ(e->native_hidden_type(0), GGML_TYPE_Q8_1);
   RecordingSink sink;
   HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapHidden | kTapKv)));
   const Tokens tokens = random_tokens(model, 44, 1);

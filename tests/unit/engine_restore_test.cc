@@ -142,7 +142,7 @@ TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
     HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapHidden)));
     const Conversation c = converse(*e, tokens);
     HCACHE_EXPECT_OK(e->synchronize());
-    EXPECT_EQ(sink.hidden_type, e->native_hidden_type());
+    EXPECT_EQ(sink.hidden_type, e->native_hidden_type(0));
     EXPECT_TRUE(sink.saved[c.seq].layers[0].k.empty());
     const std::vector<Bytes> expected_kv = read_kv(*e, c.seq);
     const std::vector<Row> expected = append(*e, c.seq, more, 1);

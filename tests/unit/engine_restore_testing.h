@@ -61,7 +61,7 @@ class RecordingSink : public CaptureSink {
     for (const CapturedRows& rows : capture.rows) keep(data, capture, rows);
     reserved_.erase(it);
     ++n_published;
-    hidden_type = capture.hidden_type;
+    hidden_type = capture.layers.back().hidden_type;
   }
   void drop(std::byte* data) override {
     const auto it = reserved_.find(data);
@@ -96,7 +96,7 @@ class RecordingSink : public CaptureSink {
     };
     for (const CapturedLayer& layer : c.layers) {
       EXPECT_EQ(layer.k_offset < 0, layer.v_offset < 0);
-      part(layer.hidden_offset, c.hidden_row_bytes);
+      part(layer.hidden_offset, layer.hidden_row_bytes);
       part(layer.k_offset, c.kv_row_bytes);
       part(layer.v_offset, c.kv_row_bytes);
     }
@@ -123,7 +123,7 @@ class RecordingSink : public CaptureSink {
           const std::byte* from = data + offset + (rows.first_row + r) * row_bytes;
           into[rows.first_pos + r] = Bytes(from, from + row_bytes);
         };
-        take(c.layers[i].hidden_offset, c.hidden_row_bytes, to.layers[i].hidden);
+        take(c.layers[i].hidden_offset, c.layers[i].hidden_row_bytes, to.layers[i].hidden);
         take(c.layers[i].k_offset, c.kv_row_bytes, to.layers[i].k);
         take(c.layers[i].v_offset, c.kv_row_bytes, to.layers[i].v);
       }
@@ -201,7 +201,8 @@ inline void restore_kv(Engine& engine, UploadRing& ring, const SavedRows& saved,
 }
 
 inline CaptureOptions tap(const Engine& engine, uint8_t mask, ggml_type type = GGML_TYPE_COUNT) {
-  return {.layers = std::vector<uint8_t>(engine.n_layer(), mask), .hidden_type = type};
+  return {.layers = std::vector<uint8_t>(engine.n_layer(), mask),
+          .hidden_types = std::vector<ggml_type>(engine.n_layer(), type)};
 }
 
 // A conversation of prompts in odd pieces and decoded rows, beside another one in the same steps.

@@ -160,7 +160,7 @@ TEST_P(InvarianceTest, StepsMayInterleave) {
   const SeqId mover = new_sequence(*engine);
   const Tokens filler = random_tokens(model, 110, 7);
   append(*engine, mover, filler, 11, Output::kNone);
-  EXPECT_TRUE(engine->can_project(GGML_TYPE_F16));  // runs a graph of its own
+  EXPECT_TRUE(engine->can_project(GGML_TYPE_F16, 0));  // runs a graph of its own
   HCACHE_EXPECT_OK(engine->run_layers(step_a, 1, n_layer));
   HCACHE_EXPECT_OK(engine->run_layers(step_b, 2, n_layer));
   std::vector<Row> rows_a = copy(engine->finish(step_a).value());
@@ -567,7 +567,7 @@ TEST(Limits, RestorationChecksItsRows) {
   EXPECT_EQ(engine->load_kv(a, 0, 0, 0, data, data).status().code(), Code::kOutOfRange);
   EXPECT_EQ(engine->load_kv(7, 0, 0, 1, data, data).status().code(), Code::kInvalidArgument);
 
-  const ggml_type type = engine->native_hidden_type();
+  const ggml_type type = engine->native_hidden_type(0);
   EXPECT_EQ(engine->project_staged(a, 0, 0, 8, type).code(), Code::kFailedPrecondition);
   EXPECT_EQ(engine->stage_hidden(a, 0, 0, 33, type, data).status().code(), Code::kOutOfRange);
   EXPECT_EQ(engine->stage_hidden(a, 0, 30, 3, type, data).status().code(), Code::kOutOfRange);

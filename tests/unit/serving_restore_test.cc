@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/throttled_env.h"
+#include "mixture_models.h"
 #include "model/logits.h"
 #include "model_fixtures.h"
 #include "patience.h"
@@ -18,7 +19,9 @@
 namespace hcache::serving {
 namespace {
 
+using model::test::make_mixture;
 using model::test::make_tiny;
+using model::test::Mixture;
 using model::test::TempDir;
 using model::test::tiny_options;
 using scheduler::CacheUse;
@@ -194,7 +197,14 @@ Restored restore(const RuntimeOptions& options, const Reference& ref, const How&
 struct Case {
   const char* arch;
   int n_head_kv;
-  ggml_type type;
+  ggml_type type;  // of all weights, or
+  Mixture mixture = {};
+  int n_head = 4;  // of 64 each: 4 make rows of 256, 5 rows that no block of 256 divides
+
+  [[nodiscard]] std::string make(const TempDir& dir) const {
+    return mixture.name[0] != '\0' ? make_mixture(dir, mixture, n_head, n_head_kv)
+                                   : make_tiny(dir, tiny_options(arch, n_head_kv, type));
+  }
 };
 
 class RestoreTest : public testing::TestWithParam<Case> {};
@@ -202,20 +212,23 @@ class RestoreTest : public testing::TestWithParam<Case> {};
 TEST_P(RestoreTest, ContinuesAsIfNeverInterrupted) {
   const Case& c = GetParam();
   const TempDir dir;
-  const std::string model = make_tiny(dir, tiny_options(c.arch, c.n_head_kv, c.type));
+  const std::string model = c.make(dir);
   RuntimeOptions options = tiny_runtime(model, dir.file("state"));
   Reference ref;
-  ggml_type native = GGML_TYPE_COUNT;
+  // Integer products: a row's result does not depend on how many rows are multiplied at once, so
+  // recomputation and what follows are exact too. (IQ4_NL has another kernel for few rows.)
+  bool exact = c.mixture.ftype != LLAMA_FTYPE_MOSTLY_IQ4_XS;
   {
     const auto serving = open(options);
     ASSERT_NE(serving, nullptr);
-    native = serving->runtime().engine().native_hidden_type();
+    const engine::Engine& engine = serving->runtime().engine();
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      const ggml_type native = engine.native_hidden_type(layer);
+      exact = exact && (native == GGML_TYPE_Q8_0 || native == GGML_TYPE_Q8_1);
+    }
     ref = hold_conversation(*serving, 150, 21);
     ASSERT_TRUE(serving->close().ok());
   }
-  // Integer products: a row's result does not depend on how many rows are multiplied at once, so
-  // recomputation and what follows are exact too.
-  const bool exact = native == GGML_TYPE_Q8_0 || native == GGML_TYPE_Q8_1;
 
   for (const policy::Mode mode :
        {policy::Mode::kKv, policy::Mode::kHidden, policy::Mode::kPlan, policy::Mode::kNaiveHybrid,
@@ -262,6 +275,78 @@ INSTANTIATE_TEST_SUITE_P(Models, RestoreTest, testing::ValuesIn(all_cases()),
                                               ggml_type_name(info.param.type);
                            return name;
                          });
+
+std::vector<Case> all_mixtures() {
+  std::vector<Case> cases;
+  const std::vector<Mixture> mixtures = {{"Q4_K_M", LLAMA_FTYPE_MOSTLY_Q4_K_M},
+                                         {"Q5_K_M", LLAMA_FTYPE_MOSTLY_Q5_K_M},
+                                         {"Q3_K_L", LLAMA_FTYPE_MOSTLY_Q3_K_L},
+                                         {"Q6_K", LLAMA_FTYPE_MOSTLY_Q6_K},
+                                         {"IQ4_XS", LLAMA_FTYPE_MOSTLY_IQ4_XS}};
+  for (const Mixture& mixture : mixtures) {
+    for (const auto& [n_head, n_head_kv] :
+         {std::pair(4, 4), std::pair(4, 1), std::pair(5, 5), std::pair(5, 1)}) {
+      cases.push_back({"llama", n_head_kv, GGML_TYPE_F16, mixture, n_head});
+    }
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Mixtures, RestoreTest, testing::ValuesIn(all_mixtures()),
+                         [](const testing::TestParamInfo<Case>& info) {
+                           return std::string(info.param.mixture.name) + "_" +
+                                  std::to_string(info.param.n_head) + "heads_" +
+                                  std::to_string(info.param.n_head_kv) + "kv";
+                         });
+
+// What the layers of a mixture are saved in, and that it is what is read.
+TEST(Mixtures, EveryLayerHasATypeOfItsOwn) {
+  constexpr ggml_type kNone = GGML_TYPE_COUNT;
+  struct Expected {
+    Mixture mixture;
+    int n_head;
+    int n_head_kv;
+    std::vector<ggml_type> types;
+    ggml_type kv_type = GGML_TYPE_F16;
+  };
+  const Mixture q5 = {"Q5_K_M", LLAMA_FTYPE_MOSTLY_Q5_K_M};
+  const Mixture q3 = {"Q3_K_L", LLAMA_FTYPE_MOSTLY_Q3_K_L};
+  const Mixture odd = {"Q4_K_M", LLAMA_FTYPE_MOSTLY_Q4_K_M, GGML_TYPE_Q8_0};
+  for (const Expected& e : std::vector<Expected>{
+           // K Q5_K, V Q5_K or Q6_K
+           {q5, 4, 4, {GGML_TYPE_Q8_K, GGML_TYPE_Q8_K, GGML_TYPE_Q8_K}},
+           // K Q5_1, V Q5_1 or, in the last layer, Q8_0
+           {q5, 5, 5, {GGML_TYPE_Q8_1, GGML_TYPE_Q8_1, GGML_TYPE_Q8_1}},
+           // K Q4_0, V Q5_1
+           {q3, 5, 5, {GGML_TYPE_Q8_1, GGML_TYPE_Q8_1, GGML_TYPE_Q8_1}},
+           // K Q4_K, V Q8_0: what both consume is larger than K and V, unless these are F32
+           {odd, 4, 4, {kNone, kNone, kNone}},
+           {odd, 4, 4, {GGML_TYPE_F32, GGML_TYPE_F32, GGML_TYPE_F32}, GGML_TYPE_F32}}) {
+    SCOPED_TRACE(std::string(e.mixture.name) + " " + std::to_string(e.n_head));
+    const TempDir dir;
+    RuntimeOptions options =
+        tiny_runtime(make_mixture(dir, e.mixture, e.n_head, e.n_head_kv), dir.file("state"));
+    options.save = policy::SaveMode::kHidden;
+    options.engine.kv_type = e.kv_type;
+    Reference ref;
+    {
+      const auto serving = open(options);
+      ASSERT_NE(serving, nullptr);
+      const engine::Engine& engine = serving->runtime().engine();
+      for (int layer = 0; layer < engine.n_layer(); ++layer) {
+        EXPECT_EQ(engine.native_hidden_type(layer), e.types[static_cast<size_t>(layer)]) << layer;
+      }
+      ref = hold_conversation(*serving, 150, 21);
+      ASSERT_TRUE(serving->close().ok());
+    }
+    const Restored restored = restore(options, ref, {.mode = policy::Mode::kHidden, .save = false});
+    const bool as_kv = e.types[0] == kNone;
+    EXPECT_EQ(restored.record.kv_pages.disk > 0, as_kv);
+    EXPECT_EQ(restored.record.hidden_pages.disk > 0, !as_kv);
+    EXPECT_TRUE(restored.state == ref.state) << restored.record.schedule;
+    EXPECT_EQ(restored.record.restored_tokens, static_cast<int64_t>(ref.all().size()) - 1);
+  }
+}
 
 // --- One model, many circumstances ------------------------------------------------------------
 

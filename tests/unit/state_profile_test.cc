@@ -169,8 +169,8 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
     last = fraction;
     return true;
   };
-  const Result<CostProfile> p =
-      measure_cost_profile(Env::real(), *e, "key", e->native_hidden_type(), progress);
+  const Result<CostProfile> p = measure_cost_profile(
+      Env::real(), *e, "key", parse_state_type("native", *e).value(), progress);
   ASSERT_TRUE(p.ok()) << p.status().to_string();
   EXPECT_EQ(e->length(mine), 3);
   EXPECT_EQ(e->arena_free_cells(), free_before);
@@ -209,7 +209,7 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
 TEST_F(RealModel, MeasuringCanBeCancelled) {
   const auto e = engine({.arena_tokens = 256, .max_batch_rows = 64});
   const Result<CostProfile> p =
-      measure_cost_profile(Env::real(), *e, "key", e->native_hidden_type(),
+      measure_cost_profile(Env::real(), *e, "key", parse_state_type("native", *e).value(),
                            [](const std::string&, double) { return false; });
   EXPECT_EQ(p.code(), Code::kCancelled);
   EXPECT_EQ(e->arena_free_cells(), 256);
@@ -219,31 +219,38 @@ TEST_F(RealModel, AFullArenaIsSaid) {
   const auto e = engine({.arena_tokens = 256, .max_batch_rows = 64});
   const engine::SeqId mine = e->create_sequence().value();
   ASSERT_TRUE(e->reserve_rows(mine, 254).ok());
-  EXPECT_EQ(measure_cost_profile(Env::real(), *e, "key", e->native_hidden_type(), {}).code(),
+  EXPECT_EQ(measure_cost_profile(Env::real(), *e, "key", parse_state_type("native", *e).value(), {})
+                .code(),
             Code::kResourceExhausted);
 }
 
 TEST_F(RealModel, KeyTellsEverythingThatMatters) {
   const auto e = engine({.arena_tokens = 256, .max_batch_rows = 64});
-  const std::string key = profile_key(*e, "digest", GGML_TYPE_Q8_1);
-  EXPECT_NE(key, profile_key(*e, "other", GGML_TYPE_Q8_1));
-  EXPECT_NE(key, profile_key(*e, "digest", GGML_TYPE_F16));
+  const std::string key = profile_key(*e, "digest", StateTypes(30, GGML_TYPE_Q8_1));
+  EXPECT_NE(key, profile_key(*e, "other", StateTypes(30, GGML_TYPE_Q8_1)));
+  EXPECT_NE(key, profile_key(*e, "digest", StateTypes(30, GGML_TYPE_F16)));
   EXPECT_NE(key, profile_key(*engine({.arena_tokens = 256, .max_batch_rows = 32}), "digest",
                              GGML_TYPE_Q8_1));
   device_->set_n_threads(2);
-  EXPECT_NE(key, profile_key(*e, "digest", GGML_TYPE_Q8_1));
+  EXPECT_NE(key, profile_key(*e, "digest", StateTypes(30, GGML_TYPE_Q8_1)));
 }
 
 TEST_F(RealModel, StateTypesByName) {
   const auto e = engine({.arena_tokens = 256, .max_batch_rows = 64});
-  EXPECT_EQ(parse_state_type("native", *e).value(), GGML_TYPE_Q8_1);
-  EXPECT_EQ(parse_state_type("q8", *e).value(), GGML_TYPE_Q8_1);
-  EXPECT_EQ(parse_state_type("f32", *e).value(), GGML_TYPE_F32);
-  EXPECT_EQ(parse_state_type("f16", *e).value(), GGML_TYPE_F16);
-  EXPECT_EQ(parse_state_type("bf16", *e).value(), GGML_TYPE_BF16);
-  const Result<ggml_type> wrong = parse_state_type("q4", *e);
+  EXPECT_EQ(parse_state_type("native", *e).value(), StateTypes(30, GGML_TYPE_Q8_1));
+  EXPECT_EQ(parse_state_type("q8", *e).value(), StateTypes(30, GGML_TYPE_Q8_1));
+  EXPECT_EQ(parse_state_type("f32", *e).value(), StateTypes(30, GGML_TYPE_F32));
+  EXPECT_EQ(parse_state_type("f16", *e).value(), StateTypes(30, GGML_TYPE_F16));
+  EXPECT_EQ(parse_state_type("bf16", *e).value(), StateTypes(30, GGML_TYPE_BF16));
+  const Result<StateTypes> wrong = parse_state_type("q4", *e);
   EXPECT_EQ(wrong.code(), Code::kInvalidArgument);
   EXPECT_THAT(wrong.status().message(), HasSubstr("native, f32, f16, bf16, q8"));
+}
+
+TEST(Identity, StateTypesAreDescribedByRuns) {
+  EXPECT_EQ(describe(StateTypes(3, GGML_TYPE_Q8_1)), "q8_1");
+  EXPECT_EQ(describe({GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, GGML_TYPE_Q8_1, GGML_TYPE_COUNT}),
+            "q8_0:2 q8_1:1 none:1");
 }
 
 TEST(Identity, TypesMapBothWays) {

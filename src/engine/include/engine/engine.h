@@ -62,6 +62,8 @@ inline constexpr uint8_t kTapKv = 2;
 // Where one layer's rows lie in a captured block: row r of the step at offset + r * row_bytes.
 struct CapturedLayer {
   int64_t hidden_offset = -1;  // -1: not captured
+  ggml_type hidden_type = GGML_TYPE_COUNT;
+  size_t hidden_row_bytes = 0;
   int64_t k_offset = -1;
   int64_t v_offset = -1;
 };
@@ -79,9 +81,7 @@ struct StepCapture {
   std::span<const CapturedLayer> layers;
   std::span<const CapturedRows> rows;
   int n_rows = 0;  // of the whole step
-  ggml_type hidden_type = GGML_TYPE_F32;
   ggml_type kv_type = GGML_TYPE_F16;
-  size_t hidden_row_bytes = 0;
   size_t kv_row_bytes = 0;  // of K, and of V
   size_t n_bytes = 0;       // of the block
 };
@@ -101,8 +101,8 @@ class CaptureSink {
 
 struct CaptureOptions {
   std::vector<uint8_t> layers;  // per layer: kTapHidden | kTapKv; empty or all zero: off
-  // Type in which `hidden` is captured; COUNT: the native activation type (design: lossless).
-  ggml_type hidden_type = GGML_TYPE_COUNT;
+  // Per layer, the type in which `hidden` is captured; empty, or COUNT: native_hidden_type().
+  std::vector<ggml_type> hidden_types{};
 };
 
 // Rows of logits, valid until the engine's next step.
@@ -179,11 +179,13 @@ class Engine {
   // --- Capture -----------------------------------------------------------------------------
   // From the next step on. The sink must outlive its use; nullptr switches the tap off.
   Status set_capture(CaptureSink* sink, const CaptureOptions& options);
-  // The type `hidden` is saved in unless overridden.
-  [[nodiscard]] ggml_type native_hidden_type() const;
-  // True when hidden rows of `type` can be projected on this device (checked by a round trip when
-  // first asked).
-  bool can_project(ggml_type type);
+  // The type a layer's `hidden` is saved in unless overridden, which loses nothing that the
+  // products of K and V would have kept. COUNT where no type whose rows are smaller than K's and
+  // V's together does that for the types of both weights: such a layer is saved as K and V.
+  [[nodiscard]] ggml_type native_hidden_type(int layer) const;
+  // True when a layer's hidden rows of `type` can be projected on this device (checked by a round
+  // trip when first asked).
+  bool can_project(ggml_type type, int layer);
   [[nodiscard]] size_t kv_row_bytes() const;  // one token's K of one layer, and V's
   [[nodiscard]] size_t hidden_row_bytes(ggml_type type) const;
 

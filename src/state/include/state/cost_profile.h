@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "engine/engine.h"
 #include "policy/restore_plan.h"
+#include "state/identity.h"
 
 namespace hcache::state {
 
@@ -27,12 +28,12 @@ struct CostProfile {
 
 // The key of a profile: model digest, device and its kernels, threads, KV and state type.
 std::string profile_key(const engine::Engine& engine, const std::string& content_digest,
-                        ggml_type state_type);
+                        const StateTypes& state_types);
 
 // Runs real steps and projections on the engine (a few seconds; it needs an arena of at least
 // 2,048 free tokens, less gives a coarser profile). The engine's sequences are left as they were.
 Result<CostProfile> measure_cost_profile(Env& env, engine::Engine& engine, const std::string& key,
-                                         ggml_type state_type, const ProgressFn& progress);
+                                         const StateTypes& state_types, const ProgressFn& progress);
 
 // JSON files named by the key's hash under `dir`. kNotFound when there is none; kDataLoss when the
 // file can't be understood (measure again).

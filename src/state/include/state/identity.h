@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/ids.h"
 #include "base/status.h"
@@ -28,8 +29,15 @@ std::optional<store::ElementType> element_type(ggml_type type);
 std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type,
                                 store::Encoding encoding);
 
+// Per layer, the type that its hidden states are saved in. GGML_TYPE_COUNT: in none, the layer is
+// saved as K and V (see Engine::native_hidden_type).
+using StateTypes = std::vector<ggml_type>;
+
 // "--state-type": f32, f16, bf16, q8 (the native 8-bit type where there is one, else Q8_0), or
 // native. kInvalidArgument names the choices.
-Result<ggml_type> parse_state_type(const std::string& name, engine::Engine& engine);
+Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& engine);
+
+// "q8_1", or "q8_0:2 q8_1:1" where layers differ (the number of layers of each, in their order).
+std::string describe(const StateTypes& types);
 
 }  // namespace hcache::state
