@@ -562,7 +562,7 @@ class Starting(unittest.TestCase):
             self.assertEqual(done.returncode, 3, done.stderr)
             done = subprocess.run([PROGRAM, "serve", "-m", __file__, "--port", "0",
                                    "--state-dir", folder], capture_output=True, timeout=60)
-            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertEqual(done.returncode, 6, done.stderr)
 
     def test_host_memory_is_used_unless_it_is_refused(self):
         def capacity(*options):

@@ -310,8 +310,8 @@ TEST(HttpServerTest, AHandlerThatGivesNoAnswerIsA500) {
 
 TEST(HttpServerTest, WithoutRoutesYetEverythingIsA503) {
   Options options;
-  options.error_body = [](int status, std::string_view, std::string_view path) {
-    return ErrorBody{"text/plain", fmt::format("{} {}", status, path)};
+  options.error_body = [](int status, std::string_view, std::string_view) {
+    return ErrorBody{"text/plain", fmt::format("{} for now", status)};
   };
   auto server = Server::start(Env::real(), std::move(options));
   ASSERT_OK(server);
@@ -320,7 +320,7 @@ TEST(HttpServerTest, WithoutRoutesYetEverythingIsA503) {
     const auto answer = client.ask(request);
     EXPECT_EQ(answer.status, 503);
   }
-  EXPECT_EQ(client.ask(get("/hello")).body, "503 /hello");
+  EXPECT_EQ(client.ask(get("/hello")).body, "503 for now");
   Router router;
   router.add("GET", "/hello", [](const Request&, const std::shared_ptr<Responder>& responder) {
     responder->send(200, {}, "there");
