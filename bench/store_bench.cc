@@ -147,7 +147,7 @@ Status run(const Options& options) {
       readings[2].bytes_per_s, stats.requests,
       static_cast<double>(stats.disk_bytes) / static_cast<double>(stats.requests),
       static_cast<double>(stats.disk_bytes) / static_cast<double>(stats.page_bytes), raw,
-      static_cast<double>(stat.allocated_bytes + stat.catalog_bytes) /
+      static_cast<double>(stat.allocated_bytes + stat.catalog_bytes + stat.record_bytes) /
           static_cast<double>(stat.page_bytes),
       stat.catalog_bytes);
   match = Match{};

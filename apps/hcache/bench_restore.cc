@@ -362,8 +362,9 @@ Result<Json> store_json(const RestoreBenchArgs& args, state::Runtime& runtime) {
   HCACHE_ASSIGN_OR_RETURN(const store::StoreStat stat, runtime.store()->stat());
   const model::HParams& hp = runtime.model().hparams();
   const double kv_f16 = 2.0 * 2.0 * hp.n_layer * hp.n_embd_kv();
-  const double per_token = static_cast<double>(stat.allocated_bytes + stat.catalog_bytes) /
-                           static_cast<double>(std::max<uint64_t>(stat.tokens, 1));
+  const double per_token =
+      static_cast<double>(stat.allocated_bytes + stat.catalog_bytes + stat.record_bytes) /
+      static_cast<double>(std::max<uint64_t>(stat.tokens, 1));
   return Json{{"save", args.runtime.save},
               {"schedule", runtime.save_plan().schedule},
               {"tokens", stat.tokens},

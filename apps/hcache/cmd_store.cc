@@ -1,4 +1,4 @@
-// hcache store stat|ls|verify|gc|export|import|rm: looks after the saved state.
+// hcache store stat|ls|verify|repair|gc|export|import|rm: looks after the saved state.
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -30,6 +30,11 @@ struct ListArgs : StoreArgs {
 struct VerifyArgs : StoreArgs {
   bool repair =
       flag(&repair, "--repair", "drop damaged pages, so that what they held is recomputed");
+};
+
+struct RepairArgs : StoreArgs {
+  bool rebuild =
+      flag(&rebuild, "--rebuild", "make the catalog anew even if nothing seems wrong with it");
 };
 
 struct ExportArgs : StoreArgs {
@@ -80,7 +85,7 @@ std::string format_time(int64_t wall_ns) {
 Status stat(const StoreArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, true));
   HCACHE_ASSIGN_OR_RETURN(const store::StoreStat s, store->stat());
-  const uint64_t total = s.allocated_bytes + s.catalog_bytes;
+  const uint64_t total = s.allocated_bytes + s.catalog_bytes + s.record_bytes;
   const double per_token =
       s.tokens == 0 ? 0 : static_cast<double>(total) / static_cast<double>(s.tokens);
   if (args.json) {
@@ -92,6 +97,7 @@ Status stat(const StoreArgs& args) {
                  {"page_bytes", s.page_bytes},
                  {"allocated_bytes", s.allocated_bytes},
                  {"catalog_bytes", s.catalog_bytes},
+                 {"record_bytes", s.record_bytes},
                  {"bytes_per_token", per_token},
                  {"disks", Json::array()}};
     for (const store::DiskStat& d : s.disks) {
@@ -105,8 +111,9 @@ Status stat(const StoreArgs& args) {
   }
   fmt::print("sessions      {}\n", s.sessions);
   fmt::print("chunks        {} holding {} tokens in {} pages\n", s.chunks, s.tokens, s.pages);
-  fmt::print("on disk       {} of pages, {} of catalog; {:.0f} bytes per token\n",
-             format_bytes(s.allocated_bytes), format_bytes(s.catalog_bytes), per_token);
+  fmt::print("on disk       {} of pages, {} of catalog, {} of records; {:.0f} bytes per token\n",
+             format_bytes(s.allocated_bytes), format_bytes(s.catalog_bytes),
+             format_bytes(s.record_bytes), per_token);
   fmt::print("quota         {}\n", s.quota_bytes == 0 ? "none" : format_bytes(s.quota_bytes));
   std::vector<std::vector<std::string>> rows = {{"folder", "segments", "pages", "free"}};
   for (const store::DiskStat& d : s.disks) {
@@ -225,6 +232,51 @@ Status verify(const VerifyArgs& args) {
   return data_loss(fmt::format("{} damaged pages, {} damaged catalog entries{}",
                                report.damaged_pages.size(), report.damaged_catalog.size(),
                                args.repair ? "" : "; --repair drops the pages"));
+}
+
+Status repair(const RepairArgs& args) {
+  ProgressLine line;
+  store::StoreOptions options;
+  options.dirs = args.folders.stores;
+  options.recovery_progress = [&](std::string_view what, double fraction) {
+    return line.update(std::string(what), fraction);
+  };
+  const auto repaired = store::Store::repair(Env::real(), options, args.rebuild);
+  line.finish();
+  HCACHE_RETURN_IF_ERROR(repaired.status());
+  const store::RepairReport& r = *repaired;
+  if (args.json) {
+    return write_json({{"clean", r.clean()},
+                       {"damage", r.damage},
+                       {"set_aside", r.set_aside},
+                       {"chunks_kept", r.chunks_kept},
+                       {"chunks_found", r.chunks_found},
+                       {"chunks_dropped", r.chunks_dropped},
+                       {"pages_dropped", r.pages_dropped},
+                       {"sessions_kept", r.sessions_kept},
+                       {"sessions_found", r.sessions_found},
+                       {"records_written", r.records_written},
+                       {"records_erased", r.records_erased}},
+                      "");
+  }
+  if (r.clean()) fmt::print("nothing to repair\n");
+  if (!r.damage.empty()) {
+    fmt::print("catalog       made anew: {}\n", r.damage);
+    if (!r.set_aside.empty()) {
+      fmt::print("old catalog   {} (`hcache store gc` removes it)\n", r.set_aside);
+    }
+    fmt::print("kept          {} chunks, {} sessions\n", r.chunks_kept, r.sessions_kept);
+  }
+  if (r.chunks_found + r.sessions_found > 0) {
+    fmt::print("found again   {} chunks, {} sessions\n", r.chunks_found, r.sessions_found);
+  }
+  if (r.chunks_dropped + r.pages_dropped > 0) {
+    fmt::print("dropped       {} chunks, {} pages\n", r.chunks_dropped, r.pages_dropped);
+  }
+  if (r.records_written + r.records_erased > 0) {
+    fmt::print("records       {} written, {} erased\n", r.records_written, r.records_erased);
+  }
+  return {};
 }
 
 Status gc(const StoreArgs& args) {
@@ -372,6 +424,8 @@ void add_store(CLI::App& app, Verb* verb) {
                       stat);
   add_verb<ListArgs>(*group, verb, "ls", "List the conversations, or the chunks", list);
   add_verb<VerifyArgs>(*group, verb, "verify", "Read everything and check every byte", verify);
+  add_verb<RepairArgs>(*group, verb, "repair",
+                       "Compare the catalog with what the disks say, and mend it", repair);
   add_verb<StoreArgs>(*group, verb, "gc", "Give back room that nothing uses", gc);
   add_verb<ExportArgs>(*group, verb, "export", "Write a conversation with its state to a file",
                        export_session);

@@ -18,7 +18,7 @@ Result<StoreStat> StoreImpl::stat() {
     catalog_->checkpoint().ignore("the figure is larger, not wrong");
   }
   StoreStat out;
-  out.format_version = kFormatVersion;
+  out.format_version = catalog_->format();
   out.quota_bytes = options_.quota_bytes;
   cache_.describe(&out);
   if (remote_ != nullptr) out.remote = remote_->stat();
@@ -52,6 +52,7 @@ Result<StoreStat> StoreImpl::stat() {
   }));
   HCACHE_ASSIGN_OR_RETURN(out.sessions, catalog_->count_sessions());
   out.catalog_bytes = catalog_->allocated_bytes(env_);
+  out.record_bytes = record_file_bytes();
   return out;
 }
 
@@ -108,7 +109,8 @@ Result<std::uint64_t> StoreImpl::remove(const RemoveFilter& filter) {
   }
   std::vector<ChunkRecord> victims;
   for (const ChunkId& id : chosen) victims.push_back(std::move(all.at(id)));
-  return removal_->erase(std::move(victims));
+  // Durably: what a user has deleted must not come back from its records.
+  return removal_->erase(std::move(victims), true);
 }
 
 }  // namespace hcache::store

@@ -2,15 +2,15 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
-#include <map>
 
-#include "base/sync.h"
+#include "bytes.h"
+#include "catalog_connection.h"
 
 namespace hcache::store {
 namespace {
 
-constexpr const char* kFileName = "catalog.db";
 constexpr int kBusyTimeoutMs = 10'000;
 constexpr int kScanRows = 256;
 constexpr const char* kSchema = R"sql(
@@ -23,16 +23,31 @@ CREATE TABLE chunk(
   first_token INTEGER NOT NULL,
   position INTEGER NOT NULL,
   last_used INTEGER NOT NULL,
-  body BLOB NOT NULL);
+  body BLOB NOT NULL,
+  record INTEGER NOT NULL DEFAULT 0);
 CREATE UNIQUE INDEX chunk_by_id ON chunk(id);
 CREATE INDEX chunk_by_parent ON chunk(parent, first_token);
 CREATE INDEX chunk_by_use ON chunk(last_used, position DESC);
-CREATE TABLE session(name TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE session(
+  name TEXT PRIMARY KEY,
+  body BLOB NOT NULL,
+  record INTEGER NOT NULL DEFAULT 0);
 )sql";
+// From format 1, which has no records.
+constexpr const char* kUpgrade = R"sql(
+ALTER TABLE chunk ADD COLUMN record INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE session ADD COLUMN record INTEGER NOT NULL DEFAULT 0;
+)sql";
+constexpr std::uint32_t kFirstFormatWithRecords = 2;
 
-// The key of `meta` under which a salt's owner stands.
-constexpr std::string_view kOwnerPrefix = "owner:";
-std::string owner_key(const SaltId& salt) { return std::string(kOwnerPrefix) + to_hex(salt); }
+// `meta`'s second account of the format and the store's id: SQLite's own header has no check.
+std::string encode_header(std::uint32_t format, const StoreId& store) {
+  Writer w;
+  w.number(format).id(store);
+  const std::uint64_t check = checksum(std::as_bytes(std::span<const char>(w.out())));
+  w.number(check);
+  return std::move(w.out());
+}
 
 Code code_of(int rc) {
   switch (rc & 0xff) {
@@ -56,123 +71,9 @@ Code code_of(int rc) {
 
 }  // namespace
 
-struct Catalog::Connection {
-  Mutex mutex;
-  sqlite3* db HCACHE_GUARDED_BY(mutex) = nullptr;
-  // By the address of a literal.
-  std::map<const char*, sqlite3_stmt*> statements HCACHE_GUARDED_BY(mutex);
-
-  Connection() = default;
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
-  ~Connection() {
-    for (const auto& [unused, statement] : statements) sqlite3_finalize(statement);
-    sqlite3_close(db);
-  }
-
-  int exec(const char* sql) const HCACHE_REQUIRES(mutex) {
-    return sqlite3_exec(db, sql, nullptr, nullptr, nullptr);
-  }
-};
-
-// A prepared statement in use; it is reset when it goes, with the lock still held.
-class Catalog::Statement {
- public:
-  Statement(Connection& connection, const char* sql) HCACHE_REQUIRES(connection.mutex) {
-    sqlite3_stmt*& cached = connection.statements[sql];
-    if (cached == nullptr) {
-      rc_ = sqlite3_prepare_v3(connection.db, sql, -1, SQLITE_PREPARE_PERSISTENT, &cached, nullptr);
-    }
-    statement_ = cached;
-  }
-  Statement(const Statement&) = delete;
-  Statement& operator=(const Statement&) = delete;
-  ~Statement() {
-    if (statement_ == nullptr) return;
-    sqlite3_reset(statement_);
-    sqlite3_clear_bindings(statement_);
-  }
-
-  Statement& bind(std::int64_t value) {
-    if (rc_ == SQLITE_OK) rc_ = sqlite3_bind_int64(statement_, ++bound_, value);
-    return *this;
-  }
-  Statement& bind_text(std::string_view text) {
-    if (rc_ == SQLITE_OK) {
-      rc_ = sqlite3_bind_text(statement_, ++bound_, text.data(), static_cast<int>(text.size()),
-                              SQLITE_TRANSIENT);
-    }
-    return *this;
-  }
-  Statement& bind_blob(std::string_view bytes) {
-    if (rc_ == SQLITE_OK) {
-      rc_ = sqlite3_bind_blob64(statement_, ++bound_, bytes.data(), bytes.size(), SQLITE_TRANSIENT);
-    }
-    return *this;
-  }
-  template <typename Tag>
-  Statement& bind_id(const Id128<Tag>& id) {
-    return bind_blob({reinterpret_cast<const char*>(id.bytes.data()), id.bytes.size()});
-  }
-
-  // True for a row, false at the end or on an error (then rc() is neither SQLITE_OK nor _DONE).
-  bool step() {
-    if (rc_ != SQLITE_OK && rc_ != SQLITE_ROW) return false;
-    rc_ = sqlite3_step(statement_);
-    return rc_ == SQLITE_ROW;
-  }
-  [[nodiscard]] bool failed() const {
-    return rc_ != SQLITE_OK && rc_ != SQLITE_ROW && rc_ != SQLITE_DONE;
-  }
-  // For statements without rows.
-  bool run() {
-    step();
-    return !failed();
-  }
-
-  [[nodiscard]] std::int64_t number(int column) const {
-    return sqlite3_column_int64(statement_, column);
-  }
-  [[nodiscard]] std::string_view bytes(int column) const {
-    const void* data = sqlite3_column_blob(statement_, column);
-    const int size = sqlite3_column_bytes(statement_, column);
-    if (data == nullptr || size <= 0) return {};
-    return {static_cast<const char*>(data), static_cast<std::size_t>(size)};
-  }
-  // False unless the column has exactly an id's size.
-  template <typename Id>
-  bool id(int column, Id* out) const {
-    const std::string_view text = bytes(column);
-    if (text.size() != out->bytes.size()) return false;
-    std::memcpy(out->bytes.data(), text.data(), text.size());
-    return true;
-  }
-
- private:
-  sqlite3_stmt* statement_ = nullptr;
-  int rc_ = SQLITE_OK;
-  int bound_ = 0;
-};
-
-namespace {
-
-// Columns: seq, id, last_used, body.
-template <typename Statement>
-ChunkRow read_row(const Statement& s) {
-  ChunkId id;
-  if (!s.id(1, &id)) {
-    return {id, s.number(0), s.number(2),
-            data_loss(fmt::format("catalog row {}: no id", s.number(0)))};
-  }
-  return {id, s.number(0), s.number(2), decode_chunk(id, s.bytes(3))};
-}
-
-}  // namespace
-
 Catalog::~Catalog() = default;
 
 Status Catalog::error(const Connection& c, const char* what) const {
-  c.mutex.assert_held();
   const int rc = sqlite3_extended_errcode(c.db);
   return {code_of(rc), fmt::format("catalog {}: cannot {}: {}", path_, what, sqlite3_errmsg(c.db))};
 }
@@ -180,7 +81,6 @@ Status Catalog::error(const Connection& c, const char* what) const {
 Result<std::unique_ptr<Catalog::Connection>> Catalog::connect(const CatalogOptions& options,
                                                               bool read_only) const {
   auto c = std::make_unique<Connection>();
-  const MutexLock lock(c->mutex);
   const int flags =
       (read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE) | SQLITE_OPEN_NOMUTEX;
   const int rc = sqlite3_open_v2(path_.c_str(), &c->db, flags,
@@ -209,7 +109,7 @@ Result<std::unique_ptr<Catalog::Connection>> Catalog::connect(const CatalogOptio
 
 Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& options) {
   std::unique_ptr<Catalog> catalog(new Catalog);
-  catalog->path_ = join_path(options.dir, kFileName);
+  catalog->path_ = join_path(options.dir, options.file);
   HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env.file_info(catalog->path_));
   if (options.read_only) {
     if (!info.exists || info.size == 0) {
@@ -227,18 +127,27 @@ Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& o
     HCACHE_RETURN_IF_ERROR(env.sync_dir(options.dir));
   }
   HCACHE_ASSIGN_OR_RETURN(catalog->writer_, catalog->connect(options, false));
-  HCACHE_RETURN_IF_ERROR(catalog->create(env));
+  HCACHE_RETURN_IF_ERROR(catalog->create(env, options));
   HCACHE_RETURN_IF_ERROR(catalog->read_header());
+  if (catalog->format_ < kFormatVersion) HCACHE_RETURN_IF_ERROR(catalog->upgrade());
   if (options.vfs.empty()) {
     HCACHE_ASSIGN_OR_RETURN(catalog->reader_, catalog->connect(options, true));
   }
   return catalog;
 }
 
+Result<std::unique_ptr<Catalog>> Catalog::open_damaged(const CatalogOptions& options) {
+  std::unique_ptr<Catalog> catalog(new Catalog);
+  catalog->path_ = join_path(options.dir, options.file);
+  HCACHE_ASSIGN_OR_RETURN(catalog->writer_, catalog->connect(options, false));
+  // What is set aside stays as it was found.
+  sqlite3_db_config(catalog->writer_->db, SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1, nullptr);
+  return catalog;
+}
+
 // Makes the schema unless there is one. A crash leaves all of it or none.
-Status Catalog::create(Env& env) {
+Status Catalog::create(Env& env, const CatalogOptions& options) {
   Connection& c = *writer_;
-  const MutexLock lock(c.mutex);
   std::int64_t version = 0;
   std::int64_t tables = 0;
   {
@@ -252,18 +161,35 @@ Status Catalog::create(Env& env) {
     tables = get_tables.number(0);
   }
   if (version != 0 || tables != 0) return {};
-  StoreId id;
-  for (std::size_t i = 0; i < id.bytes.size(); i += 8) {
+  StoreId id = options.store_id;
+  for (std::size_t i = 0; options.store_id.is_zero() && i < id.bytes.size(); i += 8) {
     const std::uint64_t random = env.random_u64();
     std::memcpy(&id.bytes[i], &random, 8);
   }
+  return change_schema(kSchema, [&] {
+    Statement put(c, "INSERT INTO meta(key, value) VALUES('store', ?1)");
+    if (!put.bind_id(id).run()) return false;
+    store_id_ = id;
+    return true;
+  });
+}
+
+Status Catalog::upgrade() {
+  format_ = kFormatVersion;
+  return change_schema(kUpgrade, [] { return true; });
+}
+
+// Runs the statements, writes the headers, and marks the catalog as open, all or nothing.
+Status Catalog::change_schema(const char* sql, const std::function<bool()>& more) {
+  Connection& c = *writer_;
   const std::string header = fmt::format("PRAGMA application_id={}; PRAGMA user_version={};",
                                          kApplicationId, kFormatVersion);
   if (c.exec("BEGIN IMMEDIATE") != SQLITE_OK) return error(c, "create its schema");
-  bool ok = c.exec(kSchema) == SQLITE_OK && c.exec(header.c_str()) == SQLITE_OK;
+  bool ok = c.exec(sql) == SQLITE_OK && c.exec(header.c_str()) == SQLITE_OK && more();
   if (ok) {
-    Statement put(c, "INSERT INTO meta(key, value) VALUES('store', ?1)");
-    ok = put.bind_id(id).run();
+    Statement put(c, "INSERT OR REPLACE INTO meta(key, value) VALUES('header', ?1), (?2, x'01')");
+    const std::string text = encode_header(kFormatVersion, store_id_);
+    ok = put.bind_blob(text).bind_text(kOpenKey).run();
   }
   if (ok) ok = c.exec("COMMIT") == SQLITE_OK;
   if (ok) return {};
@@ -274,7 +200,6 @@ Status Catalog::create(Env& env) {
 
 Status Catalog::read_header() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
   std::int64_t application = 0;
   std::int64_t version = 0;
   {
@@ -290,22 +215,49 @@ Status Catalog::read_header() {
   if (application != kApplicationId) {
     return data_loss(fmt::format("{} is not the catalog of a store (or is damaged)", path_));
   }
-  if (version != kFormatVersion) {
-    return unimplemented(fmt::format("the store of {} has format {}; this program knows {}", path_,
-                                     version, kFormatVersion));
-  }
   Statement s(c, "SELECT value FROM meta WHERE key = 'store'");
   const bool row = s.step();
   if (s.failed()) return error(c, "read the store's id");
-  if (!row || !s.id(0, &store_id_)) {
-    return data_loss(fmt::format("catalog {} is damaged: it has no store id", path_));
+  const bool has_id = row && s.id(0, &store_id_);
+  Statement h(c, "SELECT value FROM meta WHERE key = 'header'");
+  const std::string header(h.step() ? h.bytes(0) : std::string_view());
+  if (h.failed()) return error(c, "read its header");
+  format_ = static_cast<std::uint32_t>(version);
+  // The first format has no such row; in any other the two accounts agree.
+  const bool agrees = version == 1 ? header.empty() : header == encode_header(format_, store_id_);
+  if (!has_id || !agrees || version == 0) {
+    return data_loss(fmt::format("the header of catalog {} is damaged", path_));
+  }
+  if (version > kFormatVersion) {
+    return unimplemented(fmt::format("the store of {} has format {}; this program knows {}", path_,
+                                     version, kFormatVersion));
   }
   return {};
 }
 
+Result<bool> Catalog::mark_open() {
+  Connection& c = *writer_;
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  {
+    Statement s(c, "SELECT 1 FROM meta WHERE key = ?1");
+    const bool marked = s.bind_text(kOpenKey).step();
+    if (s.failed()) return error(c, "read whether it is open");
+    if (marked) return true;
+  }
+  {
+    Statement s(c, "INSERT INTO meta(key, value) VALUES(?1, x'01')");
+    if (!s.bind_text(kOpenKey).run()) return error(c, "mark it as open");
+  }
+  // In the database itself: the log may be lost with what it says.
+  const int rc =
+      sqlite3_wal_checkpoint_v2(c.db, nullptr, SQLITE_CHECKPOINT_PASSIVE, nullptr, nullptr);
+  if (rc != SQLITE_OK && (rc & 0xff) != SQLITE_BUSY) return error(c, "mark it as open");
+  return false;
+}
+
 Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk WHERE id = ?1");
   if (!s.bind_id(id).step()) {
     if (s.failed()) return error(c, "look a chunk up");
@@ -322,7 +274,7 @@ Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
 Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
                                                    std::int32_t first_token) {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   std::vector<ChunkRecord> out;
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk WHERE parent = ?1 AND first_token = ?2"
@@ -338,7 +290,7 @@ Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
 
 Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   Statement s(c, "SELECT body FROM session WHERE name = ?1");
   if (!s.bind_text(name).step()) {
     if (s.failed()) return error(c, "look a session up");
@@ -350,7 +302,7 @@ Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
 
 Result<std::vector<std::string>> Catalog::session_names() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "SELECT name FROM session ORDER BY name");
   while (s.step()) out.emplace_back(s.bytes(0));
@@ -360,7 +312,7 @@ Result<std::vector<std::string>> Catalog::session_names() {
 
 Result<std::vector<std::uint32_t>> Catalog::disks() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   std::vector<std::uint32_t> out;
   Statement s(c, "SELECT disk FROM disk ORDER BY disk");
   while (s.step()) {
@@ -376,7 +328,7 @@ Result<std::vector<std::uint32_t>> Catalog::disks() {
 
 Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   std::unordered_map<SaltId, SaltId> out;
   Statement s(c, "SELECT key, value FROM meta WHERE key > 'owner:' AND key < 'owner;'");
   while (s.step()) {
@@ -392,11 +344,17 @@ Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
 
 Result<std::uint64_t> Catalog::count_sessions() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   Statement s(c, "SELECT count(*) FROM session");
   if (!s.step()) return error(c, "count sessions");
   return static_cast<std::uint64_t>(s.number(0));
 }
+
+namespace {
+RecordRef read_ref(const auto& s, int column, std::size_t body, const ChunkRow& row) {
+  return {record_key(row.id), RecordPlace::unpack(s.number(column)), record_bytes(0, body)};
+}
+}  // namespace
 
 Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
   Connection& c = reader();
@@ -404,12 +362,16 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
   while (true) {
     std::vector<ChunkRow> rows;
     {
-      const MutexLock lock(c.mutex);
-      Statement s(
-          c, "SELECT seq, id, last_used, body FROM chunk WHERE seq > ?1 ORDER BY seq LIMIT ?2");
+      const std::lock_guard<std::mutex> lock(c.mutex);
+      const bool with_records = format_ >= kFirstFormatWithRecords;
+      Statement s(c, with_records ? "SELECT seq, id, last_used, body, record FROM chunk"
+                                    " WHERE seq > ?1 ORDER BY seq LIMIT ?2"
+                                  : "SELECT seq, id, last_used, body FROM chunk"
+                                    " WHERE seq > ?1 ORDER BY seq LIMIT ?2");
       s.bind(last).bind(kScanRows);
       while (s.step()) {
         rows.push_back(read_row(s));
+        if (with_records) rows.back().record_ref = read_ref(s, 4, s.bytes(3).size(), rows.back());
         // A damaged tree may give keys in any order; a scan must end all the same.
         if (rows.back().seq <= last) return data_loss("catalog " + path_ + ": rows out of order");
         last = rows.back().seq;
@@ -423,9 +385,76 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
   }
 }
 
+Result<std::vector<SessionRow>> Catalog::session_records() {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  std::vector<SessionRow> out;
+  Statement s(c, "SELECT name, record, body FROM session ORDER BY name");
+  while (s.step()) {
+    SessionRow& row = out.emplace_back();
+    row.name = s.bytes(0);
+    row.record_ref = {record_key(row.name), RecordPlace::unpack(s.number(1)),
+                      record_bytes(row.name.size(), s.bytes(2).size())};
+    row.intact = decode_session(row.name, s.bytes(2)).ok();
+  }
+  if (s.failed()) return error(c, "list sessions");
+  return out;
+}
+
+Result<std::optional<RecordPlace>> Catalog::record_of(const ChunkId& id) {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  Statement s(c, "SELECT record FROM chunk WHERE id = ?1");
+  if (s.bind_id(id).step()) return std::optional(RecordPlace::unpack(s.number(0)));
+  if (s.failed()) return error(c, "look a chunk up");
+  return std::optional<RecordPlace>();
+}
+
+Status Catalog::by_use(const std::function<bool(ChunkRow&&)>& visit) {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  Statement s(c, "SELECT seq, id, last_used, body FROM chunk ORDER BY last_used DESC");
+  while (s.step()) {
+    if (!visit(read_row(s))) return {};
+  }
+  if (s.failed()) return error(c, "read chunks by their use");
+  return {};
+}
+
+Status Catalog::salvage_chunks(const std::function<bool(ChunkRow&&)>& visit) {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  // From both ends: what is damaged in between ends each of them.
+  for (const char* sql : {"SELECT seq, id, last_used, body FROM chunk ORDER BY seq",
+                          "SELECT seq, id, last_used, body FROM chunk ORDER BY seq DESC"}) {
+    Statement s(c, sql);
+    while (s.step()) {
+      ChunkRow row = read_row(s);
+      if (row.record.ok() && !visit(std::move(row))) return {};
+    }
+    if (!s.failed()) return {};
+  }
+  return error(c, "read chunks");
+}
+
+Status Catalog::salvage_sessions(const std::function<bool(Session&&)>& visit) {
+  Connection& c = reader();
+  const std::lock_guard<std::mutex> lock(c.mutex);
+  for (const char* sql : {"SELECT name, body FROM session ORDER BY rowid",
+                          "SELECT name, body FROM session ORDER BY rowid DESC"}) {
+    Statement s(c, sql);
+    while (s.step()) {
+      auto session = decode_session(s.bytes(0), s.bytes(1));
+      if (session.ok() && !visit(std::move(*session))) return {};
+    }
+    if (!s.failed()) return {};
+  }
+  return error(c, "read sessions");
+}
+
 Result<std::vector<std::string>> Catalog::sqlite_check() {
   Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  const std::lock_guard<std::mutex> lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "PRAGMA integrity_check(20)");
   while (s.step()) {
@@ -445,174 +474,9 @@ std::uint64_t Catalog::allocated_bytes(Env& env) const {
   return sum;
 }
 
-// The lock goes with the transaction, which gives it back in commit() or its destructor.
-Result<Catalog::Transaction> Catalog::begin() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
-  if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
-  writer_->mutex.lock();
-  if (writer_->exec("BEGIN IMMEDIATE") != SQLITE_OK) {
-    const Status status = error(*writer_, "begin a transaction");
-    writer_->mutex.unlock();
-    return status;
-  }
-  return Transaction(*this);
-}
-
-Catalog::Transaction::Transaction(Catalog& catalog) : catalog_(&catalog) {}
-
-Catalog::Transaction::Transaction(Transaction&& other) noexcept
-    : catalog_(other.catalog_), open_(other.open_) {
-  other.open_ = false;
-}
-
-Catalog::Transaction::~Transaction() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
-  if (!open_) return;
-  catalog_->writer_->exec("ROLLBACK");
-  catalog_->writer_->mutex.unlock();
-}
-
-Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last_used_ns) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  const ChunkInfo& info = record.info;
-  Statement s(c,
-              "INSERT INTO chunk(id, parent, first_token, position, last_used, body)"
-              " VALUES(?1, ?2, ?3, ?4, ?5, ?6)");
-  s.bind_id(info.id).bind_id(sibling_key(info.fingerprint, info.salt, info.parent));
-  s.bind(info.tokens.front()).bind(static_cast<std::int64_t>(info.first_position));
-  if (!s.bind(last_used_ns).bind_blob(encode_chunk(record)).run()) {
-    return catalog_->error(c, "add a chunk");
-  }
-  return {};
-}
-
-Status Catalog::Transaction::update(const ChunkRecord& record) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "UPDATE chunk SET body = ?2 WHERE id = ?1");
-  if (!s.bind_id(record.info.id).bind_blob(encode_chunk(record)).run()) {
-    return catalog_->error(c, "change a chunk");
-  }
-  return {};
-}
-
-Status Catalog::Transaction::erase(const ChunkId& id) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "DELETE FROM chunk WHERE id = ?1");
-  if (!s.bind_id(id).run()) return catalog_->error(c, "remove a chunk");
-  return {};
-}
-
-Status Catalog::Transaction::erase_row(std::int64_t seq) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "DELETE FROM chunk WHERE seq = ?1");
-  if (!s.bind(seq).run()) return catalog_->error(c, "remove a damaged row");
-  return {};
-}
-
-Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "UPDATE chunk SET last_used = ?2 WHERE id = ?1");
-  if (!s.bind_id(id).bind(last_used_ns).run()) return catalog_->error(c, "mark a chunk as used");
-  return {};
-}
-
-Status Catalog::Transaction::put_session(const Session& session) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "INSERT OR REPLACE INTO session(name, body) VALUES(?1, ?2)");
-  if (!s.bind_text(session.name).bind_blob(encode_session(session)).run()) {
-    return catalog_->error(c, "save a session");
-  }
-  return {};
-}
-
-Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "DELETE FROM session WHERE name = ?1");
-  if (!s.bind_text(name).run()) return catalog_->error(c, "delete a session");
-  *found = sqlite3_changes(c.db) > 0;
-  return {};
-}
-
-Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, ?2)");
-  if (!s.bind_text(owner_key(salt)).bind_id(owner).run())
-    return catalog_->error(c, "name an owner");
-  return {};
-}
-
-Status Catalog::Transaction::erase_owner(const SaltId& salt) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "DELETE FROM meta WHERE key = ?1");
-  if (!s.bind_text(owner_key(salt)).run()) return catalog_->error(c, "forget an owner");
-  return {};
-}
-
-Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_ns) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "INSERT OR IGNORE INTO disk(disk, created_ns) VALUES(?1, ?2)");
-  if (!s.bind(disk).bind(created_ns).run()) return catalog_->error(c, "add a disk");
-  return {};
-}
-
-Status Catalog::Transaction::leaves_by_use(const std::function<bool(ChunkRow&&)>& visit) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c,
-              "SELECT seq, id, last_used, body FROM chunk AS c"
-              " WHERE NOT EXISTS (SELECT 1 FROM chunk AS d WHERE d.parent = c.id)"
-              " ORDER BY last_used, position DESC");
-  while (s.step()) {
-    if (!visit(read_row(s))) return {};
-  }
-  if (s.failed()) return catalog_->error(c, "find unused chunks");
-  return {};
-}
-
-Result<std::optional<ChunkRow>> Catalog::Transaction::followed_by(const ChunkId& id,
-                                                                  std::int64_t n) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c,
-              "SELECT seq, id, last_used, body FROM chunk AS c WHERE id = ?1"
-              " AND (SELECT count(*) FROM chunk AS d WHERE d.parent = c.id) = ?2");
-  if (s.bind_id(id).bind(n).step()) return std::optional<ChunkRow>(read_row(s));
-  if (s.failed()) return catalog_->error(c, "count followers");
-  return std::optional<ChunkRow>();
-}
-
-Result<bool> Catalog::Transaction::has_children(const ChunkId& id) {
-  Connection& c = *catalog_->writer_;
-  c.mutex.assert_held();
-  Statement s(c, "SELECT 1 FROM chunk WHERE parent = ?1 LIMIT 1");
-  const bool found = s.bind_id(id).step();
-  if (s.failed()) return catalog_->error(c, "look for followers");
-  return found;
-}
-
-Status Catalog::Transaction::commit() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
-  Connection& c = *catalog_->writer_;
-  Status status;
-  if (c.exec("COMMIT") != SQLITE_OK) {
-    status = catalog_->error(c, "commit");
-    c.exec("ROLLBACK");
-  }
-  open_ = false;
-  c.mutex.unlock();
-  return status;
-}
-
 Status Catalog::checkpoint() {
   if (writer_ == nullptr) return {};
-  const MutexLock lock(writer_->mutex);
+  const std::lock_guard<std::mutex> lock(writer_->mutex);
   const int rc =
       sqlite3_wal_checkpoint_v2(writer_->db, nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
   // Another process may be reading from the log: then it stays for now.
@@ -622,7 +486,7 @@ Status Catalog::checkpoint() {
 
 Status Catalog::vacuum() {
   if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
-  const MutexLock lock(writer_->mutex);
+  const std::lock_guard<std::mutex> lock(writer_->mutex);
   if (writer_->exec("VACUUM") != SQLITE_OK) return error(*writer_, "compact it");
   return {};
 }

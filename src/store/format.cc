@@ -13,6 +13,7 @@ namespace hcache::store {
 namespace {
 
 constexpr std::string_view kSegmentMagic = "HCACHESG";
+constexpr std::string_view kRecordFileMagic = "HCACHERC";
 constexpr std::size_t kCheckBytes = 8;
 constexpr std::size_t kChunkFixedBytes = 16 * 3 + 8 + 1 + 1 + 2 + 4;
 constexpr std::size_t kPageEntryBytes = 24;
@@ -79,48 +80,77 @@ ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt, const Ch
   return Hasher("hcache root 1").add(fingerprint).add(salt).finish<ChunkId>();
 }
 
-void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32_t segment,
-                           std::span<std::byte> out) {
+namespace {
+void encode_header(std::string_view magic, const StoreId& store, std::uint32_t disk,
+                   std::uint32_t number, std::span<std::byte> out) {
   Writer w;
-  w.text(kSegmentMagic).number(kFormatVersion).number(disk).number(segment);
+  w.text(magic).number(kFileFormat).number(disk).number(number);
   w.number(std::uint32_t{0}).id(store);
   w.out().resize(kSegmentHeaderBytes - kCheckBytes, '\0');
   const std::string head = w.out();
   w.number(checksum_of_two(head, {}));
   std::memcpy(out.data(), w.out().data(), w.out().size());
 }
+}  // namespace
 
-Status check_segment_header(std::span<const std::byte> header, const StoreId& store,
-                            std::uint32_t disk, std::uint32_t segment) {
+void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32_t segment,
+                           std::span<std::byte> out) {
+  encode_header(kSegmentMagic, store, disk, segment, out);
+}
+
+void encode_record_file_header(const StoreId& store, std::uint32_t disk, std::uint32_t file,
+                               std::span<std::byte> out) {
+  encode_header(kRecordFileMagic, store, disk, file, out);
+}
+
+Result<FileHeader> decode_file_header(std::span<const std::byte> header) {
   std::string_view text = as_text(header);
-  if (text.size() != kSegmentHeaderBytes || !text.starts_with(kSegmentMagic)) {
+  if (text.size() != kSegmentHeaderBytes ||
+      (!text.starts_with(kSegmentMagic) && !text.starts_with(kRecordFileMagic))) {
     return data_loss("its header is not a segment's");
   }
   Parser in(text.substr(kSegmentMagic.size()));
   const auto format = in.number<std::uint32_t>();
   if (!take_check({}, &text)) return data_loss("its header is damaged");
-  if (format != kFormatVersion) {
+  if (format != kFileFormat) {
     return unimplemented(
-        fmt::format("it has format {}; this program knows {}", format, kFormatVersion));
+        fmt::format("it has format {}; this program knows {}", format, kFileFormat));
   }
-  const auto got_disk = in.number<std::uint32_t>();
-  const auto got_segment = in.number<std::uint32_t>();
+  FileHeader out;
+  out.disk = in.number<std::uint32_t>();
+  out.number = in.number<std::uint32_t>();
   in.number<std::uint32_t>();
-  if (in.id<StoreId>() != store || got_disk != disk || got_segment != segment) {
+  out.store = in.id<StoreId>();
+  return out;
+}
+
+Status check_segment_header(std::span<const std::byte> header, const StoreId& store,
+                            std::uint32_t disk, std::uint32_t segment) {
+  HCACHE_ASSIGN_OR_RETURN(const FileHeader found, decode_file_header(header));
+  if (found.store != store || found.disk != disk || found.number != segment) {
     return failed_precondition("it belongs to another store or place");
   }
   return {};
 }
 
 std::string encode_disk_file(const DiskFile& file) {
-  std::string text = fmt::format("hcache store\nformat {}\nstore {}\ndisk {}\n", kFormatVersion,
+  std::string text = fmt::format("hcache store\nformat {}\nstore {}\ndisk {}\n", kFileFormat,
                                  to_hex(file.store), file.disk);
   return text + fmt::format("check {:016x}\n", checksum_of_two(text, {}));
 }
 
 Result<DiskFile> decode_disk_file(std::string_view text) {
-  const std::string_view whole = text;
+  // Whatever the format, the last line covers all before: a number that only damage has made is no
+  // format of the future.
+  const std::size_t last = text.rfind("check ");
   std::string_view value;
+  std::uint64_t check = 0;
+  std::string_view tail = last == std::string_view::npos ? std::string_view() : text.substr(last);
+  const bool intact = take_line(&tail, "check", &value) && value.size() == 16 && tail.empty() &&
+                      parse_number(value, 16, &check) &&
+                      check == checksum_of_two(text.substr(0, last), {});
+  if (!intact) return data_loss("it is damaged");
+  text = text.substr(0, last);
   if (!take_line(&text, "hcache", &value) || value != "store") {
     return data_loss("it does not describe a store");
   }
@@ -128,19 +158,15 @@ Result<DiskFile> decode_disk_file(std::string_view text) {
   if (!take_line(&text, "format", &value) || !parse_number(value, 10, &format)) {
     return data_loss("it names no format");
   }
-  DiskFile file;
-  std::uint64_t check = 0;
-  const bool parsed = take_line(&text, "store", &value) && parse_id(value, &file.store).ok() &&
-                      take_line(&text, "disk", &value) && parse_number(value, 10, &file.disk);
-  const std::string_view checked = whole.substr(0, whole.size() - text.size());
-  const bool intact = parsed && take_line(&text, "check", &value) && value.size() == 16 &&
-                      parse_number(value, 16, &check) && text.empty() &&
-                      check == checksum_of_two(checked, {});
-  if (format != kFormatVersion) {
+  if (format != kFileFormat) {
     return unimplemented(
-        fmt::format("it has format {}; this program knows {}", format, kFormatVersion));
+        fmt::format("it has format {}; this program knows {}", format, kFileFormat));
   }
-  if (!intact) return data_loss("it is damaged");
+  DiskFile file;
+  if (!take_line(&text, "store", &value) || !parse_id(value, &file.store).ok() ||
+      !take_line(&text, "disk", &value) || !parse_number(value, 10, &file.disk) || !text.empty()) {
+    return data_loss("it does not describe a disk");
+  }
   return file;
 }
 

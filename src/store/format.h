@@ -1,4 +1,4 @@
-// Bytes on disk: segment headers, disk files, catalog bodies. docs/format.md is the reference.
+// Bytes on disk: headers, disk files, catalog bodies. docs/format.md is the reference.
 //
 // Threading: pure functions on values.
 #pragma once
@@ -15,7 +15,9 @@
 
 namespace hcache::store {
 
-inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kFormatVersion = 2;  // of the store
+// Of the layouts of segment headers and disk files, which the store's second format has kept.
+inline constexpr std::uint32_t kFileFormat = 1;
 inline constexpr std::uint32_t kApplicationId = 0x48434143;
 inline constexpr std::uint64_t kBlock = 4096;  // unit of disk space and of direct I/O
 inline constexpr std::uint64_t kSegmentHeaderBytes = kBlock;
@@ -62,6 +64,18 @@ void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32
 // another format.
 [[nodiscard]] Status check_segment_header(std::span<const std::byte> header, const StoreId& store,
                                           std::uint32_t disk, std::uint32_t segment);
+
+// What the header of a segment or a record file says of it.
+struct FileHeader {
+  StoreId store;
+  std::uint32_t disk = 0;
+  std::uint32_t number = 0;
+};
+// data_loss, unimplemented.
+[[nodiscard]] Result<FileHeader> decode_file_header(std::span<const std::byte> header);
+// As encode_segment_header, for a record file.
+void encode_record_file_header(const StoreId& store, std::uint32_t disk, std::uint32_t file,
+                               std::span<std::byte> out);
 
 struct DiskFile {
   StoreId store;

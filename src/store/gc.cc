@@ -3,6 +3,7 @@
 #include <set>
 #include <unordered_set>
 
+#include "recovery.h"
 #include "store_impl.h"
 
 namespace hcache::store {
@@ -38,12 +39,26 @@ Status StoreImpl::drop_unreachable() {
     if (!damaged.empty()) {
       HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
       for (const std::int64_t seq : damaged) HCACHE_RETURN_IF_ERROR(transaction.erase_row(seq));
-      HCACHE_RETURN_IF_ERROR(transaction.commit());
+      HCACHE_RETURN_IF_ERROR(commit_with_records(&transaction, records_.get()));
     }
     HCACHE_ASSIGN_OR_RETURN(const std::uint64_t erased, removal_->erase(std::move(victims)));
     if (erased == 0 && damaged.empty()) break;
   }
   return {};
+}
+
+Status StoreImpl::commit_rewrite(std::span<const Draft> drafts) {
+  HCACHE_ASSIGN_OR_RETURN(const auto written, write_records(drafts));
+  const auto commit = [&]() HCACHE_REQUIRES(write_mutex_) -> Status {
+    HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
+    for (std::size_t i = 0; i < drafts.size(); ++i) {
+      HCACHE_RETURN_IF_ERROR(transaction.update(drafts[i].record, written[i].place));
+    }
+    return commit_with_records(&transaction, records_.get());
+  };
+  Status status = commit();
+  if (!status.ok()) records_->erase(written, false);
+  return status;
 }
 
 Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
@@ -68,12 +83,7 @@ Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
   }
   std::vector<Run> runs = writer_->lay_out(&drafts);
   HCACHE_RETURN_IF_ERROR(writer_->write(&runs));
-  auto commit = [&]() -> Status {
-    HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-    for (const Draft& draft : drafts) HCACHE_RETURN_IF_ERROR(transaction.update(draft.record));
-    return transaction.commit();
-  };
-  const Status status = commit();
+  const Status status = commit_rewrite(drafts);
   if (!status.ok()) {
     writer_->abandon(&runs, status);
     return status;
@@ -121,11 +131,21 @@ Result<std::uint64_t> StoreImpl::move_sparse_pages() {
   return moved;
 }
 
+// The damaged catalog of a repair still has what was deleted since.
+Status StoreImpl::remove_set_aside() {
+  for (const char* suffix : {"", "-wal"}) {
+    const Status status =
+        env_.remove_path(join_path(options_.catalog_dir, kDamagedCatalogName) + suffix);
+    if (!status.ok() && status.code() != Code::kNotFound) return status;
+  }
+  return {};
+}
+
 Result<GcReport> StoreImpl::gc() {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   auto allocated = [&]() HCACHE_REQUIRES(write_mutex_) {
-    return catalog_->allocated_bytes(env_) + space_->allocated_bytes();
+    return catalog_->allocated_bytes(env_) + space_->allocated_bytes() + record_file_bytes();
   };
   GcReport report;
   report.bytes_before = allocated();
@@ -139,6 +159,8 @@ Result<GcReport> StoreImpl::gc() {
     return moved.status();
   }
   HCACHE_RETURN_IF_ERROR(space_->reclaim(true, &report.segments_removed));
+  HCACHE_RETURN_IF_ERROR(records_->reclaim());
+  HCACHE_RETURN_IF_ERROR(remove_set_aside());
   HCACHE_RETURN_IF_ERROR(catalog_->vacuum());
   HCACHE_RETURN_IF_ERROR(catalog_->checkpoint());
   report.bytes_after = allocated();

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "recovery.h"
 #include "store_impl.h"
 
 namespace hcache::store {
@@ -80,26 +81,42 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
   removal_->erase_when_unpinned(pinned_tails);
   report.tails_superseded += static_cast<std::uint32_t>(tails);
   space_->release_uncertain();
+  // The put has happened: what the records lack after a power cut the catalog has.
+  records_->sync(false).ignore("the next put or close() tries again");
   return report;
 }
 
+Result<std::vector<RecordRef>> StoreImpl::write_records(std::span<const Draft> drafts) {
+  std::vector<Records::Draft> records;
+  for (const Draft& draft : drafts) records.push_back(chunk_record_draft(draft.record, owners_));
+  return records_->write(std::move(records));
+}
+
 Status StoreImpl::commit_put(const PutDraft& draft) {
-  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-  const std::int64_t now = env_.wall_ns();
-  for (const Draft& chunk : draft.chunks) {
-    if (chunk.exists) {
-      HCACHE_RETURN_IF_ERROR(transaction.update(chunk.record));
-    } else {
-      HCACHE_RETURN_IF_ERROR(transaction.erase(chunk.record.info.id));  // a damaged row
-      HCACHE_RETURN_IF_ERROR(transaction.insert(chunk.record, now));
+  HCACHE_ASSIGN_OR_RETURN(const auto written, write_records(draft.chunks));
+  const auto commit = [&]() HCACHE_REQUIRES(write_mutex_) -> Status {
+    HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
+    const std::int64_t now = env_.wall_ns();
+    for (std::size_t i = 0; i < draft.chunks.size(); ++i) {
+      const Draft& chunk = draft.chunks[i];
+      const RecordPlace& place = written[i].place;
+      if (chunk.exists) {
+        HCACHE_RETURN_IF_ERROR(transaction.update(chunk.record, place));
+      } else {
+        HCACHE_RETURN_IF_ERROR(transaction.erase(chunk.record.info.id));  // a damaged row
+        HCACHE_RETURN_IF_ERROR(transaction.insert(chunk.record, now, place));
+      }
     }
-  }
-  for (const ChunkRecord& tail : draft.superseded) {
-    HCACHE_RETURN_IF_ERROR(transaction.erase(tail.info.id));
-  }
-  HCACHE_RETURN_IF_ERROR(owners_.save(&transaction));
-  HCACHE_RETURN_IF_ERROR(save_uses(&pins_, &transaction));
-  return transaction.commit();
+    for (const ChunkRecord& tail : draft.superseded) {
+      HCACHE_RETURN_IF_ERROR(transaction.erase(tail.info.id));
+    }
+    HCACHE_RETURN_IF_ERROR(owners_.save(&transaction));
+    HCACHE_RETURN_IF_ERROR(save_uses(&pins_, &transaction));
+    return commit_with_records(&transaction, records_.get());
+  };
+  Status status = commit();
+  if (!status.ok()) records_->erase(written, false);
+  return status;
 }
 
 Status StoreImpl::quarantine(const ChunkId& id, std::uint16_t layer, Encoding encoding) {
@@ -114,9 +131,9 @@ Status StoreImpl::quarantine(const ChunkId& id, std::uint16_t layer, Encoding en
   const DroppedPage freed{id, record->places[static_cast<std::size_t>(index)], page->bytes};
   record->info.pages.erase(record->info.pages.begin() + index);
   record->places.erase(record->places.begin() + index);
-  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
-  HCACHE_RETURN_IF_ERROR(transaction.update(*record));
-  HCACHE_RETURN_IF_ERROR(transaction.commit());
+  std::vector<Draft> draft(1);
+  draft[0].record = *record;
+  HCACHE_RETURN_IF_ERROR(commit_rewrite(draft));
   pins_.raise_epoch();
   owners_.subtract(record->info.salt, freed.bytes);
   space_->free_when_unpinned({freed});

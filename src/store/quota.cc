@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "recovery.h"
+
 namespace hcache::store {
 
 Status Quota::make_room(std::uint64_t bytes, const PutDraft& draft, PutReport* report) {
@@ -19,7 +21,8 @@ Status Quota::make_room(std::uint64_t bytes, const PutDraft& draft, PutReport* r
   HCACHE_RETURN_IF_ERROR(keep_owners(draft, spared, report));
   if (limits_.store_bytes == 0) return {};
   const auto excess = [&]() -> std::uint64_t {
-    const std::uint64_t needed = catalog_.allocated_bytes(env_) + space_.used_bytes() + bytes;
+    const std::uint64_t needed =
+        catalog_.allocated_bytes(env_) + records_.used_bytes() + space_.used_bytes() + bytes;
     const std::uint64_t allowed = limits_.store_bytes + soon_free;
     return needed > allowed ? needed - allowed : 0;
   };
@@ -84,7 +87,7 @@ Result<std::uint64_t> Quota::evict(const std::unordered_set<ChunkId>& spared,
     std::vector<ChunkRecord> victims;
     Status status = choose(&transaction, std::move(query), &victims);
     if (victims.empty()) return status.ok() ? Result<std::uint64_t>(over) : status;
-    if (status.ok()) status = transaction.commit();
+    if (status.ok()) status = commit_with_records(&transaction, &records_);
     if (status.ok()) copies_.evicted(victims);
     removal_.finish(victims, status.ok());
     HCACHE_RETURN_IF_ERROR(status);

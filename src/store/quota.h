@@ -12,6 +12,7 @@
 #include "owners.h"
 #include "pins.h"
 #include "put_draft.h"
+#include "records.h"
 #include "removal.h"
 #include "space.h"
 #include "tier_copies.h"
@@ -20,20 +21,21 @@
 namespace hcache::store {
 
 struct QuotaLimits {
-  std::uint64_t store_bytes = 0;  // page blocks and catalog; 0: no limit
+  std::uint64_t store_bytes = 0;  // page blocks, records and catalog; 0: no limit
   std::uint64_t owner_bytes = 0;  // pages of one owner's chunks; 0: no limit
 };
 
 class Quota {
  public:
   Quota(Env& env, QuotaLimits limits, VictimOrder order, Catalog& catalog, Pins& pins, Space& space,
-        Owners& owners, Removal& removal, TierCopies& copies)
+        Records& records, Owners& owners, Removal& removal, TierCopies& copies)
       : env_(env),
         limits_(limits),
         order_(std::move(order)),
         catalog_(catalog),
         pins_(pins),
         space_(space),
+        records_(records),
         owners_(owners),
         removal_(removal),
         copies_(copies) {}
@@ -60,6 +62,7 @@ class Quota {
   Catalog& catalog_;
   Pins& pins_;
   Space& space_;
+  Records& records_;
   Owners& owners_;
   Removal& removal_;
   TierCopies& copies_;

@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "put_draft.h"
+#include "recovery.h"
 
 namespace hcache::store {
 
@@ -23,7 +24,7 @@ void Removal::finish(std::span<const ChunkRecord> victims, bool committed) {
   space_.free_pages(victims);
 }
 
-Result<std::uint64_t> Removal::erase(std::vector<ChunkRecord> victims) {
+Result<std::uint64_t> Removal::erase(std::vector<ChunkRecord> victims, bool durably) {
   if (victims.empty()) return std::uint64_t{0};
   pins_.mark_dying(&victims);
   auto commit = [&]() -> Status {
@@ -32,7 +33,7 @@ Result<std::uint64_t> Removal::erase(std::vector<ChunkRecord> victims) {
       HCACHE_RETURN_IF_ERROR(transaction.erase(victim.info.id));
     }
     HCACHE_RETURN_IF_ERROR(save_uses(&pins_, &transaction));
-    return transaction.commit();
+    return commit_with_records(&transaction, &records_, durably);
   };
   const Status status = commit();
   finish(victims, status.ok());

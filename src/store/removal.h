@@ -10,6 +10,7 @@
 #include "catalog.h"
 #include "owners.h"
 #include "pins.h"
+#include "records.h"
 #include "remote.h"
 #include "space.h"
 
@@ -18,11 +19,18 @@ namespace hcache::store {
 class Removal {
  public:
   // `remote` may be null.
-  Removal(Catalog& catalog, Pins& pins, Space& space, Owners& owners, Remote* remote)
-      : catalog_(catalog), pins_(pins), space_(space), owners_(owners), remote_(remote) {}
+  Removal(Catalog& catalog, Pins& pins, Space& space, Records& records, Owners& owners,
+          Remote* remote)
+      : catalog_(catalog),
+        pins_(pins),
+        space_(space),
+        records_(records),
+        owners_(owners),
+        remote_(remote) {}
 
   // Removes chunks in one transaction of their own, except pinned ones. Returns how many.
-  [[nodiscard]] Result<std::uint64_t> erase(std::vector<ChunkRecord> victims);
+  // `durably`: as Records::erase().
+  [[nodiscard]] Result<std::uint64_t> erase(std::vector<ChunkRecord> victims, bool durably = false);
   // After the removal of chunks that Pins::mark_dying() marked, or its failure: clears the marks
   // and, if it was committed, frees their space.
   void finish(std::span<const ChunkRecord> victims, bool committed);
@@ -39,6 +47,7 @@ class Removal {
   Catalog& catalog_;
   Pins& pins_;
   Space& space_;
+  Records& records_;
   Owners& owners_;
   Remote* const remote_;
   std::vector<ChunkId> superseded_;

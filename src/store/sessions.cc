@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/tokens.h"
+#include "recovery.h"
 
 namespace hcache::store {
 
@@ -16,9 +17,23 @@ Status Sessions::put(const Session& session) {
   saved.created_ns = saved.updated_ns;
   const auto before = catalog_.find_session(session.name);
   if (before.ok() && before->has_value()) saved.created_ns = (*before)->created_ns;
-  HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
-  HCACHE_RETURN_IF_ERROR(transaction.put_session(saved));
-  return transaction.commit();
+  std::vector<Records::Draft> draft;
+  draft.push_back(session_record_draft(saved));
+  const auto written = records_.write(std::move(draft));
+  // The catalog has it all: a session without a record is a session.
+  if (!written.ok()) {
+    log::warn("session '{}' has no record: {}", saved.name, written.status().message());
+  }
+  const auto commit = [&]() -> Status {
+    HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
+    HCACHE_RETURN_IF_ERROR(
+        transaction.put_session(saved, written.ok() ? written->front().place : RecordPlace()));
+    return commit_with_records(&transaction, &records_);
+  };
+  Status status = commit();
+  if (!status.ok() && written.ok()) records_.erase(*written, false);
+  records_.sync(false).ignore("the next change or close() tries again");
+  return status;
 }
 
 Result<Session> Sessions::get(std::string_view name) {
@@ -123,7 +138,8 @@ Result<std::uint64_t> Sessions::erase(std::string_view name) {
     status = transaction.erase(one[0].info.id);
     victims.push_back(std::move(one[0]));
   }
-  if (status.ok()) status = transaction.commit();
+  // Durably: what a user has deleted must not come back from its records.
+  if (status.ok()) status = commit_with_records(&transaction, &records_, true);
   removal_.finish(victims, status.ok());
   HCACHE_RETURN_IF_ERROR(status);
   if (remote_ != nullptr) remote_->erase(own.ids);

@@ -11,6 +11,7 @@
 #include "catalog.h"
 #include "chains.h"
 #include "pins.h"
+#include "records.h"
 #include "remote.h"
 #include "removal.h"
 
@@ -19,11 +20,13 @@ namespace hcache::store {
 class Sessions {
  public:
   // `remote` may be null.
-  Sessions(Env& env, Catalog& catalog, Chains& chains, Pins& pins, Removal& removal, Remote* remote)
+  Sessions(Env& env, Catalog& catalog, Chains& chains, Pins& pins, Records& records,
+           Removal& removal, Remote* remote)
       : env_(env),
         catalog_(catalog),
         chains_(chains),
         pins_(pins),
+        records_(records),
         removal_(removal),
         remote_(remote) {}
 
@@ -47,6 +50,7 @@ class Sessions {
   Catalog& catalog_;
   Chains& chains_;
   Pins& pins_;
+  Records& records_;
   Removal& removal_;
   Remote* const remote_;
 };

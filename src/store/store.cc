@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "disks.h"
+#include "recovery.h"
 #include "store_impl.h"
 
 namespace hcache::store {
@@ -66,8 +67,26 @@ Result<std::unique_ptr<Store>> Store::open(Env& env, StoreOptions options) {
     memory = PageMemory::over(options.dram_memory);
   }
   auto store = std::make_unique<StoreImpl>(env, std::move(options), std::move(memory));
-  HCACHE_RETURN_IF_ERROR(store->open());
+  HCACHE_RETURN_IF_ERROR(store->open(Recovery::kIfNeeded));
   return std::unique_ptr<Store>(std::move(store));
+}
+
+Result<RepairReport> Store::repair(Env& env, StoreOptions options, bool rebuild) {
+  HCACHE_RETURN_IF_ERROR(check_options(options));
+  for (std::string& dir : options.dirs) dir = without_slash(std::move(dir));
+  if (options.catalog_dir.empty()) options.catalog_dir = options.dirs[0];
+  HCACHE_ASSIGN_OR_RETURN(const FileInfo catalog,
+                          env.file_info(join_path(options.catalog_dir, kCatalogFileName)));
+  if (!catalog.exists && !have_records(env, options.dirs)) {
+    return not_found(fmt::format("there is no store in {}", options.dirs[0]));
+  }
+  options.read_only = false;
+  options.remote = {};
+  options.dram_bytes = 0;
+  StoreImpl store(env, std::move(options), PageMemory());
+  HCACHE_RETURN_IF_ERROR(store.open(rebuild ? Recovery::kRebuild : Recovery::kCompare));
+  HCACHE_RETURN_IF_ERROR(store.close());
+  return store.repaired();
 }
 
 Status Store::destroy(Env& env, const StoreOptions& options) {
@@ -84,15 +103,18 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
     return status.code() == Code::kNotFound ? Status() : status;
   };
   // The catalog first: without it the rest is garbage, with it the rest would be missed.
-  for (const char* name : {"catalog.db", "catalog.db-wal", "catalog.db-shm"}) {
-    HCACHE_RETURN_IF_ERROR(remove_if_there(join_path(catalog_dir, name)));
+  for (const std::string name : {kCatalogFileName, kDamagedCatalogName, kNewCatalogName}) {
+    for (const char* suffix : {"", "-wal", "-shm"}) {
+      HCACHE_RETURN_IF_ERROR(remove_if_there(join_path(catalog_dir, name + suffix)));
+    }
   }
   for (const std::string& dir : options.dirs) {
     const auto names = env.list_dir(dir);
     if (!names.ok()) continue;
     for (const std::string& name : *names) {
       std::uint32_t number = 0;
-      if (name == kDiskFileName || parse_segment_name(name, &number)) {
+      if (name == kDiskFileName || parse_segment_name(name, &number) ||
+          parse_record_file_name(name, &number)) {
         HCACHE_RETURN_IF_ERROR(remove_if_there(join_path(dir, name)));
       }
     }
@@ -113,7 +135,7 @@ StoreImpl::~StoreImpl() {
   }
 }
 
-Status StoreImpl::open() {
+Status StoreImpl::open(Recovery recovery) {
   MutexLock lock(write_mutex_);
   if (!options_.read_only) {
     HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.catalog_dir));
@@ -124,13 +146,7 @@ Status StoreImpl::open() {
     }
     lock_ = std::move(*locked);
   }
-  CatalogOptions catalog;
-  catalog.dir = options_.catalog_dir;
-  catalog.vfs = options_.catalog_vfs;
-  catalog.read_only = options_.read_only;
-  HCACHE_ASSIGN_OR_RETURN(auto opened, Catalog::open(env_, catalog));
-  catalog_ = std::move(opened);
-  Status status = prepare();
+  Status status = open_or_rebuild(recovery);
   if (!status.ok()) {
     catalog_.reset();
     lock_.reset();
@@ -138,32 +154,133 @@ Status StoreImpl::open() {
   return status;
 }
 
+Status StoreImpl::open_or_rebuild(Recovery recovery) {
+  if (options_.read_only) {
+    Status status = open_catalog(recovery);
+    if (status.code() == Code::kDataLoss) {
+      return status.with_context("`hcache store repair` makes the catalog anew");
+    }
+    return status;
+  }
+  const std::string path = join_path(options_.catalog_dir, kCatalogFileName);
+  HCACHE_ASSIGN_OR_RETURN(const FileInfo catalog, env_.file_info(path));
+  const bool missing = !catalog.exists || catalog.size == 0;
+  Status status;
+  if (missing && have_records(env_, options_.dirs)) {
+    status = data_loss(fmt::format("there is no catalog {}", path));
+  } else if (recovery == Recovery::kRebuild && !missing) {
+    status = data_loss("it is made anew as asked");
+  } else {
+    status = open_catalog(recovery);
+  }
+  // What SQLite says of a file whose header makes no sense to it is not always that it is damaged.
+  const bool damaged = status.code() == Code::kDataLoss || status.code() == Code::kInternal ||
+                       status.code() == Code::kPermissionDenied;
+  if (!damaged) return status;
+  log::warn("the catalog in {} is rebuilt: {}", options_.catalog_dir, status.message());
+  catalog_.reset();
+  RepairReport report;
+  report.damage = status.message();
+  RecoveryProgress progress(env_, options_);
+  if (Status rebuilt = rebuild_catalog(env_, options_, &progress, &report); !rebuilt.ok()) {
+    if (rebuilt.code() == Code::kCancelled) return rebuilt;
+    return rebuilt.code() == Code::kDataLoss
+               ? status
+               : rebuilt.with_context("rebuilding the catalog, which is damaged");
+  }
+  repaired_ = std::move(report);
+  HCACHE_RETURN_IF_ERROR(open_catalog(Recovery::kRebuilt));
+  log::warn(
+      "the catalog in {} has been rebuilt: {} chunks and {} sessions of the old one, {} and "
+      "{} from the records; the old one is {}",
+      options_.catalog_dir, repaired_.chunks_kept, repaired_.sessions_kept, repaired_.chunks_found,
+      repaired_.sessions_found, repaired_.set_aside.empty() ? "gone" : repaired_.set_aside);
+  return {};
+}
+
+Status StoreImpl::open_catalog(Recovery recovery) {
+  CatalogOptions catalog;
+  catalog.dir = options_.catalog_dir;
+  catalog.vfs = options_.catalog_vfs;
+  catalog.read_only = options_.read_only;
+  HCACHE_ASSIGN_OR_RETURN(catalog_, Catalog::open(env_, catalog));
+  bool compare = recovery != Recovery::kIfNeeded;
+  if (!options_.read_only) {
+    HCACHE_ASSIGN_OR_RETURN(const auto findings, catalog_->sqlite_check());
+    if (!findings.empty()) return data_loss(findings.front());
+    HCACHE_ASSIGN_OR_RETURN(const bool was_open, catalog_->mark_open());
+    compare = compare || was_open;
+  }
+  HCACHE_RETURN_IF_ERROR(prepare());
+  return options_.read_only ? Status() : count(compare, recovery != Recovery::kRebuilt);
+}
+
 Status StoreImpl::prepare() {
   HCACHE_ASSIGN_OR_RETURN(std::vector<std::string> dirs, resolve_disks(env_, *catalog_, options_));
+  records_ = std::make_unique<Records>(env_, catalog_->store_id(), dirs);
   segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), std::move(dirs),
                                          options_.read_only, options_.direct_io);
-  if (!options_.remote.url.empty()) {
+  if (!options_.remote.url.empty() && remote_ == nullptr) {
     HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote));
     remote_ = std::make_unique<Remote>(env_, options_.remote, std::move(tier));
   }
   chains_ = std::make_unique<Chains>(*catalog_, remote_.get());
   space_ = std::make_unique<Space>(env_, *segments_, options_.segment_bytes);
   writer_ = std::make_unique<SegmentWriter>(env_, *segments_, *space_);
-  removal_ = std::make_unique<Removal>(*catalog_, pins_, *space_, owners_, remote_.get());
+  removal_ =
+      std::make_unique<Removal>(*catalog_, pins_, *space_, *records_, owners_, remote_.get());
   copies_ = std::make_unique<TierCopies>(cache_, remote_.get(), *segments_);
   const QuotaLimits limits = {options_.quota_bytes, options_.owner_quota_bytes};
   quota_ = std::make_unique<Quota>(env_, limits, least_recently_used, *catalog_, pins_, *space_,
-                                   owners_, *removal_, *copies_);
-  sessions_ =
-      std::make_unique<Sessions>(env_, *catalog_, *chains_, pins_, *removal_, remote_.get());
-  if (options_.read_only) return {};
+                                   *records_, owners_, *removal_, *copies_);
+  sessions_ = std::make_unique<Sessions>(env_, *catalog_, *chains_, pins_, *records_, *removal_,
+                                         remote_.get());
+  return {};
+}
+
+Status StoreImpl::count(bool compare, bool may_rebuild) {
   HCACHE_RETURN_IF_ERROR(space_->list_segments());
-  HCACHE_RETURN_IF_ERROR(count_pages());
+  HCACHE_RETURN_IF_ERROR(records_->list_files());
+  std::optional<Reconciliation> comparison;
+  if (compare) {
+    const auto dirs = records_->dirs();
+    comparison.emplace(env_, *catalog_, *segments_,
+                       std::vector<std::string>(dirs.begin(), dirs.end()));
+    RecoveryProgress progress(env_, options_);
+    HCACHE_RETURN_IF_ERROR(comparison->take_in(&progress, &repaired_));
+  }
+  bool lost_records = false;
+  const auto count_record = [&](const RecordRef& ref) HCACHE_REQUIRES(write_mutex_) {
+    if (comparison && !comparison->seen(ref.place)) return;
+    if (!records_->add(ref.place, ref.bytes)) lost_records = true;
+  };
+  HCACHE_ASSIGN_OR_RETURN(std::uint64_t damaged, count_chunks(count_record));
+  HCACHE_ASSIGN_OR_RETURN(const auto sessions, catalog_->session_records());
+  for (const SessionRow& row : sessions) {
+    if (!row.intact) ++damaged;
+    count_record(row.record_ref);
+  }
+  if (damaged > 0) {
+    const std::string what = fmt::format("{} rows of the catalog are damaged", damaged);
+    if (may_rebuild) return data_loss(what);
+    log::warn("{} in {}; they are not used (`hcache store gc` removes them)", what,
+              options_.catalog_dir);
+  }
+  if (lost_records && !comparison) {  // a record file is gone, say
+    HCACHE_RETURN_IF_ERROR(prepare());
+    return count(true, may_rebuild);
+  }
+  if (comparison) {
+    HCACHE_RETURN_IF_ERROR(comparison->tidy(records_.get(), owners_, &repaired_));
+    HCACHE_RETURN_IF_ERROR(records_->reclaim());
+  }
   std::uint64_t removed = 0;
   return space_->reclaim(false, &removed);
 }
 
-Status StoreImpl::count_pages() {
+Result<std::uint64_t> StoreImpl::count_chunks(
+    const std::function<void(const RecordRef&)>& count_record) {
+  owners_ = Owners();
   HCACHE_ASSIGN_OR_RETURN(auto owners, catalog_->owners());
   owners_.load(std::move(owners));
   std::uint64_t damaged = 0;
@@ -176,14 +293,10 @@ Status StoreImpl::count_pages() {
     for (std::size_t i = 0; i < row.record->places.size(); ++i) {
       if (!space_->add_page(row.record->places[i], row.record->info.pages[i].bytes)) ++damaged;
     }
+    count_record(row.record_ref);
     return true;
   }));
-  if (damaged > 0) {
-    log::warn(
-        "the catalog in {} has {} damaged rows; they are not used (`hcache store gc` removes them)",
-        options_.catalog_dir, damaged);
-  }
-  return {};
+  return damaged;
 }
 
 Status StoreImpl::check_open() const {
@@ -204,9 +317,12 @@ Status StoreImpl::close() {
   if (!options_.read_only) {
     removal_->finish_unpinned();
     promote();
-    auto flush = [&]() -> Status {
+    auto flush = [&]() HCACHE_REQUIRES(write_mutex_) -> Status {
       HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_->begin());
       HCACHE_RETURN_IF_ERROR(save_uses(&pins_, &transaction));
+      // Unless the records are what the catalog says, the next writer compares them.
+      const Status synced = records_->sync(true);
+      if (synced.ok() && records_->complete()) HCACHE_RETURN_IF_ERROR(transaction.mark_closed());
       HCACHE_RETURN_IF_ERROR(transaction.commit());
       return catalog_->checkpoint();
     };
@@ -350,6 +466,21 @@ double StoreImpl::remote_bytes_per_s() const {
 
 Result<std::shared_ptr<File>> StoreImpl::segment(const PagePlace& place) {
   return segments_->open(place.disk, place.segment);
+}
+
+std::uint64_t StoreImpl::record_file_bytes() const {
+  std::uint64_t sum = 0;
+  for (std::uint32_t disk = 0; disk < segments_->disks(); ++disk) {
+    const auto names = env_.list_dir(segments_->dir(disk));
+    if (!names.ok()) continue;
+    std::uint32_t number = 0;
+    for (const std::string& name : *names) {
+      if (!parse_record_file_name(name, &number)) continue;
+      const auto info = env_.file_info(join_path(segments_->dir(disk), name));
+      if (info.ok()) sum += info->allocated_bytes;
+    }
+  }
+  return sum;
 }
 
 std::string StoreImpl::segment_path(const PagePlace& place) const {

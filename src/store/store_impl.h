@@ -17,6 +17,7 @@
 #include "pins.h"
 #include "put_draft.h"
 #include "quota.h"
+#include "records.h"
 #include "remote.h"
 #include "removal.h"
 #include "segment_writer.h"
@@ -28,12 +29,25 @@
 
 namespace hcache::store {
 
+// How much an opening writer compares with the records.
+enum class Recovery {
+  kIfNeeded,  // all, if the last writer died
+  kCompare,   // all
+  kRebuild,   // makes the catalog anew
+  kRebuilt,   // that has been done: all, and no second time
+};
+
 class StoreImpl final : public Store, public PageSource {
  public:
   StoreImpl(Env& env, StoreOptions options, PageMemory memory);
   ~StoreImpl() override;
 
-  [[nodiscard]] Status open();
+  [[nodiscard]] Status open(Recovery recovery);
+  // What open() has mended.
+  [[nodiscard]] RepairReport repaired() HCACHE_EXCLUDES(write_mutex_) {
+    MutexLock lock(write_mutex_);
+    return repaired_;
+  }
 
   [[nodiscard]] Result<PutReport> put(std::span<const ChunkWrite> batch) override;
   [[nodiscard]] Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
@@ -76,10 +90,20 @@ class StoreImpl final : public Store, public PageSource {
 
   [[nodiscard]] Status check_open() const;
   [[nodiscard]] Status check_writable() const;
-  // What stands between the catalog and a store that can be used.
+  [[nodiscard]] Status open_or_rebuild(Recovery recovery) HCACHE_REQUIRES(write_mutex_);
+  [[nodiscard]] Status open_catalog(Recovery recovery) HCACHE_REQUIRES(write_mutex_);
+  // Makes what stands between the catalog and a store that can be used.
   [[nodiscard]] Status prepare() HCACHE_REQUIRES(write_mutex_);
-  // Counts what the catalog's pages use.
-  [[nodiscard]] Status count_pages() HCACHE_REQUIRES(write_mutex_);
+  // Counts what pages and records use, after comparing the records with the catalog if asked to.
+  // data_loss: rows are damaged and `may_rebuild`.
+  [[nodiscard]] Status count(bool compare, bool may_rebuild) HCACHE_REQUIRES(write_mutex_);
+  // Returns how many rows are damaged.
+  [[nodiscard]] Result<std::uint64_t> count_chunks(
+      const std::function<void(const RecordRef&)>& count_record) HCACHE_REQUIRES(write_mutex_);
+  // Disk blocks of the record files.
+  [[nodiscard]] std::uint64_t record_file_bytes() const;
+  [[nodiscard]] Result<std::vector<RecordRef>> write_records(std::span<const Draft> drafts)
+      HCACHE_REQUIRES(write_mutex_);
 
   // nullopt when the store changed meanwhile.
   [[nodiscard]] Result<std::optional<Match>> try_match(const Fingerprint& fingerprint,
@@ -91,6 +115,8 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Result<PutReport> put_batch(std::span<const ChunkWrite> batch, Source source)
       HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status commit_put(const PutDraft& draft) HCACHE_REQUIRES(write_mutex_);
+  [[nodiscard]] Status commit_rewrite(std::span<const Draft> drafts) HCACHE_REQUIRES(write_mutex_);
+  [[nodiscard]] Status remove_set_aside() HCACHE_REQUIRES(write_mutex_);
   // Puts what has been read from the remote tier since the last time on the disks.
   void promote() HCACHE_REQUIRES(write_mutex_);
 
@@ -100,6 +126,8 @@ class StoreImpl final : public Store, public PageSource {
                                                      std::vector<ChunkId>* ids);
   void verify_segment_headers(VerifyReport* report);
   void verify_sessions(VerifyReport* report);
+  void verify_records(VerifyReport* report) HCACHE_EXCLUDES(write_mutex_);
+  [[nodiscard]] bool record_intact(const RecordRef& ref);
   // Pins the chunks and appends their pages, in the order of the disk, and returns how many bytes
   // of read-ahead they want.
   [[nodiscard]] Result<std::uint64_t> verify_requests(std::span<const ChunkId> ids,
@@ -116,6 +144,7 @@ class StoreImpl final : public Store, public PageSource {
 
   [[nodiscard]] Status check_families(std::span<const ChunkRecord> chunks);
   [[nodiscard]] Status check_places(std::span<const ChunkRecord> chunks);
+  [[nodiscard]] Status check_records(std::span<const RecordRef> refs) HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status check_owners(std::span<const ChunkRecord> chunks)
       HCACHE_REQUIRES(write_mutex_);
 
@@ -135,6 +164,8 @@ class StoreImpl final : public Store, public PageSource {
 
   Mutex write_mutex_;
   Owners owners_ HCACHE_GUARDED_BY(write_mutex_);
+  RepairReport repaired_ HCACHE_GUARDED_BY(write_mutex_);
+  std::unique_ptr<Records> records_ HCACHE_GUARDED_BY(write_mutex_);
   std::unique_ptr<Space> space_ HCACHE_GUARDED_BY(write_mutex_);
   std::unique_ptr<SegmentWriter> writer_ HCACHE_GUARDED_BY(write_mutex_);
   std::unique_ptr<Removal> removal_ HCACHE_GUARDED_BY(write_mutex_);

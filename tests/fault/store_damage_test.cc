@@ -162,7 +162,11 @@ TEST_F(DamageTest, NoFlippedBitOfAnyFileLeadsToAWrongAnswer) {
       build();
       if (byte >= env_->file_info(path)->size) break;
       env_->flip_bit(path, byte, static_cast<unsigned>((byte / stride) % 8));
-      use();
+      const Seen seen = use();
+      EXPECT_TRUE(seen.opened);
+      EXPECT_EQ(seen.tokens, 450U);
+      EXPECT_TRUE(seen.session);
+      EXPECT_LE(seen.bad_pages, path.find("segment") == std::string::npos ? 0U : 1U);
       if (HasFatalFailure() || HasNonfatalFailure()) return;
     }
   }
@@ -238,26 +242,34 @@ TEST_F(DamageTest, ADamagedDiskFileIsMendedByTheWriter) {
   EXPECT_EQ(use().tokens, 450U);
 }
 
-TEST_F(DamageTest, DamagedRowsAreNamedAndCollected) {
+TEST_F(DamageTest, DamagedRowsAreRestored) {
   build();
-  // The bodies of chunks hold tokens; find one in the database file and change it.
-  const std::string catalog = *read_whole_file(*env_, "/disk/catalog.db");
+  // The bodies of chunks hold tokens; find one in the files and change it.
   std::string needle;
   for (const std::int32_t token : {tokens_of(150, 2)[10], tokens_of(150, 2)[11]}) {
     for (int b = 0; b < 4; ++b) {
       needle.push_back(static_cast<char>((static_cast<std::uint32_t>(token) >> (8 * b)) & 0xff));
     }
   }
-  const std::size_t at = catalog.find(needle);
-  ASSERT_NE(at, std::string::npos);
-  env_->flip_bit("/disk/catalog.db", at, 0);
+  const auto damage = [&](const std::string& path) {
+    const std::string text = *read_whole_file(*env_, path);
+    const std::size_t at = text.find(needle);
+    ASSERT_NE(at, std::string::npos);
+    env_->flip_bit(path, at, 0);
+  };
+  damage("/disk/catalog.db");
+  ASSERT_OK(open());
+  EXPECT_EQ(store_->match(kModel, kSalt, tokens_of(150, 2))->n_tokens, 150U);
+  EXPECT_TRUE(store_->verify({})->ok());
+  EXPECT_OK(store_->check_integrity());
+  EXPECT_EQ(store_->stat()->chunks, 9U);
+  ASSERT_OK(store_->close());
+  // Of a chunk whose record is damaged as well nothing is left, nor of what follows it.
+  damage("/disk/catalog.db");
+  damage("/disk/records-00000001.hcr");
   ASSERT_OK(open());
   EXPECT_EQ(store_->match(kModel, kSalt, tokens_of(150, 2))->n_tokens, 0U);
   EXPECT_EQ(store_->match(kModel, kSalt, tokens_of(150, 1))->n_tokens, 150U);
-  const auto report = store_->verify({});
-  ASSERT_OK(report);
-  EXPECT_FALSE(report->damaged_catalog.empty());
-  ASSERT_OK(store_->gc());
   EXPECT_TRUE(store_->verify({})->ok());
   EXPECT_OK(store_->check_integrity());
   EXPECT_EQ(store_->stat()->chunks, 6U);

@@ -70,7 +70,28 @@ TEST_P(GoldenStoreTest, ReadsBackAndGoesOn) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest, ::testing::Values("store_v1"));
+// A store of the first format has got its records when a writer has opened it.
+TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
+  {
+    const auto store = open_store(Env::real(), options_);
+    ASSERT_NE(store, nullptr);
+    EXPECT_EQ(store->stat()->format_version, 2U);
+  }
+  ASSERT_TRUE(std::filesystem::remove(copy_ / "store/disk0/catalog.db"));
+  const auto store = open_store(Env::real(), options_);
+  ASSERT_NE(store, nullptr);
+  const std::vector<std::int32_t> tokens = golden::tokens();
+  const auto match = store->match(golden::fingerprint(), salt_id(golden::kSaltText), tokens);
+  ASSERT_OK(match);
+  EXPECT_EQ(match->n_tokens, 100U);
+  const auto session = store->get_session(golden::kSessionName);
+  ASSERT_OK(session);
+  EXPECT_EQ(session->tokens, tokens);
+  EXPECT_TRUE(store->verify({})->ok());
+  EXPECT_OK(store->check_integrity());
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest, ::testing::Values("store_v1", "store_v2"));
 
 class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
 

@@ -299,6 +299,7 @@ struct StoreStat {
   std::uint64_t page_bytes = 0;
   std::uint64_t allocated_bytes = 0;  // segment files of all disks
   std::uint64_t catalog_bytes = 0;    // disk blocks of the catalog and its log
+  std::uint64_t record_bytes = 0;     // disk blocks of the record files
   std::uint64_t quota_bytes = 0;
   std::vector<DiskStat> disks;
   // The host memory in front of the disks (StoreOptions::dram_bytes), of this process alone.
@@ -334,6 +335,25 @@ struct GcReport {
   std::uint64_t pages_moved = 0;
 };
 
+// What was wrong with a store and has been mended.
+struct RepairReport {
+  std::string damage;             // why the catalog was made anew; empty: it was not
+  std::string set_aside;          // where the damaged catalog is now; empty: there was none
+  std::uint64_t chunks_kept = 0;  // read from the damaged catalog
+  std::uint64_t sessions_kept = 0;
+  std::uint64_t chunks_found = 0;  // known only from the records
+  std::uint64_t sessions_found = 0;
+  std::uint64_t chunks_dropped = 0;   // nothing leads to them, or all their pages are gone
+  std::uint64_t pages_dropped = 0;    // their place is gone or another's
+  std::uint64_t records_written = 0;  // of chunks and sessions that lacked one
+  std::uint64_t records_erased = 0;   // of what is not in the store any more
+  [[nodiscard]] bool clean() const {
+    return damage.empty() && chunks_found + sessions_found + chunks_dropped + pages_dropped +
+                                     records_written + records_erased ==
+                                 0;
+  }
+};
+
 // Which chunks to remove; conditions are joined by "and". No condition: everything.
 struct RemoveFilter {
   std::optional<ChunkId> chunk;  // and all that follow it
@@ -362,6 +382,9 @@ struct RemoteOptions {
   std::uint64_t queue_bytes = 256ULL << 20;   // of pages that wait to be written there
 };
 
+// What is being done, and the share of it that is done; returning false stops with cancelled.
+using RecoveryReport = std::function<bool(std::string_view what, double fraction)>;
+
 struct StoreOptions {
   // One per disk; created (0700) when missing. The order does not matter after the first time; a
   // disk may be added later.
@@ -382,6 +405,8 @@ struct StoreOptions {
   // A registered SQLite VFS for the catalog. Empty: SQLite's own. With another one the catalog is
   // held exclusively (no shared memory is asked of it), so no other process can read meanwhile.
   std::string catalog_vfs;
+  // Told how far recovery is while the store opens. Empty: it is logged every two seconds.
+  RecoveryReport recovery_progress;
 };
 
 // (pages done, pages in all); returning false stops with cancelled.
@@ -395,10 +420,15 @@ class Store {
   virtual ~Store() = default;  // closes; errors of that are logged
 
   // Opens a store, creating it where there is none (not with read_only: not_found). Space that a
-  // crash left allocated is reclaimed. failed_precondition: another writer, directories that belong
-  // to different stores, a missing disk. data_loss: the catalog is damaged. unimplemented: a format
+  // crash left allocated is reclaimed. A damaged or missing catalog is set aside and made anew from
+  // what can be read of it and from the records beside the pages (not with read_only: data_loss).
+  // failed_precondition: another writer, directories that belong to different stores, a missing
+  // disk. data_loss: nothing says which store the directories are of. unimplemented: a format
   // version of the future.
   [[nodiscard]] static Result<std::unique_ptr<Store>> open(Env& env, StoreOptions options);
+  // Opens the store for writing, compares all records with the catalog and mends what differs, as
+  // after a crash. `rebuild`: makes the catalog anew even if nothing seems wrong with it.
+  [[nodiscard]] static Result<RepairReport> repair(Env& env, StoreOptions options, bool rebuild);
   // Removes a store's files (whatever their state) and nothing else. failed_precondition while a
   // process writes it.
   [[nodiscard]] static Status destroy(Env& env, const StoreOptions& options);
