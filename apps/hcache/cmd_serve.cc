@@ -100,7 +100,13 @@ struct ServeArgs : Options {
            "or a directory on a DAX file system, tmpfs or hugetlbfs");
   std::string evict_policy =
       choice(&evict_policy, "--evict-policy", "scheduler-aware", evict_policy_choices(),
-             "what stays in --dram and of idle sequences in the arena");
+             "what stays in --dram, on the disks (--quota) and of idle sequences in the arena");
+  bool evict_whole = flag(&evict_whole, "--evict-whole",
+                          "whole conversations leave --dram and the disks, not their ends");
+  double evict_reserve = number(
+      &evict_reserve, "--evict-reserve", "SHARE", 0, {0, 0.5},
+      "of --dram and --quota: when something has to leave, so much more leaves that this share is "
+      "free afterwards, and what is saved next need not wait for it");
   std::string fetch_policy = choice(
       &fetch_policy, "--fetch-policy", "scheduler-aware", "scheduler-aware|car-timer|on-demand",
       "what is read for requests that wait: into --dram the state of all, in the order of the "
@@ -205,10 +211,12 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.max_new_tokens = args.max_new_tokens;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
-  HCACHE_ASSIGN_OR_RETURN(o.runtime.dram_evict, policy::parse_evict_policy(args.evict_policy));
+  HCACHE_ASSIGN_OR_RETURN(o.runtime.evict.evict, policy::parse_evict_policy(args.evict_policy));
   o.scheduler = args.scheduler;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.fetch, policy::parse_fetch_policy(args.fetch_policy));
-  o.scheduler.evict = o.runtime.dram_evict;
+  o.runtime.evict.whole_chains = args.evict_whole;
+  o.runtime.evict.reserve = args.evict_reserve;
+  o.scheduler.evict = o.runtime.evict.evict;
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));

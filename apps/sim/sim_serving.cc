@@ -124,11 +124,12 @@ void read_state(Settings s, sim::ServingSetup* setup) {
     tier.name = row.require<std::string>("name");
     tier.capacity_bytes = row.number("gib", 0, 0, kMany) * kGiB;
     tier.read_bytes_per_s = row.number("gb_per_s", 0, 1e-6, kMany) * 1e9;
-    tier.evict =
+    tier.policy.evict =
         row.parsed("evict", row.get<std::string>("evict", "lru"), policy::parse_evict_policy);
-    tier.whole_chains = row.get("evict_whole", false);
+    tier.policy.whole_chains = row.get("evict_whole", false);
+    tier.policy.reserve = row.number("reserve", 0, 0, 0.5);
     tier.chain_tokens = row.integer("conversation_tokens", 0, 0, 1 << 30);
-    if (tier.chain_tokens > 0 && !tier.whole_chains) {
+    if (tier.chain_tokens > 0 && !tier.policy.whole_chains) {
       row.fail(
           "'conversation_tokens' needs 'evict_whole': only whole conversations leave such room");
     }

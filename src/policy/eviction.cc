@@ -15,8 +15,18 @@ using Object = EvictionOrder::Object;
 
 // How often the return model is told how long everything has been watched.
 constexpr double kSweepS = 5;
+// With more objects than this it is told less often, so that looking at all of them stays cheap.
+constexpr double kSweptObjects = 200'000;
 // What is gone is watched for so long; nearly all that returns does so earlier.
 constexpr double kMemoryS = 3600;
+// Below it two sequences of the arena are equally young.
+constexpr double kLeastIdleS = 1e-3;
+// Steps of an object's worth that are told apart, per factor of two.
+constexpr double kWorthSteps = 4;
+
+double miss_s_per_byte(const Worth& worth) {
+  return std::max(worth.miss_s, 1e-9) / std::max(worth.bytes, 1.0);
+}
 
 Key queue_key(const Object& o) {
   Key key{.first = o.last_use_s};
@@ -52,8 +62,8 @@ constexpr std::array kPolicies = {
               },
               true},
     PolicyRow{"cost-aware",
-              "what requests in the queue want, then what is most likely to return, for what "
-              "rebuilding it costs",
+              "what requests in the queue want, then what is most likely to return, for the "
+              "seconds that doing without it costs per byte",
               queue_key, true},
     // Lee et al., "LRFU" (IEEE Trans. Computers, 2001), with all uses taken to be as old as the
     // last: twice as many are worth as much as one that is this much younger.
@@ -84,12 +94,15 @@ Result<EvictPolicy> parse_evict_policy(std::string_view name) {
   return invalid_argument(fmt::format("no eviction policy '{}'; there are {}", name, names));
 }
 
+EvictionOrder::Group EvictionOrder::group_of(const Object& object) {
+  return {.object_class = ReturnModel::class_of(object.uses),
+          .worth = static_cast<int>(std::lround(kWorthSteps * std::log2(object.miss_s_per_byte)))};
+}
+
 void EvictionOrder::list(Id id, const Object& object) {
   if (object.held > 0) return;
   if (learns() && !object.wish.first) {
-    const Group group = {.object_class = ReturnModel::class_of(object.uses),
-                         .worth = std::ilogb(object.worth_per_use)};
-    groups_[group].emplace(object.last_use_s, id);
+    groups_[group_of(object)].emplace(object.last_use_s, id);
   } else {
     order_.emplace(row_of(policy_).key(object), id);
   }
@@ -98,8 +111,7 @@ void EvictionOrder::list(Id id, const Object& object) {
 void EvictionOrder::unlist(Id id, const Object& object) {
   if (object.held > 0) return;
   if (learns() && !object.wish.first) {
-    const auto group = groups_.find({.object_class = ReturnModel::class_of(object.uses),
-                                     .worth = std::ilogb(object.worth_per_use)});
+    const auto group = groups_.find(group_of(object));
     group->second.erase({object.last_use_s, id});
     if (group->second.empty()) groups_.erase(group);
   } else {
@@ -107,13 +119,13 @@ void EvictionOrder::unlist(Id id, const Object& object) {
   }
 }
 
-void EvictionOrder::insert(Id id, double now_s, double bytes, double rebuild_s) {
+void EvictionOrder::insert(Id id, double now_s, const Worth& worth, std::optional<Past> past) {
   if (objects_.contains(id)) return use(id, now_s);
   Object object;
-  object.stored_s = now_s;
-  object.last_use_s = now_s;
+  object.stored_s = past ? past->stored_s : now_s;
+  object.last_use_s = past ? past->last_use_s : now_s;
   object.watched_until_s = now_s;
-  object.worth_per_use = std::max(rebuild_s, 1e-9) / std::max(bytes, 1.0);
+  object.miss_s_per_byte = miss_s_per_byte(worth);
   if (const auto gone = gone_.find(id); gone != gone_.end()) {
     const Memory& m = gone->second;
     note_return(m.last_use_s, m.watched_until_s, m.uses, now_s);
@@ -121,6 +133,14 @@ void EvictionOrder::insert(Id id, double now_s, double bytes, double rebuild_s) 
     gone_.erase(gone);
   }
   list(id, objects_.emplace(id, object).first->second);
+}
+
+void EvictionOrder::set_worth(Id id, const Worth& worth) {
+  const auto found = objects_.find(id);
+  if (found == objects_.end()) return;
+  unlist(id, found->second);
+  found->second.miss_s_per_byte = miss_s_per_byte(worth);
+  list(id, found->second);
 }
 
 void EvictionOrder::use(Id id, double now_s) {
@@ -135,12 +155,34 @@ void EvictionOrder::use(Id id, double now_s) {
   list(id, object);
 }
 
-void EvictionOrder::erase(Id id, double now_s) {
+void EvictionOrder::touch(Id id, double now_s) {
   const auto found = objects_.find(id);
   if (found == objects_.end()) return;
+  unlist(id, found->second);
+  found->second.last_use_s = found->second.watched_until_s = now_s;
+  list(id, found->second);
+}
+
+void EvictionOrder::erase(Id id, double now_s) {
+  if (objects_.contains(id)) remember(id, take(id), now_s);
+}
+
+EvictionOrder::Object EvictionOrder::take(Id id) {
+  const auto found = objects_.find(id);
   const Object object = found->second;
   unlist(id, object);
   objects_.erase(found);
+  return object;
+}
+
+void EvictionOrder::put_back(Id id, const Object& object, uint32_t held) {
+  const auto [place, is_new] = objects_.emplace(id, object);
+  if (!is_new) return;
+  place->second.held = held;
+  list(id, place->second);
+}
+
+void EvictionOrder::remember(Id id, const Object& object, double now_s) {
   if (!learns()) return;
   gone_[id] = {object.last_use_s, object.watched_until_s, object.uses};
   sweep(now_s);
@@ -189,7 +231,8 @@ void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint3
 
 void EvictionOrder::sweep(double now_s) {
   if (now_s < next_sweep_s_) return;
-  next_sweep_s_ = now_s + kSweepS;
+  const auto watched = static_cast<double>(objects_.size() + gone_.size());
+  next_sweep_s_ = now_s + kSweepS * std::max(1.0, watched / kSweptObjects);
   for (auto& [id, o] : objects_) {
     model_.watched(ReturnModel::class_of(o.uses), o.watched_until_s - o.last_use_s,
                    now_s - o.last_use_s);
@@ -205,30 +248,36 @@ void EvictionOrder::sweep(double now_s) {
   model_.learn();
 }
 
-std::optional<EvictionOrder::Id> EvictionOrder::victim(double now_s) {
+std::optional<EvictionOrder::Id> EvictionOrder::victim(double now_s, const May& may) {
   if (learns()) {
     sweep(now_s);
-    if (const auto id = least_worth(now_s)) return id;
+    if (const auto id = least_worth(now_s, may)) return id;
   }
-  if (order_.empty()) return std::nullopt;
-  return order_.begin()->second;
+  for (const auto& [key, id] : order_) {
+    if (!may || may(id)) return id;
+  }
+  return std::nullopt;
 }
 
 // Objects of a group and of one span of ages are worth the same: the oldest stands for them.
-std::optional<EvictionOrder::Id> EvictionOrder::least_worth(double now_s) {
+std::optional<EvictionOrder::Id> EvictionOrder::least_worth(double now_s, const May& may) {
   std::optional<Id> found;
   double least = std::numeric_limits<double>::infinity();
   for (const auto& [group, members] : groups_) {
+    const double miss_s = std::exp2(group.worth / kWorthSteps);
     auto member = members.begin();
     while (member != members.end()) {
       const int age = ReturnModel::age_of(now_s - member->first);
-      const double worth = std::ldexp(model_.index(group.object_class, age), group.worth);
-      if (worth < least) {
+      const double worth = model_.index(group.object_class, age) * miss_s;
+      // On to the next younger span, unless the oldest that may go is sought in this one.
+      if (worth < least && (!may || may(member->second))) {
         least = worth;
         found = member->second;
+      } else if (worth < least) {
+        ++member;
+        continue;
       }
       if (age == 0) break;
-      // On to the next younger span.
       member = members.upper_bound(
           {now_s - ReturnModel::age_begin_s(age), std::numeric_limits<Id>::max()});
     }
@@ -241,7 +290,12 @@ int32_t choose_eviction(std::span<const IdleSequence> idle, EvictPolicy policy) 
     Object object;
     object.stored_s = object.last_use_s = static_cast<double>(sequence.last_used);
     object.wish = sequence.wish;
-    return row_of(policy).key(object);
+    Key own = row_of(policy).key(object);
+    if (policy == EvictPolicy::kCostAware) {
+      own.second = own.first;
+      own.first = sequence.restore_s / (sequence.cells * std::max(sequence.idle_s, kLeastIdleS));
+    }
+    return own;
   };
   int32_t victim = -1;
   Key least;

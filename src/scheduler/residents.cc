@@ -1,5 +1,6 @@
 #include "residents.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "task.h"
@@ -14,6 +15,7 @@ int64_t rows(const Resident& resident) { return static_cast<int64_t>(resident.to
 
 void Residents::add(Resident resident) {
   resident.last_used = ++uses_;
+  resident.last_used_ns = executor_.now_ns();
   resident.flush_begin_ns = -1;
   if (resident.save) executor_.request_flush(resident.seq);
   residents_.push_back(std::move(resident));
@@ -43,11 +45,15 @@ bool Residents::waited_enough(const Resident& resident) const {
 
 int32_t Residents::victim(SeqId pinned, bool patient) {
   std::vector<policy::IdleSequence> idle;
+  const bool weighs = policy_ == policy::EvictPolicy::kCostAware;
   for (const Resident& resident : residents_) {
     idle.push_back({.last_used = resident.last_used,
                     .durable = is_durable(resident) || (!patient && waited_enough(resident)),
                     .pinned = resident.seq == pinned,
-                    .wish = policy::looks_ahead(policy_) ? wish_of_(resident) : policy::Wish()});
+                    .wish = policy::looks_ahead(policy_) ? wish_of_(resident) : policy::Wish(),
+                    .idle_s = seconds_between(resident.last_used_ns, executor_.now_ns()),
+                    .cells = static_cast<double>(std::max<int64_t>(rows(resident), 1)),
+                    .restore_s = weighs ? executor_.restore_s(rows(resident)) : 1});
   }
   return policy::choose_eviction(idle, policy_);
 }

@@ -27,6 +27,7 @@ struct Resident {
   Salt salt;
   bool save = true;
   uint64_t last_used = 0;       // set by add()
+  int64_t last_used_ns = 0;     // likewise
   int64_t flush_begin_ns = -1;  // when a flush that an eviction waits for was asked for
 };
 

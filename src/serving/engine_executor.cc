@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "policy/miss_cost.h"
 
 namespace hcache::serving {
 namespace {
@@ -124,14 +125,22 @@ Result<scheduler::SavedPrefixRef> EngineExecutor::saved_prefix(
   return prefix;
 }
 
+double EngineExecutor::restore_s(int64_t tokens) const {
+  const policy::SavePlan& saved = runtime_.save_plan();
+  const policy::TierCosts arena{.costs = runtime_.costs(0),
+                                .below_bytes_per_s = runtime_.profile().read_bytes_per_s};
+  return arena.without_s(policy::saved_rows(saved, 0, tokens));
+}
+
 // ---- The queue
 
 void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   store::Store* store = runtime_.store();
-  if (request.restore == 0 || store == nullptr || options_.dram_bytes == 0) return;
+  if (request.restore == 0 || store == nullptr) return;
   const auto rows = static_cast<size_t>(request.restore);
   auto prefix = std::static_pointer_cast<const Prefix>(request.prefix);
   store->want(request.place, prefix->match);
+  if (options_.dram_bytes == 0) return;
   ahead_[request.place] = {
       .prefix = std::move(prefix),
       .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),

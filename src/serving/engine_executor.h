@@ -50,6 +50,7 @@ class EngineExecutor : public scheduler::Executor {
   Status begin_restore(scheduler::SeqId seq, const scheduler::RestoreJob& job) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq,
                                                    const scheduler::RestoreTurn& turn) override;
+  [[nodiscard]] double restore_s(int64_t tokens) const override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;
   void completed(uint64_t place) override;

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <unordered_map>
 #include <unordered_set>
+
+#include "policy/chain_order.h"
 
 namespace hcache::sim {
 namespace {
@@ -13,7 +14,8 @@ class PrefixCache {
   PrefixCache(std::span<const TraceRequest> trace, const PrefixCacheOptions& options)
       : trace_(trace),
         options_(options),
-        order_(options.optimal ? policy::EvictPolicy::kSchedulerAware : options.policy) {}
+        order_({.evict = options.optimal ? policy::EvictPolicy::kSchedulerAware : options.policy}) {
+  }
 
   PrefixCacheReport run() {
     double free_s = 0;  // when the server takes the next request
@@ -42,38 +44,45 @@ class PrefixCache {
     size_t resident = 0;
     while (resident < chain.size() && order_.contains(chain[resident])) ++resident;
     report_.hits += resident;
+    for (size_t b = 0; b < chain.size(); ++b) {
+      report_.prefill_s += block_s(b);
+      if (b < resident) report_.saved_s += block_s(b);
+    }
     order_.set_wishes(wanted_.remove(i), wanted_);
     for (size_t b = 0; b < resident; ++b) order_.use(chain[b], now_s);
     for (size_t b = resident; b < chain.size(); ++b) {
-      const std::optional<uint64_t> parent =
-          b > 0 ? std::optional<uint64_t>(chain[b - 1]) : std::nullopt;
-      if (put(chain[b], parent, now_s)) continue;
+      if (put(chain, b, now_s)) continue;
       for (size_t rest = b + 1; rest < chain.size(); ++rest) order_.miss(chain[rest], now_s);
       break;
     }
   }
 
+  [[nodiscard]] double block_s(size_t b) const {
+    const std::vector<double>& known = options_.block_s;
+    return known.empty() ? 0 : known[std::min(b, known.size() - 1)];
+  }
+
   // False when the block did not stay.
-  bool put(uint64_t id, std::optional<uint64_t> parent, double now_s) {
-    if (parent) order_.hold(*parent);
-    parents_[id] = parent;
-    order_.insert(id, now_s, 1, 1);
-    order_.set_wish(id, wanted_.wish(id));
+  bool put(const std::vector<uint64_t>& chain, size_t b, double now_s) {
+    const uint64_t id = chain[b];
+    const auto parent = b > 0 ? std::optional<uint64_t>(chain[b - 1]) : std::nullopt;
+    order_.insert(id, parent, now_s, {.miss_s = weighs_ ? block_s(b) : 1});
+    const uint64_t entered[] = {id};
+    order_.set_wishes(entered, wanted_);
     while (order_.size() > options_.capacity_blocks) {
-      const auto victim = order_.victim(now_s);
-      if (!victim) return true;  // all of it is one chain; its end goes with the next request
-      order_.erase(*victim, now_s);
-      if (const auto above = parents_[*victim]) order_.let_go(*above);
-      if (*victim == id) return false;
+      const std::vector<uint64_t> victims = order_.victims(now_s);
+      if (victims.empty()) return true;  // all of it is one chain; its end goes with the next
+      order_.erase(victims[0], now_s);
+      if (victims[0] == id) return false;
     }
     return true;
   }
 
   const std::span<const TraceRequest> trace_;
   const PrefixCacheOptions& options_;
-  policy::EvictionOrder order_;
+  const bool weighs_ = options_.costs_known && !options_.block_s.empty();
+  policy::ChainOrder order_;
   policy::Wanted wanted_;
-  std::unordered_map<uint64_t, std::optional<uint64_t>> parents_;
   size_t seen_ = 0;  // requests in sight so far
   PrefixCacheReport report_;
 };

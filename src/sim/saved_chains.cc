@@ -31,10 +31,10 @@ uint8_t bit(size_t tier) { return static_cast<uint8_t>(1U << tier); }
 
 }  // namespace
 
-SavedChains::SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, double rebuild_s)
-    : bytes_per_token_(bytes_per_token), rebuild_s_(rebuild_s) {
+SavedChains::SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, MissCost miss_s)
+    : bytes_per_token_(bytes_per_token), miss_s_(std::move(miss_s)) {
   for (const SavedTier& tier : tiers) {
-    tiers_.push_back({.setup = tier, .order = policy::EvictionOrder(tier.policy)});
+    tiers_.push_back({.setup = tier, .order = policy::ChainOrder(tier.policy)});
   }
 }
 
@@ -108,7 +108,7 @@ void SavedChains::put(std::span<const int32_t> tokens, double now_s) {
       continue;
     }
     if (!known) {
-      create(hash, parent, static_cast<int32_t>(n));
+      create(hash, parent, static_cast<int64_t>(begin), static_cast<int32_t>(n));
       for (const Id id : std::span(ends).first(n - 1)) {  // it takes the place of shorter ones
         if (objects_.contains(id)) leave_all(id, now_s);
       }
@@ -156,7 +156,7 @@ void SavedChains::cut_front(std::span<const int32_t> tokens, int64_t drop, doubl
     for (int32_t i = 0; i < piece.link.tokens; ++i) {
       hash = extended(hash, tokens[static_cast<size_t>(piece.begin + i)]);
     }
-    if (!objects_.contains(hash)) create(hash, parent, piece.link.tokens);
+    if (!objects_.contains(hash)) create(hash, parent, piece.begin - drop, piece.link.tokens);
     for (size_t t = tiers_.size(); t-- > 0;) {
       const auto found = objects_.find(hash);
       if (found == objects_.end()) return;  // no room, nor for what follows
@@ -181,8 +181,8 @@ void SavedChains::mark(std::span<const Id> changed) {
   for (Tier& tier : tiers_) tier.order.set_wishes(changed, wanted_);
 }
 
-void SavedChains::create(Id id, Id parent, int32_t tokens) {
-  objects_[id] = {.parent = parent, .tokens = tokens};
+void SavedChains::create(Id id, Id parent, int64_t first, int32_t tokens) {
+  objects_[id] = {.parent = parent, .tokens = tokens, .first = first};
   if (const auto found = objects_.find(parent); found != objects_.end()) ++found->second.children;
 }
 
@@ -195,32 +195,27 @@ double SavedChains::room(const Tier& tier, const Object& object) const {
 void SavedChains::enter(size_t tier, Id id, double now_s) {
   Tier& t = tiers_[tier];
   Object& object = objects_.at(id);
-  const double bytes = bytes_per_token_ * object.tokens;
   object.tiers |= bit(tier);
+  const double before = t.used;
   t.used += room(t, object);
   if (!limited(t)) return;
-  if (t.order.contains(object.parent)) {
-    t.order.hold(object.parent);
-    object.holds |= bit(tier);
-  }
-  t.order.insert(id, now_s, bytes, rebuild_s_ * object.tokens);
-  t.order.set_wish(id, wanted_.wish(id));
-  while (t.used > t.setup.capacity_bytes) {
-    const auto victim = t.order.victim(now_s);
-    if (!victim) return;  // one chain fills the tier
-    evict(tier, *victim, now_s);
+  const std::optional<Id> parent = object.parent == 0 ? std::nullopt : std::optional(object.parent);
+  t.order.insert(id, parent, now_s,
+                 {.bytes = bytes_per_token_ * object.tokens,
+                  .miss_s = miss_s_(tier, object.first, object.tokens)});
+  const Id entered[] = {id};
+  t.order.set_wishes(entered, wanted_);
+  const double leaving =
+      policy::bytes_to_evict(t.setup.policy, before, room(t, object), t.setup.capacity_bytes);
+  for (const double goal = t.used - leaving; t.used > goal;) {
+    const std::vector<Id> victims = t.order.victims(now_s);
+    if (victims.empty()) return;  // one chain fills the tier
+    for (const Id victim : victims) {
+      leave(tier, victim, now_s);
+      ++t.evictions;
+    }
     if (!t.order.contains(id)) return;
   }
-}
-
-void SavedChains::evict(size_t tier, Id victim, double now_s) {
-  Tier& t = tiers_[tier];
-  do {
-    const Id parent = objects_.at(victim).parent;
-    leave(tier, victim, now_s);
-    ++t.evictions;
-    victim = parent;
-  } while (t.setup.whole_chains && t.order.contains(victim) && !t.order.held(victim));
 }
 
 void SavedChains::leave(size_t tier, Id id, double now_s) {
@@ -228,10 +223,8 @@ void SavedChains::leave(size_t tier, Id id, double now_s) {
   const auto found = objects_.find(id);
   Object& object = found->second;
   t.order.erase(id, now_s);
-  if (in(object.holds, tier)) t.order.let_go(object.parent);
   t.used -= room(t, object);
   object.tiers &= static_cast<uint8_t>(~bit(tier));
-  object.holds &= static_cast<uint8_t>(~bit(tier));
   if (object.tiers != 0) return;
   if (const auto parent = objects_.find(object.parent); parent != objects_.end()) {
     --parent->second.children;

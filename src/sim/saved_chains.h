@@ -10,13 +10,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "policy/eviction.h"
+#include "policy/chain_order.h"
 #include "policy/wanted.h"
 
 namespace hcache::sim {
@@ -25,10 +26,7 @@ inline constexpr int64_t kChunk = 64;  // tokens; the store's
 
 struct SavedTier {
   double capacity_bytes = 0;  // 0: no limit
-  policy::EvictPolicy policy = policy::EvictPolicy::kLru;
-  // What is evicted takes all before it along that nothing else continues: whole conversations go
-  // (AttentionStore §3.3.2), not their ends.
-  bool whole_chains = false;
+  policy::TierPolicy policy = {};
   // Whose room a chain takes, whatever its length: a store that sets aside the whole context for
   // each conversation. 0: that of its own.
   int64_t chain_tokens = 0;
@@ -36,9 +34,11 @@ struct SavedTier {
 
 class SavedChains {
  public:
-  // At most eight tiers, fastest first; without any nothing is saved. rebuild_s: what a token costs
-  // to compute again.
-  SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, double rebuild_s);
+  // What doing without `tokens` tokens from position `first` on costs, when they are not in a tier.
+  using MissCost = std::function<double(size_t tier, int64_t first, int64_t tokens)>;
+
+  // At most eight tiers, fastest first; without any nothing is saved.
+  SavedChains(std::vector<SavedTier> tiers, double bytes_per_token, MissCost miss_s);
 
   struct Found {
     int64_t tokens = 0;
@@ -80,12 +80,12 @@ class SavedChains {
     Id parent = 0;  // 0: none
     int32_t tokens = 0;
     uint8_t tiers = 0;  // bit i: it is in tier i
-    uint8_t holds = 0;  // bit i: it holds its parent in tier i
     int32_t children = 0;
+    int64_t first = 0;  // position of its first token
   };
   struct Tier {
     SavedTier setup;
-    policy::EvictionOrder order;  // empty where there is no limit
+    policy::ChainOrder order;  // empty where there is no limit
     double used = 0;
     uint64_t evictions = 0;
   };
@@ -104,16 +104,14 @@ class SavedChains {
   // Tells the policies of all tiers who wants what now.
   void mark(std::span<const Id> changed);
   // In no tier yet.
-  void create(Id id, Id parent, int32_t tokens);
+  void create(Id id, Id parent, int64_t first, int32_t tokens);
   // Others may have to leave, or it itself: then it may be gone altogether.
   void enter(size_t tier, Id id, double now_s);
   void leave(size_t tier, Id id, double now_s);
   void leave_all(Id id, double now_s);
-  // The policy's victim leaves, and what goes with it.
-  void evict(size_t tier, Id victim, double now_s);
 
   const double bytes_per_token_;
-  const double rebuild_s_;
+  const MissCost miss_s_;
   std::vector<Tier> tiers_;
   std::unordered_map<Id, Object> objects_;
   policy::Wanted wanted_;

@@ -7,6 +7,8 @@
 #include <limits>
 #include <utility>
 
+#include "policy/miss_cost.h"
+
 namespace hcache::sim {
 namespace {
 
@@ -57,9 +59,24 @@ policy::RestoreCosts behind(policy::RestoreCosts costs, double link_bytes_per_s)
 std::vector<SavedTier> saved_tiers(const ServingSetup& setup) {
   std::vector<SavedTier> tiers;
   for (const TierSetup& tier : setup.tiers) {
-    tiers.push_back({tier.capacity_bytes, tier.evict, tier.whole_chains, tier.chain_tokens});
+    tiers.push_back({tier.capacity_bytes, tier.policy, tier.chain_tokens});
   }
   return tiers;
+}
+
+// Of each tier, over reading from the next slower one, or computing again behind the last.
+SavedChains::MissCost miss_cost(const ServingSetup& setup, const policy::RestoreCosts& costs,
+                                const policy::SavePlan& saved) {
+  std::vector<policy::TierCosts> tiers;
+  for (size_t t = 0; t < setup.tiers.size(); ++t) {
+    const bool last = t + 1 == setup.tiers.size();
+    tiers.push_back({.costs = costs,
+                     .bytes_per_s = setup.tiers[t].read_bytes_per_s,
+                     .below_bytes_per_s = last ? 0 : setup.tiers[t + 1].read_bytes_per_s});
+  }
+  return [tiers = std::move(tiers), saved](size_t tier, int64_t first, int64_t tokens) {
+    return tiers[tier].miss_s(policy::saved_rows(saved, first, tokens));
+  };
 }
 
 double kv_bytes_per_token(const policy::RestoreCosts& costs) {
@@ -96,7 +113,7 @@ SimExecutor::SimExecutor(const ServingSetup& setup, policy::RestoreCosts costs,
       memory_bytes_per_s_(setup.hardware.device.memory_bytes_per_s * setup.hardware.n_gpu *
                           setup.memory_efficiency),
       chains_(saved_tiers(setup), static_cast<double>(saved_.bytes_per_token),
-              prefill_layer_s(costs_.layers[0], 1, setup.hardware.history, 1) * costs_.n_layer) {
+              miss_cost(setup, costs_, saved_)) {
   const double memory = static_cast<double>(setup.hardware.device.memory_bytes) *
                         setup.hardware.n_gpu * setup.memory_share;
   const double for_kv = memory - policy::layer_weight_bytes(setup.hardware.model);
@@ -289,6 +306,12 @@ Result<const SimExecutor::Methods*> SimExecutor::plan(int64_t tokens, size_t tie
   HCACHE_ASSIGN_OR_RETURN(const policy::Plan plan, plan_restore(costs, request));
   if (!plan.runs.empty()) place->second = {plan.runs[0].layers, plan.schedule};
   return &place->second;
+}
+
+double SimExecutor::restore_s(int64_t tokens) const {
+  const policy::TierCosts arena{.costs = costs_,
+                                .below_bytes_per_s = setup_.tiers[0].read_bytes_per_s};
+  return arena.without_s(policy::saved_rows(saved_, 0, tokens));
 }
 
 Status SimExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job) {

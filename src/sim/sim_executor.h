@@ -69,6 +69,7 @@ class SimExecutor final : public scheduler::Executor {
   // known here.
   Result<scheduler::RestoreStatus> advance_restore(SeqId seq,
                                                    const scheduler::RestoreTurn& turn) override;
+  [[nodiscard]] double restore_s(int64_t tokens) const override;
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t place, bool admitted) override;
   void completed(uint64_t place) override;

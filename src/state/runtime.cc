@@ -107,6 +107,7 @@ Status RuntimeImpl::init() {
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
   HCACHE_RETURN_IF_ERROR(open_profile());
   if (options_.on_profile) options_.on_profile(profile_);
+  if (store_) HCACHE_RETURN_IF_ERROR(store_->set_costs(costs(0), profile_.read_bytes_per_s));
   if (store_ && !options_.read_only_store) {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
     HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
@@ -123,7 +124,8 @@ Status RuntimeImpl::open_store() {
   options.quota_bytes = options_.store_quota_bytes;
   options.owner_quota_bytes = options_.key_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
-  options.dram_evict = options_.dram_evict;
+  options.dram_policy = options_.evict;
+  options.disk_policy = options_.evict;
   options.dram_place = options_.dram_place;
   if (options.dram_bytes > 0 && options.dram_place.empty() && device_->pins_host_memory()) {
     dram_.reset(ggml_backend_buft_alloc_buffer(device_->host_buffer_type(), options.dram_bytes));

@@ -72,7 +72,6 @@ Result<std::uint64_t> StoreImpl::remove(const RemoveFilter& filter) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   removal_->finish_unpinned();
-  cache_.clear();  // what is removed is nowhere
   const std::unordered_map<ChunkId, std::int64_t> uses = pins_.uses();
   std::unordered_map<ChunkId, ChunkRecord> all;
   std::unordered_map<ChunkId, std::vector<ChunkId>> followers;

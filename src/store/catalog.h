@@ -123,12 +123,6 @@ class Catalog {
     [[nodiscard]] Status put_owner(const SaltId& salt, const SaltId& owner);
     [[nodiscard]] Status erase_owner(const SaltId& salt);
     [[nodiscard]] Status add_disk(std::uint32_t disk, std::int64_t created_ns);
-    // Chunks without followers, least recently used first (deepest first among equals), as this
-    // transaction sees them. Damaged rows come with a failed record. `visit` returns false to stop
-    // and must not write.
-    [[nodiscard]] Status leaves_by_use(const std::function<bool(ChunkRow&&)>& visit);
-    // The chunk, if just so many follow it, as this transaction sees it. Also during a visit.
-    [[nodiscard]] Result<std::optional<ChunkRow>> followed_by(const ChunkId& id, std::int64_t n);
     // A row, with its record_ref, as this transaction sees it.
     [[nodiscard]] Result<std::optional<ChunkRow>> find(const ChunkId& id);
     [[nodiscard]] Result<std::optional<Session>> find_session(std::string_view name,

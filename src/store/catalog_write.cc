@@ -174,30 +174,6 @@ Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_n
   return {};
 }
 
-Status Catalog::Transaction::leaves_by_use(const std::function<bool(ChunkRow&&)>& visit) {
-  Connection& c = *catalog_->writer_;
-  Statement s(c,
-              "SELECT seq, id, last_used, body FROM chunk AS c"
-              " WHERE NOT EXISTS (SELECT 1 FROM chunk AS d WHERE d.parent = c.id)"
-              " ORDER BY last_used, position DESC");
-  while (s.step()) {
-    if (!visit(read_row(s))) return {};
-  }
-  if (s.failed()) return catalog_->error(c, "find unused chunks");
-  return {};
-}
-
-Result<std::optional<ChunkRow>> Catalog::Transaction::followed_by(const ChunkId& id,
-                                                                  std::int64_t n) {
-  Connection& c = *catalog_->writer_;
-  Statement s(c,
-              "SELECT seq, id, last_used, body FROM chunk AS c WHERE id = ?1"
-              " AND (SELECT count(*) FROM chunk AS d WHERE d.parent = c.id) = ?2");
-  if (s.bind_id(id).bind(n).step()) return std::optional<ChunkRow>(read_row(s));
-  if (s.failed()) return catalog_->error(c, "count followers");
-  return std::optional<ChunkRow>();
-}
-
 Result<std::optional<ChunkRow>> Catalog::Transaction::find(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   Statement s(c, "SELECT seq, id, last_used, body, record FROM chunk WHERE id = ?1");

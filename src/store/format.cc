@@ -75,6 +75,12 @@ bool same_family(const ChunkInfo& a, const ChunkInfo& b) {
   return a.parent == b.parent && a.fingerprint == b.fingerprint && a.salt == b.salt;
 }
 
+std::vector<ChunkId> ids_of(std::span<const ChunkRecord> records) {
+  std::vector<ChunkId> ids;
+  for (const ChunkRecord& record : records) ids.push_back(record.info.id);
+  return ids;
+}
+
 ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt, const ChunkId& parent) {
   if (!parent.is_zero()) return parent;
   return Hasher("hcache root 1").add(fingerprint).add(salt).finish<ChunkId>();

@@ -52,6 +52,7 @@ struct ChunkRecord {
 [[nodiscard]] bool page_before(const PageInfo& a, const PageInfo& b);
 // Whether both continue the same chunk, for the same model and salt.
 [[nodiscard]] bool same_family(const ChunkInfo& a, const ChunkInfo& b);
+[[nodiscard]] std::vector<ChunkId> ids_of(std::span<const ChunkRecord> records);
 
 // The `parent` column: what siblings share.
 [[nodiscard]] ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt,

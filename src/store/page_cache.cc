@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "chunk_worth.h"
+
 namespace hcache::store {
 namespace {
 
@@ -11,12 +13,6 @@ namespace {
 constexpr double kOneUseS = 1;
 // How many times its size a page may push out to find a piece of memory that is large enough.
 constexpr std::uint64_t kMostForOne = 8;
-
-std::uint64_t short_id(const ChunkId& id) {
-  std::uint64_t out = 0;
-  std::memcpy(&out, id.bytes.data(), sizeof out);
-  return out;
-}
 
 }  // namespace
 
@@ -62,7 +58,7 @@ HeldBytes PageCache::find(const PageKey& key) {
   return {};
 }
 
-void PageCache::insert(const PageKey& key, const ChunkId& parent,
+void PageCache::insert(const PageKey& key, const ChunkInfo& info,
                        std::span<const std::byte> bytes) {
   if (bytes.size() > capacity_) return;
   MutexLock lock(mutex_);
@@ -72,14 +68,9 @@ void PageCache::insert(const PageKey& key, const ChunkId& parent,
   if (is_new) {
     chunk.id = key.chunk;
     chunk.last_use_s = now_s();
-    // Reading one again costs as much per byte as any other.
-    order_.insert(id, chunk.last_use_s, 1, 1);
-    if (chunk_of(parent) != nullptr) {
-      chunk.parent = short_id(parent);
-      chunk.holds_parent = true;
-      order_.hold(chunk.parent);
-    }
-    order_.set_wish(id, wanted_.wish(id));
+    const auto parent = info.parent.is_zero() ? std::nullopt : std::optional(short_id(info.parent));
+    order_.insert(id, parent, chunk.last_use_s, worth_of(info, costs_));
+    order_.set_wishes(std::span(&id, 1), wanted_);
   } else if (chunk.id != key.chunk) {
     return;  // of two that can't be told apart the second stays out
   }
@@ -98,9 +89,15 @@ void PageCache::insert(const PageKey& key, const ChunkId& parent,
 }
 
 HeldBytes PageCache::make_room(Id id, std::span<const std::byte> bytes) {
+  const auto needed = static_cast<double>(bytes.size());
+  const auto allowed = static_cast<double>(capacity_);
+  double goal = allowed;  // what may be used, with the new page in
+  if (policy::bytes_to_evict(policy_, static_cast<double>(used_), needed, allowed) > 0) {
+    goal -= allowed * policy_.reserve;
+  }
   std::uint64_t gone = 0;
   for (;;) {
-    if (used_ + bytes.size() <= capacity_) {
+    if (static_cast<double>(used_) + needed <= goal) {
       if (HeldBytes held = memory_.copy(bytes)) return held;
       // Evicted pages that are still being read keep their memory: then nothing else need be
       // evicted.
@@ -109,26 +106,33 @@ HeldBytes PageCache::make_room(Id id, std::span<const std::byte> bytes) {
         return {};
       }
     }
-    const auto victim = order_.victim(now_s());
-    if (!victim) return clear_all(), HeldBytes();
+    const std::vector<Id> victims = order_.victims(now_s());
+    if (victims.empty()) return clear_all(), HeldBytes();
     const std::uint64_t before = used_;
-    drop(*victim);
-    if (*victim == id) return {};
+    for (const Id victim : victims) drop(victim);
+    if (!chunks_.contains(id)) return {};
     gone += before - used_;
   }
+}
+
+void PageCache::set_costs(policy::TierCosts costs) {
+  MutexLock lock(mutex_);
+  costs_ = std::move(costs);
 }
 
 void PageCache::drop(Id id) {
   const auto found = chunks_.find(id);
   for (const Page& page : found->second.pages) used_ -= page.held.bytes.size();
-  if (found->second.holds_parent) order_.let_go(found->second.parent);
   order_.erase(id, now_s());
   chunks_.erase(found);
 }
 
-void PageCache::clear() {
+void PageCache::erase(std::span<const ChunkId> chunks) {
+  if (!enabled()) return;
   MutexLock lock(mutex_);
-  clear_all();
+  for (const ChunkId& chunk : chunks) {
+    if (chunk_of(chunk) != nullptr) drop(short_id(chunk));
+  }
 }
 
 void PageCache::clear_all() {

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -22,7 +23,8 @@
 #include "base/sync.h"
 #include "format.h"
 #include "page_memory.h"
-#include "policy/eviction.h"
+#include "policy/chain_order.h"
+#include "policy/miss_cost.h"
 #include "policy/wanted.h"
 #include "store/store.h"
 
@@ -39,19 +41,27 @@ class PageCache {
  public:
   // A capacity of 0 holds nothing. The pages lie in `memory`, which has as many bytes or a few
   // less: what it loses between pieces. env must outlive it.
-  PageCache(Env& env, std::uint64_t capacity_bytes, policy::EvictPolicy policy, PageMemory memory)
-      : env_(env), capacity_(capacity_bytes), memory_(std::move(memory)), order_(policy) {}
+  PageCache(Env& env, std::uint64_t capacity_bytes, const policy::TierPolicy& policy,
+            PageMemory memory)
+      : env_(env),
+        capacity_(capacity_bytes),
+        policy_(policy),
+        memory_(std::move(memory)),
+        order_(policy) {}
 
   [[nodiscard]] bool enabled() const { return capacity_ > 0; }
   // The page's bytes, marked as used; empty when it is not here.
   [[nodiscard]] HeldBytes find(const PageKey& key) HCACHE_EXCLUDES(mutex_);
-  // Copies a page in; `parent` is the chunk that its chunk continues. A chunk that finds no room
-  // beside what is worth more stays out.
-  void insert(const PageKey& key, const ChunkId& parent, std::span<const std::byte> bytes)
+  // Copies a page of this chunk in. A chunk that finds no room beside what is worth more stays out.
+  void insert(const PageKey& key, const ChunkInfo& info, std::span<const std::byte> bytes)
       HCACHE_EXCLUDES(mutex_);
+  // What a page that is not here costs, for policies that weigh it: of reading from memory over
+  // reading from the disks. Until it is told all cost the same per byte.
+  void set_costs(policy::TierCosts costs) HCACHE_EXCLUDES(mutex_);
   // Sets those of `origins`, one for each page of the chunk, that are here.
   void mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const HCACHE_EXCLUDES(mutex_);
-  void clear() HCACHE_EXCLUDES(mutex_);
+  // Drops what it has of these chunks; whoever reads one of their pages keeps its copy.
+  void erase(std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
   void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
   void dispatch(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
@@ -60,7 +70,7 @@ class PageCache {
   void describe(StoreStat* stat) const HCACHE_EXCLUDES(mutex_);
 
  private:
-  using Id = policy::EvictionOrder::Id;  // the first bytes of a chunk's id
+  using Id = policy::ChainOrder::Id;  // the first bytes of a chunk's id
   struct Page {
     std::uint16_t layer = 0;
     Encoding encoding = Encoding::kKv;
@@ -69,8 +79,6 @@ class PageCache {
   };
   struct Chunk {
     ChunkId id;
-    Id parent = 0;
-    bool holds_parent = false;
     double last_use_s = 0;
     std::vector<Page> pages;
   };
@@ -87,10 +95,12 @@ class PageCache {
 
   Env& env_;
   const std::uint64_t capacity_;
+  const policy::TierPolicy policy_;
   PageMemory memory_;
   mutable Mutex mutex_;
   std::unordered_map<Id, Chunk> chunks_ HCACHE_GUARDED_BY(mutex_);
-  policy::EvictionOrder order_ HCACHE_GUARDED_BY(mutex_);
+  std::optional<policy::TierCosts> costs_ HCACHE_GUARDED_BY(mutex_);
+  policy::ChainOrder order_ HCACHE_GUARDED_BY(mutex_);
   policy::Wanted wanted_ HCACHE_GUARDED_BY(mutex_);
   std::uint64_t used_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::uint64_t hits_ HCACHE_GUARDED_BY(mutex_) = 0;

@@ -444,7 +444,7 @@ void PageReaderImpl::check_page(Item* checked) const {
 
 void PageReaderImpl::keep_in_memory(const Item& item) const {
   if (!source_.cache().enabled()) return;
-  source_.cache().insert(key_of(item.job), item.job.chunk->record.info.parent, item.bytes);
+  source_.cache().insert(key_of(item.job), item.job.chunk->record.info, item.bytes);
 }
 
 Result<bool> PageReaderImpl::has_next() {

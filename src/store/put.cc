@@ -51,6 +51,7 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
   HCACHE_ASSIGN_OR_RETURN(PutDraft draft, drafter.draft(batch));
   PutReport report = draft.report;
   pins_.mark_used(draft.used, env_.wall_ns());
+  order_->use(draft.used);
   if (draft.chunks.empty()) return report;
 
   std::vector<Run> runs = writer_->lay_out(&draft.chunks);
@@ -75,7 +76,10 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
   }
   writer_->settle(&runs);
   owners_.saved();
-  for (const Draft& chunk : draft.chunks) owners_.add(chunk.record.info.salt, new_bytes(chunk));
+  for (const Draft& chunk : draft.chunks) {
+    owners_.add(chunk.record.info.salt, new_bytes(chunk));
+    order_->add(chunk.record);
+  }
   copies_->put(draft, source);
   removal_->finish(draft.superseded, true);
   removal_->erase_when_unpinned(pinned_tails);

@@ -23,8 +23,9 @@ Status Quota::make_room(std::uint64_t bytes, const PutDraft& draft, PutReport* r
   const auto excess = [&]() -> std::uint64_t {
     const std::uint64_t needed =
         catalog_.allocated_bytes(env_) + records_.used_bytes() + space_.used_bytes() + bytes;
-    const std::uint64_t allowed = limits_.store_bytes + soon_free;
-    return needed > allowed ? needed - allowed : 0;
+    return static_cast<std::uint64_t>(
+        policy::bytes_to_evict(limits_.policy, static_cast<double>(needed), 0,
+                               static_cast<double>(limits_.store_bytes + soon_free)));
   };
   const auto exhausted = [&](std::uint64_t over) {
     return resource_exhausted(
@@ -86,7 +87,10 @@ Result<std::uint64_t> Quota::evict(const std::unordered_set<ChunkId>& spared,
     };
     std::vector<ChunkRecord> victims;
     Status status = choose(&transaction, std::move(query), &victims);
-    if (victims.empty()) return status.ok() ? Result<std::uint64_t>(over) : status;
+    if (victims.empty()) {
+      order_.removed({}, false);
+      return status.ok() ? Result<std::uint64_t>(over) : status;
+    }
     if (status.ok()) status = commit_with_records(&transaction, &records_);
     if (status.ok()) copies_.evicted(victims);
     removal_.finish(victims, status.ok());
@@ -101,13 +105,10 @@ Status Quota::choose(Catalog::Transaction* transaction, VictimQuery query,
   // Round by round: what was pinned meanwhile stays, and others have to go instead.
   while (true) {
     Victims victims;
-    HCACHE_RETURN_IF_ERROR(order_(*transaction, query, &victims));
+    HCACHE_RETURN_IF_ERROR(order_.choose(query, &victims));
     pins_.mark_dying(&victims.chunks);
     const bool none = victims.chunks.empty();
     Status status;
-    for (const std::int64_t seq : victims.damaged_rows) {
-      if (status.ok()) status = transaction->erase_row(seq);
-    }
     for (ChunkRecord& victim : victims.chunks) {
       if (status.ok()) status = transaction->erase(victim.info.id);
       chosen->push_back(std::move(victim));

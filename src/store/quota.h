@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "catalog.h"
+#include "disk_order.h"
 #include "owners.h"
 #include "pins.h"
 #include "put_draft.h"
@@ -16,22 +17,22 @@
 #include "removal.h"
 #include "space.h"
 #include "tier_copies.h"
-#include "victims.h"
 
 namespace hcache::store {
 
 struct QuotaLimits {
-  std::uint64_t store_bytes = 0;  // page blocks, records and catalog; 0: no limit
-  std::uint64_t owner_bytes = 0;  // pages of one owner's chunks; 0: no limit
+  std::uint64_t store_bytes = 0;   // page blocks, records and catalog; 0: no limit
+  std::uint64_t owner_bytes = 0;   // pages of one owner's chunks; 0: no limit
+  policy::TierPolicy policy = {};  // its reserve is of store_bytes
 };
 
 class Quota {
  public:
-  Quota(Env& env, QuotaLimits limits, VictimOrder order, Catalog& catalog, Pins& pins, Space& space,
+  Quota(Env& env, QuotaLimits limits, DiskOrder& order, Catalog& catalog, Pins& pins, Space& space,
         Records& records, Owners& owners, Removal& removal, TierCopies& copies)
       : env_(env),
         limits_(limits),
-        order_(std::move(order)),
+        order_(order),
         catalog_(catalog),
         pins_(pins),
         space_(space),
@@ -58,7 +59,7 @@ class Quota {
 
   Env& env_;
   const QuotaLimits limits_;
-  const VictimOrder order_;
+  DiskOrder& order_;
   Catalog& catalog_;
   Pins& pins_;
   Space& space_;

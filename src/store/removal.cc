@@ -17,7 +17,9 @@ Status save_uses(Pins* pins, Catalog::Transaction* transaction) {
 
 void Removal::finish(std::span<const ChunkRecord> victims, bool committed) {
   pins_.clear_dying(victims);
+  order_.removed(victims, committed);
   if (!committed) return;
+  if (remote_ == nullptr) cache_.erase(ids_of(victims));
   for (const ChunkRecord& victim : victims) {
     owners_.subtract(victim.info.salt, page_bytes(victim));
   }
@@ -38,6 +40,7 @@ Result<std::uint64_t> Removal::erase(std::vector<ChunkRecord> victims, bool dura
   const Status status = commit();
   finish(victims, status.ok());
   HCACHE_RETURN_IF_ERROR(status);
+  forget(ids_of(victims));
   return static_cast<std::uint64_t>(victims.size());
 }
 

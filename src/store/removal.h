@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "catalog.h"
+#include "disk_order.h"
 #include "owners.h"
+#include "page_cache.h"
 #include "pins.h"
 #include "records.h"
 #include "remote.h"
@@ -20,20 +22,25 @@ class Removal {
  public:
   // `remote` may be null.
   Removal(Catalog& catalog, Pins& pins, Space& space, Records& records, Owners& owners,
-          Remote* remote)
+          DiskOrder& order, PageCache& cache, Remote* remote)
       : catalog_(catalog),
         pins_(pins),
         space_(space),
         records_(records),
         owners_(owners),
+        order_(order),
+        cache_(cache),
         remote_(remote) {}
 
   // Removes chunks in one transaction of their own, except pinned ones. Returns how many.
   // `durably`: as Records::erase().
   [[nodiscard]] Result<std::uint64_t> erase(std::vector<ChunkRecord> victims, bool durably = false);
   // After the removal of chunks that Pins::mark_dying() marked, or its failure: clears the marks
-  // and, if it was committed, frees their space.
+  // and, if it was committed, frees their space, and that in host memory where no remote tier can
+  // still offer them.
   void finish(std::span<const ChunkRecord> victims, bool committed);
+  // Drops chunks that were removed, and not only evicted, from host memory.
+  void forget(std::span<const ChunkId> chunks) { cache_.erase(chunks); }
   // Tails that are needless but pinned: they go when they are not.
   void erase_when_unpinned(std::span<const ChunkId> tails) {
     superseded_.insert(superseded_.end(), tails.begin(), tails.end());
@@ -49,6 +56,8 @@ class Removal {
   Space& space_;
   Records& records_;
   Owners& owners_;
+  DiskOrder& order_;
+  PageCache& cache_;
   Remote* const remote_;
   std::vector<ChunkId> superseded_;
 };

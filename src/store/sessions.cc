@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "base/log.h"
 #include "base/tokens.h"
@@ -80,6 +81,8 @@ Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
   OwnPart out;
   HCACHE_ASSIGN_OR_RETURN(
       Chain chain, chains_.walk(session.fingerprint, session.salt, session.tokens, Where::kDisks));
+  std::unordered_set<ChunkId> on_disk;
+  for (const ChunkRecord& record : chain.chunks) on_disk.insert(record.info.id);
   out.chunks = std::move(chain.chunks);
   // A last chunk that goes on differently is another chain's.
   if (!out.chunks.empty() && chain.rows.back() < out.chunks.back().info.tokens.size()) {
@@ -107,6 +110,9 @@ Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
   }
   // The last token is never computed, and an answer may have been saved as it grew.
   for (std::size_t n = 1; n <= left.size() && at >= shared; ++n) out.ids.push_back(id_of(n));
+  for (const ChunkId& id : out.ids) {
+    if (!on_disk.contains(id)) out.remote_only.push_back(id);
+  }
   return out;
 }
 
@@ -142,7 +148,11 @@ Result<std::uint64_t> Sessions::erase(std::string_view name) {
   if (status.ok()) status = commit_with_records(&transaction, &records_, true);
   removal_.finish(victims, status.ok());
   HCACHE_RETURN_IF_ERROR(status);
-  if (remote_ != nullptr) remote_->erase(own.ids);
+  removal_.forget(ids_of(victims));
+  if (remote_ != nullptr) {
+    removal_.forget(own.remote_only);
+    remote_->erase(own.ids);
+  }
   return static_cast<std::uint64_t>(victims.size());
 }
 

@@ -39,8 +39,9 @@ class Sessions {
  private:
   // What of a session's chain only it needs.
   struct OwnPart {
-    std::vector<ChunkRecord> chunks;  // on the disks
-    std::vector<ChunkId> ids;         // of the whole chain: the remote tier may have more of it
+    std::vector<ChunkRecord> chunks;   // on the disks
+    std::vector<ChunkId> ids;          // of the whole chain: the remote tier may have more of it
+    std::vector<ChunkId> remote_only;  // of those: not on the disks
   };
   // Tokens of the session up to which some other session needs the chain.
   [[nodiscard]] Result<std::uint64_t> shared_tokens(const Session& session);

@@ -125,7 +125,7 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
 StoreImpl::StoreImpl(Env& env, StoreOptions options, PageMemory memory)
     : env_(env),
       options_(std::move(options)),
-      cache_(env, options_.dram_bytes, options_.dram_evict, std::move(memory)) {}
+      cache_(env, options_.dram_bytes, options_.dram_policy, std::move(memory)) {}
 
 StoreImpl::~StoreImpl() {
   if (catalog_ == nullptr) return;
@@ -227,12 +227,16 @@ Status StoreImpl::prepare() {
   chains_ = std::make_unique<Chains>(*catalog_, remote_.get());
   space_ = std::make_unique<Space>(env_, *segments_, options_.segment_bytes);
   writer_ = std::make_unique<SegmentWriter>(env_, *segments_, *space_);
-  removal_ =
-      std::make_unique<Removal>(*catalog_, pins_, *space_, *records_, owners_, remote_.get());
+  const bool evicts =
+      !options_.read_only && (options_.quota_bytes > 0 || options_.owner_quota_bytes > 0);
+  order_ = std::make_unique<DiskOrder>(env_, *catalog_, options_.disk_policy, evicts);
+  removal_ = std::make_unique<Removal>(*catalog_, pins_, *space_, *records_, owners_, *order_,
+                                       cache_, remote_.get());
   copies_ = std::make_unique<TierCopies>(cache_, remote_.get(), *segments_);
-  const QuotaLimits limits = {options_.quota_bytes, options_.owner_quota_bytes};
-  quota_ = std::make_unique<Quota>(env_, limits, least_recently_used, *catalog_, pins_, *space_,
-                                   *records_, owners_, *removal_, *copies_);
+  const QuotaLimits limits = {options_.quota_bytes, options_.owner_quota_bytes,
+                              options_.disk_policy};
+  quota_ = std::make_unique<Quota>(env_, limits, *order_, *catalog_, pins_, *space_, *records_,
+                                   owners_, *removal_, *copies_);
   sessions_ = std::make_unique<Sessions>(env_, *catalog_, *chains_, pins_, *records_, *removal_,
                                          remote_.get());
   return {};
@@ -285,6 +289,7 @@ Result<std::uint64_t> StoreImpl::count_chunks(
   owners_.load(std::move(owners));
   std::uint64_t damaged = 0;
   HCACHE_RETURN_IF_ERROR(catalog_->scan([&](ChunkRow&& row) HCACHE_REQUIRES(write_mutex_) {
+    order_->load(row);
     if (!row.record.ok()) {
       ++damaged;
       return true;
@@ -357,6 +362,7 @@ Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint
   if (!options_.read_only) used_ns = env_.wall_ns();
   const auto pinned = pins_.pin(ids, epoch, used_ns);
   if (!pinned.has_value()) return std::optional<Match>();
+  order_->use(std::span(ids).first(*pinned));
   Match match;
   for (std::size_t i = 0; i < *pinned; ++i) {
     match.n_tokens += chain.rows[i];
@@ -500,10 +506,30 @@ bool StoreImpl::page_moved(const ChunkRecord& record, std::size_t page) {
 }
 
 void StoreImpl::want(std::uint64_t place, const Match& match) {
-  if (!cache_.enabled()) return;
   std::vector<ChunkId> chunks;
   for (const MatchedChunk& matched : match.chunks) chunks.push_back(matched.chunk.info().id);
   cache_.want(place, chunks);
+  order_->want(place, chunks);
+}
+
+void StoreImpl::dispatch(std::uint64_t place) {
+  cache_.dispatch(place);
+  order_->dispatch(place);
+}
+
+void StoreImpl::unwant(std::uint64_t place) {
+  cache_.unwant(place);
+  order_->unwant(place);
+}
+
+Status StoreImpl::set_costs(const policy::RestoreCosts& costs, double disk_bytes_per_s) {
+  HCACHE_RETURN_IF_ERROR(check_open());
+  cache_.set_costs({.costs = costs, .below_bytes_per_s = disk_bytes_per_s});
+  MutexLock lock(write_mutex_);
+  const bool below = remote_ != nullptr && remote_->writes() != RemoteWrite::kOff;
+  return order_->set_costs({.costs = costs,
+                            .bytes_per_s = disk_bytes_per_s,
+                            .below_bytes_per_s = below ? remote_bytes_per_s() : 0});
 }
 
 // ---- Sessions ---------------------------------------------------------------------------------
@@ -528,7 +554,6 @@ Result<std::uint64_t> StoreImpl::delete_session(std::string_view name) {
   MutexLock lock(write_mutex_);
   HCACHE_RETURN_IF_ERROR(check_writable());
   removal_->finish_unpinned();
-  cache_.clear();  // what is deleted is nowhere
   return sessions_->erase(name);
 }
 

@@ -12,6 +12,7 @@
 #include "base/sync.h"
 #include "catalog.h"
 #include "chains.h"
+#include "disk_order.h"
 #include "owners.h"
 #include "page_reader.h"
 #include "pins.h"
@@ -61,8 +62,10 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] Status quarantine(const ChunkId& id, std::uint16_t layer,
                                   Encoding encoding) override;
   void want(std::uint64_t place, const Match& match) override;
-  void dispatch(std::uint64_t place) override { cache_.dispatch(place); }
-  void unwant(std::uint64_t place) override { cache_.unwant(place); }
+  void dispatch(std::uint64_t place) override;
+  void unwant(std::uint64_t place) override;
+  [[nodiscard]] Status set_costs(const policy::RestoreCosts& costs,
+                                 double disk_bytes_per_s) override;
   [[nodiscard]] Status put_session(const Session& session) override;
   [[nodiscard]] Result<Session> get_session(std::string_view name) override;
   [[nodiscard]] Result<std::vector<SessionSummary>> list_sessions() override;
@@ -158,6 +161,7 @@ class StoreImpl final : public Store, public PageSource {
   Traffic traffic_;
   std::unique_ptr<Remote> remote_;
   std::unique_ptr<Chains> chains_;
+  std::unique_ptr<DiskOrder> order_;
   Pins pins_;
   std::atomic<std::uint64_t> checksum_failures_ = 0;
   std::atomic<bool> closed_ = false;

@@ -18,7 +18,7 @@ void TierCopies::put(const PutDraft& draft, Source source) {
       const PageInfo& page = info.pages[i];
       const std::uint64_t checksum = chunk.record.places[i].checksum;
       if (cache_.enabled()) {
-        cache_.insert({info.id, page.layer, page.encoding, checksum}, info.parent, bytes);
+        cache_.insert({info.id, page.layer, page.encoding, checksum}, info, bytes);
       }
       if (!remote) continue;
       auto copy = std::make_shared<AlignedBuffer>(bytes.size());

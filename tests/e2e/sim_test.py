@@ -91,6 +91,12 @@ class Sim(unittest.TestCase):
         self.assertEqual(hits["lru", 1], 60 - 4)
         self.assertEqual(hits["optimal", 1], 60 - 4)
         self.assertLess(hits["lru", 0.5], hits["optimal", 0.5])
+        rows = self.figures({**PREFIX_CACHE, "model": "llama2-7b", "device": "a100"})["rows"]
+        for row in rows:
+            self.assertLess(0, row["saved_s"])
+            self.assertLess(row["saved_s"], row["prefill_s"])
+        self.assert_refused({**PREFIX_CACHE, "model": "llama2-8b"}, "model")
+        self.assert_refused({**PREFIX_CACHE, "costs_known": True}, "costs_known")
 
     def test_a_batch_that_loads_and_saves_while_it_computes(self):
         scenario = {"kind": "overlap", "model": "llama2-13b", "batch": 16, "decode_steps": 20,

@@ -45,8 +45,8 @@ TEST(EvictPolicies, HaveNames) {
 TEST(EvictionOrder, FollowsItsPolicy) {
   const auto filled = [](EvictPolicy policy) {
     EvictionOrder order(policy);
-    for (const uint64_t id : {1, 2, 3}) order.insert(id, static_cast<double>(id), 1, 1);
-    order.insert(2, 4, 1, 1);  // it is there: used
+    for (const uint64_t id : {1, 2, 3}) order.insert(id, static_cast<double>(id), {1, 1});
+    order.insert(2, 4, {1, 1});  // it is there: used
     order.use(2, 5);
     order.use(1, 6);
     return order;
@@ -67,7 +67,7 @@ TEST(EvictionOrder, FollowsItsPolicy) {
 TEST(EvictionOrder, KeepsWhatTheQueueWants) {
   for (const EvictPolicy policy : {EvictPolicy::kSchedulerAware, EvictPolicy::kCostAware}) {
     EvictionOrder order(policy);
-    for (const uint64_t id : {1, 2, 3, 4}) order.insert(id, static_cast<double>(id), 1, 1);
+    for (const uint64_t id : {1, 2, 3, 4}) order.insert(id, static_cast<double>(id), {1, 1});
     order.set_wish(1, {.first = 7});
     order.set_wish(2, {.first = 9});
     order.set_wish(3, {.first = 8});
@@ -101,11 +101,25 @@ TEST(IdleSequences, ThePolicysFirstThatMayGo) {
   EXPECT_EQ(choose_eviction(wanted, EvictPolicy::kCarScore), 0);  // fewer want it
 }
 
+// A long context is dearer per cell; twice as long idle makes up for twice the cost.
+TEST(IdleSequences, CostAwareWeighsSecondsAgainstCellsAndTime) {
+  const IdleSequence dear = {1, true, false, {}, 30, 1000, 4};
+  const IdleSequence cheap = {2, true, false, {}, 20, 1000, 1};
+  const IdleSequence large = {3, true, false, {}, 10, 16000, 4};
+  const auto aware = EvictPolicy::kCostAware;
+  EXPECT_EQ(choose_eviction(std::vector{dear, cheap, large}, aware), 2);
+  EXPECT_EQ(choose_eviction(std::vector{dear, cheap}, aware), 1);
+  EXPECT_EQ(choose_eviction(std::vector{dear, cheap}, EvictPolicy::kLru), 0);
+  IdleSequence wanted = cheap;
+  wanted.wish.first = 3;
+  EXPECT_EQ(choose_eviction(std::vector{dear, wanted}, aware), 0);
+}
+
 TEST(EvictionOrder, HoldsNest) {
   for (const EvictPolicy policy : {EvictPolicy::kLru, EvictPolicy::kCostAware}) {
     EvictionOrder order(policy);
-    order.insert(1, 1, 1, 1);
-    order.insert(2, 2, 1, 1);
+    order.insert(1, 1, {1, 1});
+    order.insert(2, 2, {1, 1});
     order.hold(1);
     order.hold(1);
     order.use(1, 3);
@@ -125,9 +139,9 @@ TEST(EvictionOrder, HoldsNest) {
 
 TEST(CostAware, KeepsWhatIsDearToRebuild) {
   EvictionOrder order(EvictPolicy::kCostAware);
-  order.insert(1, 0, 1000, 1);   // 1 ms a byte
-  order.insert(2, 1, 1000, 64);  // dearer
-  order.insert(3, 2, 64000, 1);  // cheaper
+  order.insert(1, 0, {1000, 1});   // 1 ms a byte
+  order.insert(2, 1, {1000, 64});  // dearer
+  order.insert(3, 2, {64000, 1});  // cheaper
   EXPECT_EQ(drain(order, 3), (std::vector<uint64_t>{3, 1, 2}));
 }
 
@@ -136,8 +150,8 @@ TEST(CostAware, LearnsWhenObjectsReturn) {
   EvictionOrder order(EvictPolicy::kCostAware);
   double now_s = 0;
   for (uint64_t i = 0; i < 4000; ++i, now_s += 1) {
-    order.insert(2 * i, now_s, 1, 1);
-    order.insert(2 * i + 1, now_s, 1, 1);
+    order.insert(2 * i, now_s, {1, 1});
+    order.insert(2 * i + 1, now_s, {1, 1});
     if (i >= 60) order.use(2 * (i - 60), now_s);
     for (size_t n = order.size(); n > 300; --n) order.erase(*order.victim(now_s), now_s);
   }
@@ -158,11 +172,11 @@ TEST(CostAware, LearnsFromWhatIsNotKept) {
   for (uint64_t i = 0; i < 2000; ++i, now_s += 1) {
     order.miss(i, now_s);  // comes back after ten seconds, five times
     for (uint64_t n = 1; n < 5 && i >= 10 * n; ++n) order.miss(i - 10 * n, now_s);
-    order.insert(1'000'000 + i, now_s, 1, 1);  // never again
+    order.insert(1'000'000 + i, now_s, {1, 1});  // never again
     for (size_t n = order.size(); n > 20; --n) order.erase(*order.victim(now_s), now_s);
   }
-  order.insert(2'000'000, now_s, 1, 1);
-  order.insert(1995, now_s, 1, 1);
+  order.insert(2'000'000, now_s, {1, 1});
+  order.insert(1995, now_s, {1, 1});
   EXPECT_NE(order.victim(now_s), 1995U);
   order.miss(1995, now_s);  // it is here: not missed
   EXPECT_TRUE(order.contains(1995));

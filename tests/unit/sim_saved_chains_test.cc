@@ -13,6 +13,10 @@ using Tokens = std::vector<int32_t>;
 
 constexpr double kTokenBytes = 10;
 
+double miss_s(size_t /*tier*/, int64_t /*first*/, int64_t tokens) {
+  return static_cast<double>(tokens);
+}
+
 Tokens chain(int32_t first, size_t n) {
   Tokens tokens(n);
   std::iota(tokens.begin(), tokens.end(), first);
@@ -26,11 +30,11 @@ Tokens joined(Tokens a, const Tokens& b) {
 
 // Room for so many tokens.
 SavedTier tier(int64_t tokens, EvictPolicy policy = EvictPolicy::kLru) {
-  return {kTokenBytes * static_cast<double>(tokens), policy};
+  return {.capacity_bytes = kTokenBytes * static_cast<double>(tokens), .policy = {.evict = policy}};
 }
 
 TEST(SavedChains, FindsTheLongestPrefix) {
-  SavedChains saved({tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(0)}, kTokenBytes, miss_s);
   EXPECT_EQ(saved.find(chain(0, 200)).tokens, 0);
   saved.put(chain(0, 150), 1);
   EXPECT_EQ(saved.find(chain(0, 150)).tokens, 150);
@@ -42,7 +46,7 @@ TEST(SavedChains, FindsTheLongestPrefix) {
 }
 
 TEST(SavedChains, ContinuingAChainReplacesItsShortEnd) {
-  SavedChains saved({tier(0), tier(1000)}, kTokenBytes, 1);
+  SavedChains saved({tier(0), tier(1000)}, kTokenBytes, miss_s);
   saved.put(chain(0, 70), 1);
   saved.put(chain(0, 100), 2);
   EXPECT_EQ(saved.find(chain(0, 100)).tokens, 100);
@@ -53,14 +57,14 @@ TEST(SavedChains, ContinuingAChainReplacesItsShortEnd) {
 }
 
 TEST(SavedChains, EqualPrefixesAreOneObject) {
-  SavedChains saved({tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(0)}, kTokenBytes, miss_s);
   saved.put(joined(chain(0, 64), chain(1000, 64)), 1);
   saved.put(joined(chain(0, 64), chain(2000, 64)), 2);
   EXPECT_DOUBLE_EQ(saved.bytes(0), 3 * 64 * kTokenBytes);
 }
 
 TEST(SavedChains, ChainsShrinkFromTheirEnds) {
-  SavedChains saved({tier(192)}, kTokenBytes, 1);
+  SavedChains saved({tier(192)}, kTokenBytes, miss_s);
   saved.put(chain(0, 128), 1);
   saved.put(chain(1000, 128), 2);
   EXPECT_EQ(saved.find(chain(0, 128)).tokens, 64);
@@ -71,8 +75,8 @@ TEST(SavedChains, ChainsShrinkFromTheirEnds) {
 
 TEST(SavedChains, OrGoWhole) {
   SavedTier whole = tier(320);
-  whole.whole_chains = true;
-  SavedChains saved({whole}, kTokenBytes, 1);
+  whole.policy.whole_chains = true;
+  SavedChains saved({whole}, kTokenBytes, miss_s);
   const Tokens first = joined(chain(0, 64), chain(1000, 128));
   const Tokens second = joined(chain(0, 64), chain(2000, 64));
   saved.put(first, 1);
@@ -87,11 +91,23 @@ TEST(SavedChains, OrGoWhole) {
   EXPECT_EQ(saved.find(chain(3000, 128)).tokens, 128);
 }
 
+TEST(SavedChains, AReserveIsFreeAfterwards) {
+  SavedTier reserving = tier(320);
+  reserving.policy.reserve = 0.4;  // two chunks
+  SavedChains saved({reserving}, kTokenBytes, miss_s);
+  saved.put(chain(0, 320), 1);
+  saved.put(chain(1000, 64), 2);
+  EXPECT_EQ(saved.evictions(0), 3U);
+  EXPECT_DOUBLE_EQ(saved.bytes(0), 192 * kTokenBytes);
+  saved.put(chain(2000, 128), 3);
+  EXPECT_EQ(saved.evictions(0), 3U);
+}
+
 TEST(SavedChains, OrTakeTheSameRoomHoweverLongTheyAre) {
   SavedTier reserved = tier(512);
-  reserved.whole_chains = true;
+  reserved.policy.whole_chains = true;
   reserved.chain_tokens = 256;
-  SavedChains saved({reserved}, kTokenBytes, 1);
+  SavedChains saved({reserved}, kTokenBytes, miss_s);
   saved.put(chain(0, 70), 1);
   EXPECT_DOUBLE_EQ(saved.bytes(0), 256 * kTokenBytes);
   saved.put(chain(0, 200), 2);  // takes the place of the shorter one
@@ -107,7 +123,7 @@ TEST(SavedChains, OrTakeTheSameRoomHoweverLongTheyAre) {
 }
 
 TEST(SavedChains, WhatLeavesTheFastTierIsInTheSlowOneAndReadingLiftsIt) {
-  SavedChains saved({tier(128), tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(128), tier(0)}, kTokenBytes, miss_s);
   saved.put(chain(0, 128), 1);
   saved.put(chain(1000, 128), 2);
   EXPECT_EQ(saved.find(chain(0, 128)).by_tier, (std::vector<int64_t>{0, 128}));
@@ -119,7 +135,7 @@ TEST(SavedChains, WhatLeavesTheFastTierIsInTheSlowOneAndReadingLiftsIt) {
 }
 
 TEST(SavedChains, UseCounts) {
-  SavedChains saved({tier(128)}, kTokenBytes, 1);
+  SavedChains saved({tier(128)}, kTokenBytes, miss_s);
   saved.put(chain(0, 64), 1);
   saved.put(chain(1000, 64), 2);
   saved.use(chain(0, 64), 3);
@@ -129,7 +145,7 @@ TEST(SavedChains, UseCounts) {
 }
 
 TEST(SavedChains, AChainThatDoesNotFitKeepsItsBeginning) {
-  SavedChains saved({tier(128)}, kTokenBytes, 1);
+  SavedChains saved({tier(128)}, kTokenBytes, miss_s);
   saved.put(chain(0, 640), 1);
   EXPECT_EQ(saved.find(chain(0, 640)).tokens, 128);
   EXPECT_LE(saved.bytes(0), 128 * kTokenBytes);
@@ -138,7 +154,7 @@ TEST(SavedChains, AChainThatDoesNotFitKeepsItsBeginning) {
 TEST(SavedChains, WhatTheQueueWantsStaysTheFirstOfItLongest) {
   for (const bool looks_ahead : {true, false}) {
     const auto policy = looks_ahead ? EvictPolicy::kSchedulerAware : EvictPolicy::kLru;
-    SavedChains saved({tier(192, policy)}, kTokenBytes, 1);
+    SavedChains saved({tier(192, policy)}, kTokenBytes, miss_s);
     saved.put(chain(0, 64), 1);
     saved.put(chain(1000, 64), 2);
     saved.put(chain(2000, 64), 3);
@@ -160,7 +176,7 @@ TEST(SavedChains, WhatTheQueueWantsStaysTheFirstOfItLongest) {
 }
 
 TEST(SavedChains, AnObjectThatTwoWantIsWantedUntilBothAreGone) {
-  SavedChains saved({tier(128, EvictPolicy::kSchedulerAware)}, kTokenBytes, 1);
+  SavedChains saved({tier(128, EvictPolicy::kSchedulerAware)}, kTokenBytes, miss_s);
   saved.put(chain(0, 64), 1);
   saved.want(1, chain(0, 64));
   saved.want(2, chain(0, 64));
@@ -175,7 +191,7 @@ TEST(SavedChains, AnObjectThatTwoWantIsWantedUntilBothAreGone) {
 }
 
 TEST(SavedChains, LiftsUpToAnEnd) {
-  SavedChains saved({tier(192), tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(192), tier(0)}, kTokenBytes, miss_s);
   saved.put(chain(0, 192), 1);
   saved.put(chain(1000, 192), 2);
   saved.lift(chain(0, 192), 130, 3);
@@ -187,7 +203,7 @@ TEST(SavedChains, LiftsUpToAnEnd) {
 }
 
 TEST(SavedChains, WhatIsLeftBehindACutStaysWhereItWas) {
-  SavedChains saved({tier(160), tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(160), tier(0)}, kTokenBytes, miss_s);
   const Tokens whole = chain(0, 200);
   saved.put(whole, 1);
   saved.put(chain(1000, 96), 2);  // pushes the end out of the first tier
@@ -204,7 +220,7 @@ TEST(SavedChains, WhatIsLeftBehindACutStaysWhereItWas) {
 }
 
 TEST(SavedChains, ACutLeavesWhatOthersShare) {
-  SavedChains saved({tier(0)}, kTokenBytes, 1);
+  SavedChains saved({tier(0)}, kTokenBytes, miss_s);
   const Tokens one = joined(chain(0, 64), chain(1000, 64));
   const Tokens two = joined(chain(0, 64), chain(2000, 64));
   saved.put(one, 1);
@@ -216,7 +232,7 @@ TEST(SavedChains, ACutLeavesWhatOthersShare) {
 }
 
 TEST(SavedChains, WithoutTiersNothingIsSaved) {
-  SavedChains saved({}, kTokenBytes, 1);
+  SavedChains saved({}, kTokenBytes, miss_s);
   saved.put(chain(0, 640), 1);
   EXPECT_EQ(saved.find(chain(0, 640)).tokens, 0);
 }

@@ -15,7 +15,7 @@ namespace {
 using policy::EvictPolicy;
 
 PageCache cache_of(uint64_t bytes, EvictPolicy policy) {
-  return {Env::real(), bytes, policy, PageMemory::map(bytes, "").value()};
+  return {Env::real(), bytes, {.evict = policy}, PageMemory::map(bytes, "").value()};
 }
 
 ChunkId chunk(uint8_t number) {
@@ -24,11 +24,17 @@ ChunkId chunk(uint8_t number) {
   return id;
 }
 
+ChunkInfo behind(uint8_t parent) {
+  ChunkInfo info;
+  info.parent = chunk(parent);
+  return info;
+}
+
 // Three layers of a chunk, a hundred bytes each.
 void put(PageCache& cache, uint8_t number, uint8_t parent = 0) {
   for (uint16_t layer = 0; layer < 3; ++layer) {
     const std::vector<std::byte> bytes(100, std::byte{number});
-    cache.insert({chunk(number), layer, Encoding::kKv, 7}, chunk(parent), bytes);
+    cache.insert({chunk(number), layer, Encoding::kKv, 7}, behind(parent), bytes);
   }
 }
 
@@ -55,9 +61,11 @@ TEST(PageCache, KeepsWholeChunksTheLastUsedLongest) {
   EXPECT_EQ(stat.dram_bytes, 900U);
   EXPECT_EQ(stat.dram_hits, 9U);
   EXPECT_EQ(stat.dram_misses, 3U);
-  cache.clear();
+  const std::vector<ChunkId> gone = {chunk(1), chunk(3), chunk(4)};
+  cache.erase(gone);
   cache.describe(&stat);
-  EXPECT_EQ(stat.dram_bytes, 0U);
+  EXPECT_EQ(stat.dram_bytes, 300U);
+  EXPECT_EQ(pages_of(cache, 2), 3);
 }
 
 TEST(PageCache, AChunkGoesBeforeTheOneThatItContinues) {
@@ -89,6 +97,32 @@ TEST(PageCache, WhatTheQueueWantsStays) {
   put(cache, 7);
   EXPECT_EQ(pages_of(cache, 2), 0);
   EXPECT_EQ(pages_of(cache, 6), 3);
+}
+
+// K and V are only read, hidden states are multiplied as well: less is saved by having them here.
+TEST(PageCache, CostAwareKeepsWhatMemorySavesMostOf) {
+  PageCache cache = cache_of(300, EvictPolicy::kCostAware);
+  policy::LayerCosts layer;
+  layer.dense = policy::CostCurve::affine(0, 1);
+  layer.project = policy::CostCurve::affine(0, 1e-3);
+  policy::RestoreCosts costs;
+  costs.n_layer = 1;
+  costs.layers = {layer};
+  cache.set_costs({.costs = costs, .below_bytes_per_s = 1000});
+  const auto put_page = [&](uint8_t number, Encoding encoding) {
+    ChunkInfo info;
+    info.tokens.resize(50);
+    info.pages = {{0, encoding, 100}};
+    const std::vector<std::byte> bytes(100);
+    cache.insert({chunk(number), 0, encoding, 7}, info, bytes);
+  };
+  put_page(1, Encoding::kKv);
+  put_page(2, Encoding::kHiddenQ8_1);
+  put_page(3, Encoding::kKv);
+  put_page(4, Encoding::kKv);
+  EXPECT_TRUE(cache.find({chunk(1), 0, Encoding::kKv, 7}));
+  EXPECT_FALSE(cache.find({chunk(2), 0, Encoding::kHiddenQ8_1, 7}));
+  EXPECT_TRUE(cache.find({chunk(3), 0, Encoding::kKv, 7}));
 }
 
 TEST(PageCache, APageWithAnotherChecksumTakesTheOldOnesPlace) {
@@ -124,7 +158,8 @@ TEST(PageCache, WhatIsBeingReadStaysReadable) {
   cache.insert({chunk(2), 0, Encoding::kKv, 7}, {}, large);
   HeldBytes held = cache.find({chunk(1), 0, Encoding::kKv, 7});
   ASSERT_TRUE(held);
-  cache.clear();
+  const auto drop_all = [&] { cache.erase(std::vector{chunk(1), chunk(2), chunk(3), chunk(4)}); };
+  drop_all();
   // The piece is taken as long as somebody reads it: there is room for one more, not for two.
   cache.insert({chunk(3), 0, Encoding::kKv, 7}, {}, large);
   cache.insert({chunk(4), 0, Encoding::kKv, 7}, {}, large);
@@ -134,7 +169,7 @@ TEST(PageCache, WhatIsBeingReadStaysReadable) {
   EXPECT_NE(holds(3), holds(4));
   EXPECT_TRUE(std::ranges::equal(held.bytes, large));
   held = {};
-  cache.clear();
+  drop_all();
   cache.insert({chunk(5), 0, Encoding::kKv, 7}, {}, large);
   cache.insert({chunk(6), 0, Encoding::kKv, 7}, {}, large);
   EXPECT_TRUE(holds(5));

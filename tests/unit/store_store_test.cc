@@ -429,6 +429,108 @@ TEST_F(StoreTest, TheQuotaEvictsLeavesThatWereLeastRecentlyUsed) {
   }
 }
 
+// §3.3.2 of AttentionStore: what a request in the queue wants is not evicted while other chunks are
+// left, however long ago they were used.
+TEST_F(StoreTest, TheDisksKeepWhatTheQueueWants) {
+  options_.quota_bytes = 2 << 20;
+  options_.disk_policy.evict = policy::EvictPolicy::kSchedulerAware;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB per chunk
+  put(Chain(kModel, kSalt, tokens_of(256, 1), shape));
+  put(Chain(kModel, kSalt, tokens_of(256, 2), shape));
+  {
+    const auto match = store_->match(kModel, kSalt, tokens_of(256, 1));
+    ASSERT_OK(match);
+    store_->want(7, *match);
+  }
+  EXPECT_EQ(expect_match(tokens_of(256, 2)), 256U);  // 1 is the older one
+  put(Chain(kModel, kSalt, tokens_of(512, 3), shape));
+  EXPECT_EQ(expect_match(tokens_of(256, 1)), 256U);
+  EXPECT_LT(expect_match(tokens_of(256, 2)), 256U);
+  EXPECT_OK(store_->check_integrity());
+  store_->unwant(7);
+  for (std::uint32_t seed = 10; seed < 14; ++seed) {
+    put(Chain(kModel, kSalt, tokens_of(256, seed), shape));
+  }
+  EXPECT_EQ(expect_match(tokens_of(256, 1)), 0U);
+}
+
+TEST_F(StoreTest, WholeConversationsLeaveTheDisks) {
+  options_.quota_bytes = 2 << 20;
+  options_.disk_policy.whole_chains = true;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB per chunk
+  put(Chain(kModel, kSalt, tokens_of(256), shape));
+  const std::vector<std::int32_t> branch = tokens_of(256, 2, 64);  // shares a chunk with the first
+  put(Chain(kModel, kSalt, branch, shape));
+  put(Chain(kModel, kSalt, tokens_of(256, 3), shape));
+  const PutReport report = put(Chain(kModel, kSalt, tokens_of(320, 4), shape));
+  EXPECT_EQ(report.chunks_evicted, 3U);
+  EXPECT_EQ(expect_match(tokens_of(256)), 64U);
+  EXPECT_EQ(expect_match(branch), 256U);
+  EXPECT_EQ(expect_match(tokens_of(256, 3)), 256U);
+  EXPECT_OK(store_->check_integrity());
+}
+
+// What was saved first leaves first, before and after a restart, whatever was used since.
+TEST_F(StoreTest, FirstInFirstOutOutlivesTheProcess) {
+  options_.quota_bytes = 2 << 20;
+  options_.disk_policy.evict = policy::EvictPolicy::kFifo;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB per chunk
+  for (const std::uint32_t seed : {1, 2, 3}) {
+    put(Chain(kModel, kSalt, tokens_of(256, seed), shape));
+  }
+  open();
+  EXPECT_EQ(expect_match(tokens_of(256, 1)), 256U);
+  put(Chain(kModel, kSalt, tokens_of(384, 4), shape));
+  EXPECT_LT(expect_match(tokens_of(256, 1)), 256U);
+  EXPECT_EQ(expect_match(tokens_of(256, 2)), 256U);
+  EXPECT_EQ(expect_match(tokens_of(256, 3)), 256U);
+}
+
+// Of what was used alike, the rows that cost most to compute again per byte stay.
+TEST_F(StoreTest, TheDisksKeepWhatIsDearToComputeAgain) {
+  options_.quota_bytes = 2 << 20;
+  options_.disk_policy.evict = policy::EvictPolicy::kCostAware;
+  open();
+  policy::RestoreCosts costs;
+  costs.n_layer = 4;
+  policy::LayerCosts layer;
+  layer.dense = policy::CostCurve::affine(0, 1e-3);
+  layer.project = policy::CostCurve::affine(0, 1e-9);
+  layer.attn_per_key = policy::CostCurve::affine(0, 1e-6);
+  costs.layers = {layer};
+  costs.link.bytes_per_s = 1e12;
+  ASSERT_OK(store_->set_costs(costs, 1e12));
+  const Shape small{4, {Encoding::kHiddenQ8_1}, 256};  // 64 KiB per chunk
+  const Shape large{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB, as many seconds
+  put(Chain(kModel, kSalt, tokens_of(384, 1), small));
+  put(Chain(kModel, kSalt, tokens_of(384, 2), large));
+  put(Chain(kModel, kSalt, tokens_of(512, 3), small));
+  put(Chain(kModel, kSalt, tokens_of(512, 4), small));
+  EXPECT_EQ(expect_match(tokens_of(384, 1)), 384U);  // older, and yet
+  EXPECT_LT(expect_match(tokens_of(384, 2)), 384U);
+}
+
+// With a reserve one eviction makes room for several puts.
+TEST_F(StoreTest, AReserveIsEvictedAtOnce) {
+  options_.quota_bytes = 2 << 20;
+  options_.disk_policy.reserve = 0.4;
+  open();
+  const Shape shape{4, {Encoding::kHiddenQ8_1}, 512};  // 128 KiB per chunk
+  std::uint32_t seed = 1;
+  PutReport report;
+  for (; report.chunks_evicted == 0; ++seed) {
+    ASSERT_LT(seed, 20U);
+    report = put(Chain(kModel, kSalt, tokens_of(128, seed), shape));
+  }
+  EXPECT_GE(report.chunks_evicted, 6U);
+  for (int i = 0; i < 3; ++i, ++seed) {
+    EXPECT_EQ(put(Chain(kModel, kSalt, tokens_of(128, seed), shape)).chunks_evicted, 0U);
+  }
+}
+
 TEST_F(StoreTest, AnOwnersQuotaEvictsItsOwnChunksOnly) {
   options_.owner_quota_bytes = 1 << 20;
   open();
@@ -688,6 +790,29 @@ TEST_F(StoreTest, SessionsComeBackAndTakeTheirChunksAlong) {
   EXPECT_EQ(store_->stat()->chunks, 0U);
   EXPECT_EQ(store_->delete_session("two").code(), Code::kNotFound);
   EXPECT_OK(store_->check_integrity());
+}
+
+TEST_F(StoreTest, DeletingTakesOnlyWhatIsDeletedOutOfHostMemory) {
+  const Chain kept(kModel, kSalt, tokens_of(256, 1), {});
+  Session session;
+  session.name = "gone";
+  session.fingerprint = kModel;
+  session.salt = kSalt;
+  session.tokens = tokens_of(128, 2);
+  const Chain gone(kModel, kSalt, session.tokens, {});
+  const SaltId stranger = salt_id("another tenant");
+  const Chain other(kModel, stranger, tokens_of(192, 3), {});
+  options_.dram_bytes = 2 * (kept.bytes() + gone.bytes() + other.bytes());
+  open();
+  for (const Chain* chain : {&kept, &gone, &other}) put(*chain);
+  ASSERT_OK(store_->put_session(session));
+  EXPECT_EQ(store_->stat()->dram_bytes, kept.bytes() + gone.bytes() + other.bytes());
+  EXPECT_EQ(*store_->delete_session("gone"), 2U);
+  EXPECT_EQ(store_->stat()->dram_bytes, kept.bytes() + other.bytes());
+  RemoveFilter filter;
+  filter.salt = stranger;  // as keeping by time of use does it
+  EXPECT_EQ(*store_->remove(filter), 3U);
+  EXPECT_EQ(store_->stat()->dram_bytes, kept.bytes());
 }
 
 TEST_F(StoreTest, ASessionThatEndsInsideAChunkKeepsIt) {

@@ -161,6 +161,10 @@ class Executor {
   // error it is empty and usable. Damaged state is no error: what can't be used is recomputed or
   // left to the prefill.
   virtual Result<RestoreStatus> advance_restore(SeqId seq, const RestoreTurn& turn) = 0;
+  // How long restoring so many saved tokens is expected to take, for policies that weigh it.
+  [[nodiscard]] virtual double restore_s(int64_t tokens) const {
+    return static_cast<double>(tokens);
+  }
   // Asks for everything that the sequence holds now to become durable soon, tail included.
   virtual void request_flush(SeqId seq) = 0;
   // How many leading rows are durable; kNotSaving when no more will be (off, failed, skipped).

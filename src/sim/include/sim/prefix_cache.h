@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "base/status.h"
 #include "policy/eviction.h"
@@ -22,6 +23,11 @@ struct PrefixCacheOptions {
   // Requests are taken in order of arrival, one every 1 / service_rate seconds at most; those that
   // have arrived and wait are the queue that policies see. 0: no request ever waits.
   double service_rate = 0;  // requests per second
+  // Seconds of prefill that a hit saves, by the block's place in its chain from 0 on; the last one
+  // also of those behind it. Empty: blocks cost all the same, and nothing is said of seconds.
+  std::vector<double> block_s = {};
+  // Whether the policy knows block_s; otherwise it takes all blocks to cost the same.
+  bool costs_known = true;
   // Belady's (1966): the policy sees the whole trace. Takes the place of `policy`.
   bool optimal = false;
 };
@@ -30,6 +36,8 @@ struct PrefixCacheReport {
   uint64_t accesses = 0;
   uint64_t hits = 0;
   uint64_t max_queue = 0;  // most requests that waited
+  double prefill_s = 0;    // of all blocks that were asked for, by block_s
+  double saved_s = 0;      // of those that were hit
   [[nodiscard]] double hit_rate() const {
     return accesses > 0 ? static_cast<double>(hits) / static_cast<double>(accesses) : 0;
   }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "policy/eviction.h"
+#include "policy/chain_order.h"
 #include "policy/hardware_plan.h"
 #include "scheduler/scheduler.h"
 #include "sim/workload.h"
@@ -25,9 +25,8 @@ struct TierSetup {
   std::string name;
   double capacity_bytes = 0;    // 0: no limit
   double read_bytes_per_s = 0;  // > 0
-  policy::EvictPolicy evict = policy::EvictPolicy::kLru;
-  bool whole_chains = false;  // conversations leave whole, not chunk by chunk from their ends
-  int64_t chain_tokens = 0;   // whose room each conversation takes; 0: that of its own
+  policy::TierPolicy policy = {};
+  int64_t chain_tokens = 0;  // whose room each conversation takes; 0: that of its own
 };
 
 enum class ServingMethod : uint8_t {

@@ -33,10 +33,10 @@ struct RuntimeOptions {
   uint64_t store_quota_bytes = 0;       // 0: no quota
   uint64_t key_quota_bytes = 0;         // of each owner of a salt; 0: none
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
-  policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of it
-  std::string dram_place;                                      // where: HostMemory::map()
-  store::RemoteOptions remote;                                 // a store that other processes share
-  bool use_store = true;                                       // false: nothing is saved or matched
+  policy::TierPolicy evict;             // what leaves host memory and the disks when they are full
+  std::string dram_place;               // where host memory lies: HostMemory::map()
+  store::RemoteOptions remote;          // a store that other processes share
+  bool use_store = true;                // false: nothing is saved or matched
   bool read_only_store = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";  // see parse_state_type

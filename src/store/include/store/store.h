@@ -8,8 +8,9 @@
 //   match    finds the longest stored chain for some tokens, down to the token, and pins it;
 //   pin      a ChunkRef pins its chunk while it (or a copy) lives: a pinned chunk is not evicted;
 //   put      makes chunks durable: data first, then one catalog transaction, all or nothing;
-//   evict    happens inside put when a quota asks for it: least recently used, leaf first, never
-//            pinned; freed disk blocks go back to the file system at once;
+//   evict    happens inside put when a quota asks for it: in the order of
+//   StoreOptions::disk_policy,
+//            leaf first, never pinned; freed disk blocks go back to the file system at once;
 //   check_integrity  proves the invariants (tests call it after everything they do).
 // Nothing that is read is trusted: catalog rows and pages carry checksums, tokens are compared. A
 // failed check is data_loss with the place, and the caller recomputes.
@@ -39,7 +40,8 @@
 #include "base/env.h"
 #include "base/ids.h"
 #include "base/status.h"
-#include "policy/eviction.h"
+#include "policy/chain_order.h"
+#include "policy/restore_plan.h"
 
 namespace hcache::store {
 
@@ -393,8 +395,10 @@ struct StoreOptions {
   std::uint64_t quota_bytes = 0;        // page blocks and catalog; 0: as much as the disks have
   std::uint64_t owner_quota_bytes = 0;  // pages of one owner's chunks; 0: no limit
   std::uint64_t dram_bytes = 0;         // pages kept in host memory as well; 0: none
-  policy::EvictPolicy dram_evict = policy::EvictPolicy::kLru;  // which of them
-  std::string dram_place;                                      // where: HostMemory::map()
+  // What leaves when the quota or the host memory is full.
+  policy::TierPolicy disk_policy;
+  policy::TierPolicy dram_policy;
+  std::string dram_place;  // where host memory lies: HostMemory::map()
   // The caller's own memory instead (pinned memory of a device, say): at least dram_bytes, which
   // outlive the store, its readers and their views. Empty: the store maps some.
   std::span<std::byte> dram_memory;
@@ -465,10 +469,14 @@ class Store {
                                           Encoding encoding) = 0;
 
   // A request in the queue wants a match's chunks, until it is unwanted: policies that look ahead
-  // keep them in host memory, for the smallest place first. No other request has that place.
+  // keep them in host memory and on the disks, for the smallest place first. No other request has
+  // that place.
   virtual void want(std::uint64_t place, const Match& match) = 0;
   virtual void dispatch(std::uint64_t place) = 0;  // it waits no longer and runs
   virtual void unwant(std::uint64_t place) = 0;
+  // What restores of this model cost, for policies that weigh it (policy/miss_cost.h).
+  [[nodiscard]] virtual Status set_costs(const policy::RestoreCosts& costs,
+                                         double disk_bytes_per_s) = 0;
 
   // ---- Sessions ----------------------------------------------------------------------------
 
