@@ -127,7 +127,7 @@ Result<scheduler::SavedPrefixRef> EngineExecutor::saved_prefix(
 
 double EngineExecutor::restore_s(int64_t tokens) const {
   const policy::SavePlan& saved = runtime_.save_plan();
-  const policy::TierCosts arena{.costs = runtime_.costs(0),
+  const policy::TierCosts arena{.costs = runtime_.costs(),
                                 .below_bytes_per_s = runtime_.profile().read_bytes_per_s};
   return arena.without_s(policy::saved_rows(saved, 0, tokens));
 }

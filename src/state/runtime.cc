@@ -107,7 +107,7 @@ Status RuntimeImpl::init() {
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
   HCACHE_RETURN_IF_ERROR(open_profile());
   if (options_.on_profile) options_.on_profile(profile_);
-  if (store_) HCACHE_RETURN_IF_ERROR(store_->set_costs(costs(0), profile_.read_bytes_per_s));
+  if (store_) HCACHE_RETURN_IF_ERROR(store_->set_costs(costs(), profile_.read_bytes_per_s));
   if (store_ && !options_.read_only_store) {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
     HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
