@@ -230,7 +230,7 @@ TEST_F(RealModel, KeyTellsEverythingThatMatters) {
   EXPECT_NE(key, profile_key(*e, "other", StateTypes(30, GGML_TYPE_Q8_1)));
   EXPECT_NE(key, profile_key(*e, "digest", StateTypes(30, GGML_TYPE_F16)));
   EXPECT_NE(key, profile_key(*engine({.arena_tokens = 256, .max_batch_rows = 32}), "digest",
-                             GGML_TYPE_Q8_1));
+                             StateTypes(30, GGML_TYPE_Q8_1)));
   device_->set_n_threads(2);
   EXPECT_NE(key, profile_key(*e, "digest", StateTypes(30, GGML_TYPE_Q8_1)));
 }
