@@ -60,7 +60,7 @@ class Cli(unittest.TestCase):
 
     def test_a_plan_says_what_it_assumes(self):
         plan = ["plan", "-m", MODEL, "--state-dir", self.state, "--ctx", "256"]
-        self.assertIn("1.00 GB/s, assumed", self.hcache(*plan))
+        self.assertIn("1.0 GB/s, assumed", self.hcache(*plan))
         self.assertTrue(json.loads(self.hcache(*plan, "--json"))["rows"][0]["link_assumed"])
         self.assertIn("19.0 MB/s\n", self.hcache(*plan, "--link", "19MB/s"))
         self.hcache("profile", "-m", MODEL, "--state-dir", self.state, "--ctx", "256")
