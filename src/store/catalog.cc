@@ -74,6 +74,7 @@ Code code_of(int rc) {
 Catalog::~Catalog() = default;
 
 Status Catalog::error(const Connection& c, const char* what) const {
+  c.mutex.assert_held();
   const int rc = sqlite3_extended_errcode(c.db);
   return {code_of(rc), fmt::format("catalog {}: cannot {}: {}", path_, what, sqlite3_errmsg(c.db))};
 }
@@ -81,6 +82,7 @@ Status Catalog::error(const Connection& c, const char* what) const {
 Result<std::unique_ptr<Catalog::Connection>> Catalog::connect(const CatalogOptions& options,
                                                               bool read_only) const {
   auto c = std::make_unique<Connection>();
+  const MutexLock lock(c->mutex);
   const int flags =
       (read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE) | SQLITE_OPEN_NOMUTEX;
   const int rc = sqlite3_open_v2(path_.c_str(), &c->db, flags,
@@ -140,6 +142,7 @@ Result<std::unique_ptr<Catalog>> Catalog::open_damaged(const CatalogOptions& opt
   std::unique_ptr<Catalog> catalog(new Catalog);
   catalog->path_ = join_path(options.dir, options.file);
   HCACHE_ASSIGN_OR_RETURN(catalog->writer_, catalog->connect(options, false));
+  const MutexLock lock(catalog->writer_->mutex);
   // What is set aside stays as it was found.
   sqlite3_db_config(catalog->writer_->db, SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1, nullptr);
   return catalog;
@@ -148,6 +151,7 @@ Result<std::unique_ptr<Catalog>> Catalog::open_damaged(const CatalogOptions& opt
 // Makes the schema unless there is one. A crash leaves all of it or none.
 Status Catalog::create(Env& env, const CatalogOptions& options) {
   Connection& c = *writer_;
+  MutexLock lock(c.mutex);
   std::int64_t version = 0;
   std::int64_t tables = 0;
   {
@@ -161,12 +165,15 @@ Status Catalog::create(Env& env, const CatalogOptions& options) {
     tables = get_tables.number(0);
   }
   if (version != 0 || tables != 0) return {};
+  if (!options.create) return data_loss(fmt::format("catalog {} is empty", path_));
   StoreId id = options.store_id;
   for (std::size_t i = 0; options.store_id.is_zero() && i < id.bytes.size(); i += 8) {
     const std::uint64_t random = env.random_u64();
     std::memcpy(&id.bytes[i], &random, 8);
   }
+  lock.unlock();
   return change_schema(kSchema, [&] {
+    c.mutex.assert_held();
     Statement put(c, "INSERT INTO meta(key, value) VALUES('store', ?1)");
     if (!put.bind_id(id).run()) return false;
     store_id_ = id;
@@ -184,6 +191,7 @@ Status Catalog::change_schema(const char* sql, const std::function<bool()>& more
   Connection& c = *writer_;
   const std::string header = fmt::format("PRAGMA application_id={}; PRAGMA user_version={};",
                                          kApplicationId, kFormatVersion);
+  MutexLock lock(c.mutex);
   if (c.exec("BEGIN IMMEDIATE") != SQLITE_OK) return error(c, "create its schema");
   bool ok = c.exec(sql) == SQLITE_OK && c.exec(header.c_str()) == SQLITE_OK && more();
   if (ok) {
@@ -192,7 +200,10 @@ Status Catalog::change_schema(const char* sql, const std::function<bool()>& more
     ok = put.bind_blob(text).bind_text(kOpenKey).run();
   }
   if (ok) ok = c.exec("COMMIT") == SQLITE_OK;
-  if (ok) return {};
+  if (ok) {
+    lock.unlock();
+    return checkpoint();  // what it is must not be lost with a log
+  }
   const Status status = error(c, "create its schema");
   c.exec("ROLLBACK");
   return status;
@@ -200,6 +211,7 @@ Status Catalog::change_schema(const char* sql, const std::function<bool()>& more
 
 Status Catalog::read_header() {
   Connection& c = reader();
+  const MutexLock lock(c.mutex);
   std::int64_t application = 0;
   std::int64_t version = 0;
   {
@@ -237,7 +249,7 @@ Status Catalog::read_header() {
 
 Result<bool> Catalog::mark_open() {
   Connection& c = *writer_;
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   {
     Statement s(c, "SELECT 1 FROM meta WHERE key = ?1");
     const bool marked = s.bind_text(kOpenKey).step();
@@ -257,7 +269,7 @@ Result<bool> Catalog::mark_open() {
 
 Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk WHERE id = ?1");
   if (!s.bind_id(id).step()) {
     if (s.failed()) return error(c, "look a chunk up");
@@ -274,7 +286,7 @@ Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
 Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
                                                    std::int32_t first_token) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<ChunkRecord> out;
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk WHERE parent = ?1 AND first_token = ?2"
@@ -290,7 +302,7 @@ Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
 
 Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT body FROM session WHERE name = ?1");
   if (!s.bind_text(name).step()) {
     if (s.failed()) return error(c, "look a session up");
@@ -302,7 +314,7 @@ Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
 
 Result<std::vector<std::string>> Catalog::session_names() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "SELECT name FROM session ORDER BY name");
   while (s.step()) out.emplace_back(s.bytes(0));
@@ -312,7 +324,7 @@ Result<std::vector<std::string>> Catalog::session_names() {
 
 Result<std::vector<std::uint32_t>> Catalog::disks() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::uint32_t> out;
   Statement s(c, "SELECT disk FROM disk ORDER BY disk");
   while (s.step()) {
@@ -328,7 +340,7 @@ Result<std::vector<std::uint32_t>> Catalog::disks() {
 
 Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::unordered_map<SaltId, SaltId> out;
   Statement s(c, "SELECT key, value FROM meta WHERE key > 'owner:' AND key < 'owner;'");
   while (s.step()) {
@@ -344,7 +356,7 @@ Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
 
 Result<std::uint64_t> Catalog::count_sessions() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT count(*) FROM session");
   if (!s.step()) return error(c, "count sessions");
   return static_cast<std::uint64_t>(s.number(0));
@@ -362,7 +374,7 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
   while (true) {
     std::vector<ChunkRow> rows;
     {
-      const std::lock_guard<std::mutex> lock(c.mutex);
+      const MutexLock lock(c.mutex);
       const bool with_records = format_ >= kFirstFormatWithRecords;
       Statement s(c, with_records ? "SELECT seq, id, last_used, body, record FROM chunk"
                                     " WHERE seq > ?1 ORDER BY seq LIMIT ?2"
@@ -387,7 +399,7 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
 
 Result<std::vector<SessionRow>> Catalog::session_records() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<SessionRow> out;
   Statement s(c, "SELECT name, record, body FROM session ORDER BY name");
   while (s.step()) {
@@ -403,7 +415,7 @@ Result<std::vector<SessionRow>> Catalog::session_records() {
 
 Result<std::optional<RecordPlace>> Catalog::record_of(const ChunkId& id) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT record FROM chunk WHERE id = ?1");
   if (s.bind_id(id).step()) return std::optional(RecordPlace::unpack(s.number(0)));
   if (s.failed()) return error(c, "look a chunk up");
@@ -412,7 +424,7 @@ Result<std::optional<RecordPlace>> Catalog::record_of(const ChunkId& id) {
 
 Status Catalog::by_use(const std::function<bool(ChunkRow&&)>& visit) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk ORDER BY last_used DESC");
   while (s.step()) {
     if (!visit(read_row(s))) return {};
@@ -423,7 +435,7 @@ Status Catalog::by_use(const std::function<bool(ChunkRow&&)>& visit) {
 
 Status Catalog::salvage_chunks(const std::function<bool(ChunkRow&&)>& visit) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   // From both ends: what is damaged in between ends each of them.
   for (const char* sql : {"SELECT seq, id, last_used, body FROM chunk ORDER BY seq",
                           "SELECT seq, id, last_used, body FROM chunk ORDER BY seq DESC"}) {
@@ -439,7 +451,7 @@ Status Catalog::salvage_chunks(const std::function<bool(ChunkRow&&)>& visit) {
 
 Status Catalog::salvage_sessions(const std::function<bool(Session&&)>& visit) {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   for (const char* sql : {"SELECT name, body FROM session ORDER BY rowid",
                           "SELECT name, body FROM session ORDER BY rowid DESC"}) {
     Statement s(c, sql);
@@ -454,7 +466,7 @@ Status Catalog::salvage_sessions(const std::function<bool(Session&&)>& visit) {
 
 Result<std::vector<std::string>> Catalog::sqlite_check() {
   Connection& c = reader();
-  const std::lock_guard<std::mutex> lock(c.mutex);
+  const MutexLock lock(c.mutex);
   std::vector<std::string> out;
   Statement s(c, "PRAGMA integrity_check(20)");
   while (s.step()) {
@@ -476,7 +488,7 @@ std::uint64_t Catalog::allocated_bytes(Env& env) const {
 
 Status Catalog::checkpoint() {
   if (writer_ == nullptr) return {};
-  const std::lock_guard<std::mutex> lock(writer_->mutex);
+  const MutexLock lock(writer_->mutex);
   const int rc =
       sqlite3_wal_checkpoint_v2(writer_->db, nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
   // Another process may be reading from the log: then it stays for now.
@@ -486,7 +498,7 @@ Status Catalog::checkpoint() {
 
 Status Catalog::vacuum() {
   if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
-  const std::lock_guard<std::mutex> lock(writer_->mutex);
+  const MutexLock lock(writer_->mutex);
   if (writer_->exec("VACUUM") != SQLITE_OK) return error(*writer_, "compact it");
   return {};
 }

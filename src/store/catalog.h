@@ -29,8 +29,9 @@ inline constexpr const char* kCatalogFileName = "catalog.db";
 struct CatalogOptions {
   std::string dir;
   std::string file = kCatalogFileName;
-  StoreId store_id;  // of a new catalog; zero: one made at random
-  std::string vfs;   // empty: SQLite's own
+  StoreId store_id;    // of a new catalog; zero: one made at random
+  bool create = true;  // false: there must be one
+  std::string vfs;     // empty: SQLite's own
   bool read_only = false;
 };
 

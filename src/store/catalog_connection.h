@@ -8,17 +8,18 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <string_view>
 
+#include "base/sync.h"
 #include "catalog.h"
 
 namespace hcache::store {
 
 struct Catalog::Connection {
-  std::mutex mutex;
-  sqlite3* db = nullptr;
-  std::map<const char*, sqlite3_stmt*> statements;  // by the address of a literal
+  Mutex mutex;
+  sqlite3* db HCACHE_GUARDED_BY(mutex) = nullptr;
+  // By the address of a literal.
+  std::map<const char*, sqlite3_stmt*> statements HCACHE_GUARDED_BY(mutex);
 
   Connection() = default;
   Connection(const Connection&) = delete;
@@ -28,13 +29,15 @@ struct Catalog::Connection {
     sqlite3_close(db);
   }
 
-  int exec(const char* sql) const { return sqlite3_exec(db, sql, nullptr, nullptr, nullptr); }
+  int exec(const char* sql) const HCACHE_REQUIRES(mutex) {
+    return sqlite3_exec(db, sql, nullptr, nullptr, nullptr);
+  }
 };
 
-// A prepared statement in use; it is reset when it goes. Needs the connection's mutex.
+// A prepared statement in use; it is reset when it goes, with the lock still held.
 class Catalog::Statement {
  public:
-  Statement(Connection& connection, const char* sql) {
+  Statement(Connection& connection, const char* sql) HCACHE_REQUIRES(connection.mutex) {
     sqlite3_stmt*& cached = connection.statements[sql];
     if (cached == nullptr) {
       rc_ = sqlite3_prepare_v3(connection.db, sql, -1, SQLITE_PREPARE_PERSISTENT, &cached, nullptr);

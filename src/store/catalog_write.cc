@@ -8,7 +8,8 @@ namespace {
 std::string owner_key(const SaltId& salt) { return std::string(kOwnerPrefix) + to_hex(salt); }
 }  // namespace
 
-Result<Catalog::Transaction> Catalog::begin() {
+// The lock goes with the transaction, which gives it back in commit() or its destructor.
+Result<Catalog::Transaction> Catalog::begin() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   if (writer_ == nullptr) return failed_precondition("the store is open for reading only");
   writer_->mutex.lock();
   if (writer_->exec("BEGIN IMMEDIATE") != SQLITE_OK) {
@@ -26,7 +27,7 @@ Catalog::Transaction::Transaction(Transaction&& other) noexcept
   other.open_ = false;
 }
 
-Catalog::Transaction::~Transaction() {
+Catalog::Transaction::~Transaction() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   if (!open_) return;
   catalog_->writer_->exec("ROLLBACK");
   catalog_->writer_->mutex.unlock();
@@ -39,6 +40,7 @@ void Catalog::Transaction::drop_record(const RecordKey& key, std::int64_t place,
 
 Status Catalog::Transaction::drop_record_of(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT record, length(body) FROM chunk WHERE id = ?1");
   if (s.bind_id(id).step()) {
     drop_record(record_key(id), s.number(0),
@@ -49,6 +51,7 @@ Status Catalog::Transaction::drop_record_of(const ChunkId& id) {
 
 Status Catalog::Transaction::drop_record_of(std::string_view session) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT record, length(body) FROM session WHERE name = ?1");
   if (s.bind_text(session).step()) {
     drop_record(record_key(session), s.number(0),
@@ -60,6 +63,7 @@ Status Catalog::Transaction::drop_record_of(std::string_view session) {
 Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last_used_ns,
                                     const RecordPlace& place) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   const ChunkInfo& info = record.info;
   Statement s(c,
               "INSERT INTO chunk(id, parent, first_token, position, last_used, body, record)"
@@ -75,6 +79,7 @@ Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last
 Status Catalog::Transaction::update(const ChunkRecord& record, const RecordPlace& place) {
   HCACHE_RETURN_IF_ERROR(drop_record_of(record.info.id));
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET body = ?2, record = ?3 WHERE id = ?1");
   if (!s.bind_id(record.info.id).bind_blob(encode_chunk(record)).bind(place.pack()).run()) {
     return catalog_->error(c, "change a chunk");
@@ -84,6 +89,7 @@ Status Catalog::Transaction::update(const ChunkRecord& record, const RecordPlace
 
 Status Catalog::Transaction::set_record(const ChunkId& id, const RecordPlace& place) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET record = ?2 WHERE id = ?1");
   if (!s.bind_id(id).bind(place.pack()).run()) return catalog_->error(c, "note a record");
   return {};
@@ -91,6 +97,7 @@ Status Catalog::Transaction::set_record(const ChunkId& id, const RecordPlace& pl
 
 Status Catalog::Transaction::set_record(std::string_view session, const RecordPlace& place) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE session SET record = ?2 WHERE name = ?1");
   if (!s.bind_text(session).bind(place.pack()).run()) return catalog_->error(c, "note a record");
   return {};
@@ -99,6 +106,7 @@ Status Catalog::Transaction::set_record(std::string_view session, const RecordPl
 Status Catalog::Transaction::erase(const ChunkId& id) {
   HCACHE_RETURN_IF_ERROR(drop_record_of(id));
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM chunk WHERE id = ?1");
   if (!s.bind_id(id).run()) return catalog_->error(c, "remove a chunk");
   return {};
@@ -106,6 +114,7 @@ Status Catalog::Transaction::erase(const ChunkId& id) {
 
 Status Catalog::Transaction::erase_row(std::int64_t seq) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   {
     Statement s(c, "SELECT id, record, length(body) FROM chunk WHERE seq = ?1");
     ChunkId id;
@@ -121,6 +130,7 @@ Status Catalog::Transaction::erase_row(std::int64_t seq) {
 
 Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET last_used = ?2 WHERE id = ?1");
   if (!s.bind_id(id).bind(last_used_ns).run()) return catalog_->error(c, "mark a chunk as used");
   return {};
@@ -129,6 +139,7 @@ Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns)
 Status Catalog::Transaction::put_session(const Session& session, const RecordPlace& place) {
   HCACHE_RETURN_IF_ERROR(drop_record_of(session.name));
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO session(name, body, record) VALUES(?1, ?2, ?3)");
   if (!s.bind_text(session.name).bind_blob(encode_session(session)).bind(place.pack()).run()) {
     return catalog_->error(c, "save a session");
@@ -139,6 +150,7 @@ Status Catalog::Transaction::put_session(const Session& session, const RecordPla
 Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
   HCACHE_RETURN_IF_ERROR(drop_record_of(name));
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM session WHERE name = ?1");
   if (!s.bind_text(name).run()) return catalog_->error(c, "delete a session");
   *found = sqlite3_changes(c.db) > 0;
@@ -147,6 +159,7 @@ Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
 
 Status Catalog::Transaction::mark_closed() {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM meta WHERE key = ?1");
   if (!s.bind_text(kOpenKey).run()) return catalog_->error(c, "mark it as closed");
   return {};
@@ -154,6 +167,7 @@ Status Catalog::Transaction::mark_closed() {
 
 Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, ?2)");
   if (!s.bind_text(owner_key(salt)).bind_id(owner).run())
     return catalog_->error(c, "name an owner");
@@ -162,6 +176,7 @@ Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) 
 
 Status Catalog::Transaction::erase_owner(const SaltId& salt) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "DELETE FROM meta WHERE key = ?1");
   if (!s.bind_text(owner_key(salt)).run()) return catalog_->error(c, "forget an owner");
   return {};
@@ -169,6 +184,7 @@ Status Catalog::Transaction::erase_owner(const SaltId& salt) {
 
 Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_ns) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "INSERT OR IGNORE INTO disk(disk, created_ns) VALUES(?1, ?2)");
   if (!s.bind(disk).bind(created_ns).run()) return catalog_->error(c, "add a disk");
   return {};
@@ -176,6 +192,7 @@ Status Catalog::Transaction::add_disk(std::uint32_t disk, std::int64_t created_n
 
 Result<std::optional<ChunkRow>> Catalog::Transaction::find(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT seq, id, last_used, body, record FROM chunk WHERE id = ?1");
   if (s.bind_id(id).step()) {
     ChunkRow row = read_row(s);
@@ -190,6 +207,7 @@ Result<std::optional<ChunkRow>> Catalog::Transaction::find(const ChunkId& id) {
 Result<std::optional<Session>> Catalog::Transaction::find_session(std::string_view name,
                                                                   RecordPlace* place) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT body, record FROM session WHERE name = ?1");
   if (!s.bind_text(name).step()) {
     if (s.failed()) return catalog_->error(c, "look a session up");
@@ -202,13 +220,14 @@ Result<std::optional<Session>> Catalog::Transaction::find_session(std::string_vi
 
 Result<bool> Catalog::Transaction::has_children(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
+  c.mutex.assert_held();
   Statement s(c, "SELECT 1 FROM chunk WHERE parent = ?1 LIMIT 1");
   const bool found = s.bind_id(id).step();
   if (s.failed()) return catalog_->error(c, "look for followers");
   return found;
 }
 
-Status Catalog::Transaction::commit() {
+Status Catalog::Transaction::commit() HCACHE_NO_THREAD_SAFETY_ANALYSIS {
   Connection& c = *catalog_->writer_;
   Status status;
   if (c.exec("COMMIT") != SQLITE_OK) {

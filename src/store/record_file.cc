@@ -16,8 +16,16 @@ constexpr std::string_view kRecordMagic = "HCRECORD";
 constexpr std::uint64_t kCheckBytes = 8;
 constexpr std::uint64_t kMaxRecordBytes = 1ULL << 30;
 constexpr std::size_t kScanBytes = 1 << 20;  // of one read
-constexpr int kUnitBits = 31;                // of a packed place: offset, file, disk
+// Of a packed place: offset, check, file, disk.
+constexpr int kUnitBits = 20;
+constexpr int kPlaceCheckBits = 11;
 constexpr int kFileBits = 24;
+static_assert(kRecordFileBytes / kRecordUnit <= 1ULL << kUnitBits);
+
+// A column has no checksum: a place that only damage has made is none.
+std::uint64_t place_check(std::uint64_t place) {
+  return (place * 0x9e3779b97f4a7c15ULL) >> (64 - kPlaceCheckBits);
+}
 
 // Covers the store's id, so that a record of another store is none.
 std::uint64_t record_check(const StoreId& store, std::string_view text) {
@@ -79,15 +87,21 @@ Result<std::vector<ScanFile>> record_files(Env& env, std::span<const std::string
 }  // namespace
 
 std::int64_t RecordPlace::pack() const {
-  return static_cast<std::int64_t>((std::uint64_t{disk} << (kFileBits + kUnitBits)) |
-                                   (std::uint64_t{file} << kUnitBits) | (offset / kRecordUnit));
+  if (file == 0) return 0;
+  const std::uint64_t place = (std::uint64_t{disk} << (kFileBits + kPlaceCheckBits + kUnitBits)) |
+                              (std::uint64_t{file} << (kPlaceCheckBits + kUnitBits)) |
+                              (offset / kRecordUnit);
+  return static_cast<std::int64_t>(place | (place_check(place) << kUnitBits));
 }
 
 RecordPlace RecordPlace::unpack(std::int64_t number) {
   const auto bits = static_cast<std::uint64_t>(number);
+  const std::uint64_t check = (bits >> kUnitBits) & ((1ULL << kPlaceCheckBits) - 1);
+  if (check != place_check(bits & ~(check << kUnitBits))) return {};
   RecordPlace place;
-  place.disk = static_cast<std::uint32_t>(bits >> (kFileBits + kUnitBits));
-  place.file = static_cast<std::uint32_t>((bits >> kUnitBits) & ((1U << kFileBits) - 1));
+  place.disk = static_cast<std::uint32_t>(bits >> (kFileBits + kPlaceCheckBits + kUnitBits));
+  place.file =
+      static_cast<std::uint32_t>((bits >> (kPlaceCheckBits + kUnitBits)) & ((1U << kFileBits) - 1));
   place.offset = (bits & ((1ULL << kUnitBits) - 1)) * kRecordUnit;
   return place;
 }

@@ -203,6 +203,7 @@ Status StoreImpl::open_catalog(Recovery recovery) {
   catalog.dir = options_.catalog_dir;
   catalog.vfs = options_.catalog_vfs;
   catalog.read_only = options_.read_only;
+  catalog.create = !have_records(env_, options_.dirs);
   HCACHE_ASSIGN_OR_RETURN(catalog_, Catalog::open(env_, catalog));
   bool compare = recovery != Recovery::kIfNeeded;
   if (!options_.read_only) {

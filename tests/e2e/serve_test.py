@@ -198,7 +198,8 @@ class Protocols(unittest.TestCase):
             return self.server.call("GET", f"/v1/sessions/{name}")[1]["saved_tokens"]
 
         wait_until(lambda: saved("day") > 64, "the day's conversation is on disk")
-        self.assertEqual(saved("memory"), 0)
+        # All that is saved of it is what the other one begins with as well.
+        self.assertLess(saved("memory"), 40)
 
     def test_sessions_are_named_pinned_renamed_and_deleted(self):
         self.ask("This one has a name.", session_id="named", max_tokens=3)
