@@ -74,7 +74,8 @@ Status DiskOrder::set_costs(const policy::TierCosts& costs) {
   });
 }
 
-Status DiskOrder::choose(const VictimQuery& query, Victims* victims) {
+Status DiskOrder::choose(const VictimQuery& query, Catalog::Transaction* transaction,
+                         Victims* victims) {
   std::unordered_set<Id> refused;
   const auto not_refused = [&](Id id) { return !refused.contains(id); };
   while (victims->bytes < query.bytes) {
@@ -87,13 +88,12 @@ Status DiskOrder::choose(const VictimQuery& query, Victims* victims) {
     }
     if (leaving.empty()) return {};
     for (const auto& [key, id] : leaving) {
-      auto found = catalog_.find(id);
-      if (!found.ok() && found.code() != Code::kDataLoss) return found.status();
+      HCACHE_ASSIGN_OR_RETURN(auto found, transaction->find(id));
       ChunkRow row;
       row.id = id;
       row.record = ChunkRecord();
       row.record->info.id = id;  // of a damaged row nothing else is known
-      if (found.ok() && found->has_value()) row.record = std::move(**found);
+      if (found.has_value() && found->record.ok()) row = std::move(*found);
       if (!query.may_go(row)) {
         refused.insert(key);
         break;  // nor may those before it

@@ -53,8 +53,9 @@ class DiskOrder {
   [[nodiscard]] Status set_costs(const policy::TierCosts& costs) HCACHE_EXCLUDES(mutex_);
 
   // Appends victims until their bytes are enough or nobody else may go. They are on their way out
-  // until removed().
-  [[nodiscard]] Status choose(const VictimQuery& query, Victims* victims) HCACHE_EXCLUDES(mutex_);
+  // until removed(). Rows are read in the transaction that is going to erase them.
+  [[nodiscard]] Status choose(const VictimQuery& query, Catalog::Transaction* transaction,
+                              Victims* victims) HCACHE_EXCLUDES(mutex_);
   // After a removal, or its failure: what did not leave after all is in the order again.
   void removed(std::span<const ChunkRecord> victims, bool committed) HCACHE_EXCLUDES(mutex_);
 

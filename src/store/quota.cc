@@ -105,7 +105,7 @@ Status Quota::choose(Catalog::Transaction* transaction, VictimQuery query,
   // Round by round: what was pinned meanwhile stays, and others have to go instead.
   while (true) {
     Victims victims;
-    HCACHE_RETURN_IF_ERROR(order_.choose(query, &victims));
+    HCACHE_RETURN_IF_ERROR(order_.choose(query, transaction, &victims));
     pins_.mark_dying(&victims.chunks);
     const bool none = victims.chunks.empty();
     Status status;
