@@ -76,6 +76,8 @@ class BenchScripts(unittest.TestCase):
 
     def test_pair(self):
         self.assertIn("decode 8", self.run_script("bench/pair.py", "--quick", "--work", self.work))
+        self.assertIn("128 plan paper", self.run_script("bench/pair.py", "--quick", "--restore", "512",
+                                                        "--work", self.work))
 
     def test_figures(self):
         out = self.run_script("bench/paper/figures.py", "--quick", "--work", self.work)
