@@ -47,10 +47,14 @@ namespace hcache::store {
 
 // Tokens of a full chunk.
 inline constexpr std::uint32_t kChunkTokens = 64;
-// Bytes that the catalog takes for a token of full chunks with `pages` pages each: their records
-// (docs/format.md) in a half full B-tree with its indexes, and the session's own tokens. An
-// estimate, above what was measured.
-constexpr std::int64_t catalog_bytes_per_token(std::int64_t pages) { return 16 + pages; }
+// Bytes that the catalog and the record files take for a token of full chunks with `pages` pages
+// each (docs/format.md): rows in a half full B-tree with its indexes, the session's own tokens, and
+// the record: 412 bytes and 24 a page, in units of 64. An estimate, above what was measured.
+constexpr std::int64_t catalog_bytes_per_token(std::int64_t pages) {
+  const std::int64_t rows = 16 + pages;
+  const std::int64_t record = (412 + 24 * pages + 63) / 64 * 64;
+  return rows + (record + kChunkTokens - 1) / kChunkTokens;
+}
 // Pages that a reader hands out start at a multiple of this, in bytes.
 inline constexpr std::size_t kPageAlignment = 64;
 
