@@ -135,7 +135,12 @@ Result<std::uint64_t> Sessions::erase(std::string_view name) {
   while (!own.chunks.empty() && status.ok()) {
     const auto followed = transaction.has_children(own.chunks.back().info.id);
     if (!followed.ok()) status = followed.status();
-    if (!followed.ok() || *followed) break;
+    if (!followed.ok()) break;
+    if (*followed) {
+      // Another chain goes through it, named by a session or not: the remote tier keeps it as well.
+      for (const ChunkRecord& kept : own.chunks) std::erase(own.ids, kept.info.id);
+      break;
+    }
     std::vector<ChunkRecord> one;
     one.push_back(std::move(own.chunks.back()));
     own.chunks.pop_back();

@@ -274,6 +274,28 @@ TEST(RemoteTier, DeletingASessionDeletesItThereToo) {
   EXPECT_EQ(c.look_up(saved.tokens()).n_tokens, 0U);
 }
 
+TEST(RemoteTier, DeletingASessionLeavesWhatAnotherChainGoesThrough) {
+  RedisServer redis;
+  Machine a(redis.url());
+  // Two conversations behind one prompt of two chunks; only the first one has a session.
+  const Chain mine(kModel, kSalt, tokens_of(4 * kChunkTokens, 1, 2 * kChunkTokens), {});
+  const Chain other(kModel, kSalt, tokens_of(4 * kChunkTokens, 2, 2 * kChunkTokens), {});
+  ASSERT_OK(a.store().put(mine.chunks()));
+  ASSERT_OK(a.store().put(other.chunks()));
+  Session session;
+  session.name = "secret";
+  session.fingerprint = kModel;
+  session.salt = kSalt;
+  session.tokens = mine.tokens();
+  ASSERT_OK(a.store().put_session(session));
+  ASSERT_TRUE(a.settled());
+  EXPECT_OK(a.store().delete_session("secret"));
+  ASSERT_TRUE(a.settled());
+  Machine b(redis.url());
+  EXPECT_EQ(b.look_up(other.tokens()).n_tokens, other.tokens().size());
+  EXPECT_EQ(b.look_up(mine.tokens()).n_tokens, 2 * kChunkTokens);
+}
+
 TEST(RemoteTier, UnusedChunksExpireAndUsedOnesDoNot) {
   RedisServer redis;
   Machine a(redis.url(), with(&RemoteOptions::ttl_s, 1000));
