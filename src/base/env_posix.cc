@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -23,6 +24,19 @@ namespace {
 constexpr mode_t kFileMode = 0600;
 constexpr mode_t kDirMode = 0700;
 constexpr std::int64_t kNsPerSecond = 1'000'000'000;
+
+class RealMapping final : public FileMapping {
+ public:
+  RealMapping(std::span<const std::byte> bytes, const FileIdentity& identity)
+      : bytes_(bytes), identity_(identity) {}
+  ~RealMapping() override { ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size()); }
+  [[nodiscard]] std::span<const std::byte> bytes() const override { return bytes_; }
+  [[nodiscard]] const FileIdentity& identity() const override { return identity_; }
+
+ private:
+  std::span<const std::byte> bytes_;
+  FileIdentity identity_;
+};
 
 class RealFile final : public PosixFile {
  public:
@@ -96,6 +110,22 @@ class RealFile final : public PosixFile {
     struct stat st {};
     if (::fstat(fd_.get(), &st) != 0) return errno_status("stat", path_, errno);
     return static_cast<std::uint64_t>(st.st_blocks) * 512;
+  }
+
+  Result<std::unique_ptr<FileMapping>> map() override {
+    struct stat st {};
+    if (::fstat(fd_.get(), &st) != 0) return errno_status("stat", path_, errno);
+    if (st.st_size == 0) return invalid_argument(path_ + " is empty");
+    const auto size = static_cast<std::size_t>(st.st_size);
+    void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd_.get(), 0);
+    if (data == MAP_FAILED) {
+      return resource_exhausted(
+          fmt::format("cannot map {} ({} bytes): {}", path_, size, std::strerror(errno)));
+    }
+    return std::unique_ptr<FileMapping>(std::make_unique<RealMapping>(
+        std::span(static_cast<const std::byte*>(data), size),
+        FileIdentity{size, st.st_mtim.tv_sec * kNsPerSecond + st.st_mtim.tv_nsec, st.st_dev,
+                     st.st_ino}));
   }
 
   [[nodiscard]] bool direct() const override { return direct_; }

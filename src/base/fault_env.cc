@@ -60,6 +60,23 @@ struct FaultEnv::Node {
   }
 };
 
+// A copy: what happens to the file later does not show.
+class FaultEnv::FaultMapping final : public FileMapping {
+ public:
+  FaultMapping(std::span<const std::byte> bytes, const FileIdentity& identity)
+      : bytes_(bytes.size()), identity_(identity) {
+    std::memcpy(bytes_.data(), bytes.data(), bytes.size());
+  }
+  [[nodiscard]] std::span<const std::byte> bytes() const override {
+    return {bytes_.data(), bytes_.size()};
+  }
+  [[nodiscard]] const FileIdentity& identity() const override { return identity_; }
+
+ private:
+  AlignedBuffer bytes_;
+  FileIdentity identity_;
+};
+
 class FaultEnv::FaultFile final : public File {
  public:
   FaultFile(FaultEnv& env, std::shared_ptr<Node> node, std::string path, bool direct, bool writable,
@@ -75,9 +92,7 @@ class FaultEnv::FaultFile final : public File {
     MutexLock lock(env_.mutex_);
     HCACHE_RETURN_IF_ERROR(usable());
     HCACHE_RETURN_IF_ERROR(aligned(offset, out));
-    if (!env_.failing_reads_.empty() && path_.find(env_.failing_reads_) != std::string::npos) {
-      return data_loss("cannot read " + path_ + ": injected");
-    }
+    HCACHE_RETURN_IF_ERROR(readable());
     if (offset >= node_->now.size()) return std::size_t{0};
     const std::size_t n = std::min<std::size_t>(out.size(), node_->now.size() - offset);
     if (n > 0) std::memcpy(out.data(), node_->now.data() + offset, n);
@@ -155,10 +170,27 @@ class FaultEnv::FaultFile final : public File {
     return node_->blocks.size() * kBlockBytes;
   }
 
+  Result<std::unique_ptr<FileMapping>> map() override {
+    MutexLock lock(env_.mutex_);
+    HCACHE_RETURN_IF_ERROR(usable());
+    HCACHE_RETURN_IF_ERROR(readable());
+    if (node_->now.empty()) return invalid_argument(path_ + " is empty");
+    // A file has no time of change here: its node stands for one version of it.
+    const FileIdentity identity{node_->now.size(), 0, 0,
+                                reinterpret_cast<std::uintptr_t>(node_.get())};
+    return std::unique_ptr<FileMapping>(std::make_unique<FaultMapping>(node_->now, identity));
+  }
+
   [[nodiscard]] bool direct() const override { return direct_; }
   [[nodiscard]] const std::string& path() const override { return path_; }
 
  private:
+  [[nodiscard]] Status readable() const HCACHE_REQUIRES(env_.mutex_) {
+    if (env_.failing_reads_.empty() || path_.find(env_.failing_reads_) == std::string::npos) {
+      return {};
+    }
+    return data_loss("cannot read " + path_ + ": injected");
+  }
   [[nodiscard]] Status usable() const HCACHE_REQUIRES(env_.mutex_) {
     HCACHE_RETURN_IF_ERROR(env_.alive(generation_));
     if (env_.vanished(path_)) return data_loss(path_ + " has vanished");

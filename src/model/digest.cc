@@ -1,13 +1,12 @@
 #include "digest.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 
+#include "base/env.h"
 #include "base/xxh3.h"
 
 namespace hcache::model {
@@ -16,6 +15,7 @@ namespace {
 constexpr size_t kHashChunk = size_t{16} << 20;
 // Raised when the digest's definition changes.
 constexpr int kDigestVersion = 1;
+constexpr size_t kHexDigits = 32;
 
 std::string hex(XXH128_hash_t h) { return fmt::format("{:016x}{:016x}", h.high64, h.low64); }
 
@@ -25,7 +25,7 @@ struct StateFree {
 
 // What a cached digest is valid for.
 std::string identity_line(const GgufFile& file) {
-  const FileIdentity& id = file.identity();
+  const FileIdentity id = file.identity();
   return fmt::format("hcache-digest {} {} {} {} {}", kDigestVersion, id.size, id.mtime_ns,
                      id.device, id.inode);
 }
@@ -65,40 +65,22 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h,
   return hex(XXH3_128bits_digest(state.get()));
 }
 
-Result<std::string> cached_digest(const GgufFile& file, const HParams& hparams,
+Result<std::string> cached_digest(Env& env, const GgufFile& file, const HParams& hparams,
                                   const std::string& cache_dir, const Progress& progress) {
   if (cache_dir.empty()) return digest_content(file, hparams, progress);
-  namespace fs = std::filesystem;
   std::error_code error;
-  const fs::path absolute = fs::absolute(file.path(), error);
-  const std::string key = absolute.string();
-  const fs::path entry =
-      fs::path(cache_dir) / ("digest-" + hex(XXH3_128bits(key.data(), key.size())));
-  {
-    std::ifstream in(entry);
-    std::string identity;
-    std::string path;
-    std::string digest;
-    if (std::getline(in, identity) && std::getline(in, path) && std::getline(in, digest) &&
-        identity == identity_line(file) && path == key && digest.size() == 32) {
-      return digest;
-    }
+  const std::string key = std::filesystem::absolute(file.path(), error).string();
+  const std::string entry =
+      join_path(cache_dir, "digest-" + hex(XXH3_128bits(key.data(), key.size())));
+  const std::string head = identity_line(file) + "\n" + key + "\n";
+  if (const Result<std::string> known = read_whole_file(env, entry);
+      known.ok() && known->starts_with(head) && known->size() == head.size() + kHexDigits + 1) {
+    return known->substr(head.size(), kHexDigits);
   }
   HCACHE_ASSIGN_OR_RETURN(std::string digest, digest_content(file, hparams, progress));
-  if (!fs::exists(cache_dir, error) && fs::create_directories(cache_dir, error)) {
-    fs::permissions(cache_dir, fs::perms::owner_all, error);
-  }
-  const fs::path temporary = entry.string() + fmt::format(".{}.tmp", getpid());
-  {
-    std::ofstream out(temporary, std::ios::trunc);
-    fs::permissions(temporary, fs::perms::owner_read | fs::perms::owner_write, error);
-    out << identity_line(file) << '\n' << key << '\n' << digest << '\n';
-    if (!out.flush()) {
-      fs::remove(temporary, error);
-      return digest;
-    }
-  }
-  fs::rename(temporary, entry, error);
+  Status kept = env.make_dirs(cache_dir);
+  if (kept.ok()) kept = write_whole_file(env, entry, head + digest + "\n");
+  kept.ignore("the digest is computed again next time");
   return digest;
 }
 

@@ -17,7 +17,7 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& hparams,
 
 // The same through a cache of small files in `cache_dir` (created 0700), one per path, each valid
 // for one (size, mtime, inode). A cache that can't be read or written is no error.
-Result<std::string> cached_digest(const GgufFile& file, const HParams& hparams,
+Result<std::string> cached_digest(Env& env, const GgufFile& file, const HParams& hparams,
                                   const std::string& cache_dir, const Progress& progress);
 
 }  // namespace hcache::model

@@ -1,12 +1,7 @@
 #include "gguf_file.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <limits>
 
@@ -108,45 +103,27 @@ std::string GgufTensor::describe() const {
   return out + "]";
 }
 
-Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    const std::string message = fmt::format("{}: {}", path, strerror(errno));
-    return errno == EACCES ? permission_denied(message) : not_found(message);
-  }
-  struct stat st {};
-  if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
-    close(fd);
-    return invalid_argument(fmt::format("{}: not a regular file", path));
-  }
-  if (st.st_size == 0) {
-    close(fd);
-    return data_loss(fmt::format("{}: the file is empty", path));
-  }
-  const auto size = static_cast<size_t>(st.st_size);
-  void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
-  const int error = errno;
-  close(fd);
-  if (data == MAP_FAILED) {
-    return resource_exhausted(fmt::format("{}: mmap of {} bytes: {}", path, size, strerror(error)));
-  }
-  std::unique_ptr<GgufFile> file(new GgufFile(path, {static_cast<uint8_t*>(data), size}, true));
-  constexpr int64_t kNsPerSecond = 1000000000;
-  file->identity_ = {size, st.st_mtim.tv_sec * kNsPerSecond + st.st_mtim.tv_nsec, st.st_dev,
-                     st.st_ino};
+Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path, Env& env) {
+  Result<std::unique_ptr<File>> opened = env.open_file(path, {});
+  if (opened.code() == Code::kFailedPrecondition)
+    return invalid_argument(opened.status().message());
+  if (!opened.ok()) return opened.status();
+  HCACHE_ASSIGN_OR_RETURN(const uint64_t size, (*opened)->size());
+  if (size == 0) return data_loss(fmt::format("{}: the file is empty", path));
+  HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<FileMapping> mapping, (*opened)->map());
+  const std::span<const std::byte> bytes = mapping->bytes();
+  std::unique_ptr<GgufFile> file(
+      new GgufFile(path, {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}));
+  file->mapping_ = std::move(mapping);
   HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(path));
   return file;
 }
 
 Result<std::unique_ptr<GgufFile>> GgufFile::parse(std::span<const uint8_t> bytes,
                                                   std::string name) {
-  std::unique_ptr<GgufFile> file(new GgufFile(std::move(name), bytes, false));
+  std::unique_ptr<GgufFile> file(new GgufFile(std::move(name), bytes));
   HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(file->path_));
   return file;
-}
-
-GgufFile::~GgufFile() {
-  if (mapped_) munmap(const_cast<uint8_t*>(bytes_.data()), bytes_.size());
 }
 
 Status GgufFile::parse_header() {

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/env.h"
 #include "base/status.h"
 
 namespace hcache::model {
@@ -40,14 +41,6 @@ struct GgufTensor {
   [[nodiscard]] std::string describe() const;
 };
 
-// Tells one version of a file from another; zero for bytes in memory.
-struct FileIdentity {
-  uint64_t size = 0;
-  int64_t mtime_ns = 0;
-  uint64_t device = 0;
-  uint64_t inode = 0;
-};
-
 // Text from a file made fit for a message: at most 80 characters, no control characters.
 std::string printable(std::string_view text);
 
@@ -56,17 +49,18 @@ class GgufFile {
  public:
   // kNotFound or kPermissionDenied when the file can't be opened, kDataLoss when it is truncated
   // or malformed, kUnimplemented for a GGUF version or tensor type this build doesn't know.
-  static Result<std::unique_ptr<GgufFile>> open(const std::string& path);
+  static Result<std::unique_ptr<GgufFile>> open(const std::string& path, Env& env = Env::real());
   // The same checks on bytes in memory, which must outlive the result (fuzzing, tests).
   static Result<std::unique_ptr<GgufFile>> parse(std::span<const uint8_t> bytes, std::string name);
-  ~GgufFile();
   GgufFile(const GgufFile&) = delete;
   GgufFile& operator=(const GgufFile&) = delete;
 
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] std::span<const uint8_t> bytes() const { return bytes_; }
-  // As it was when the file was opened.
-  [[nodiscard]] const FileIdentity& identity() const { return identity_; }
+  // As it was when the file was opened; zero for bytes in memory.
+  [[nodiscard]] FileIdentity identity() const {
+    return mapping_ == nullptr ? FileIdentity{} : mapping_->identity();
+  }
   [[nodiscard]] size_t alignment() const { return alignment_; }
 
   // Metadata, sorted by key; nullptr when absent.
@@ -88,14 +82,13 @@ class GgufFile {
   [[nodiscard]] const GgufTensor* tensor(std::string_view name) const;
 
  private:
-  GgufFile(std::string path, std::span<const uint8_t> bytes, bool mapped)
-      : path_(std::move(path)), bytes_(bytes), mapped_(mapped) {}
+  GgufFile(std::string path, std::span<const uint8_t> bytes)
+      : path_(std::move(path)), bytes_(bytes) {}
   Status parse_header();
 
   std::string path_;
   std::span<const uint8_t> bytes_;
-  bool mapped_ = false;
-  FileIdentity identity_;
+  std::unique_ptr<FileMapping> mapping_;  // of bytes_; null for bytes in memory
   size_t alignment_ = GGUF_DEFAULT_ALIGNMENT;
   std::map<std::string, GgufValue, std::less<>> values_;
   std::vector<GgufTensor> tensors_;

@@ -293,12 +293,13 @@ void widen_row(const GgufTensor& table, int64_t row, float* out) {
 }  // namespace
 
 struct Model::Impl {
-  Impl(Device& d, std::unique_ptr<GgufFile> f) : device(d), file(std::move(f)) {}
+  Impl(Device& d, std::unique_ptr<GgufFile> f, Env& e) : device(d), env(e), file(std::move(f)) {}
 
   Status place(const std::vector<Slot>& slots, const LoadOptions& options);
   Status upload(const std::vector<Slot>& slots, const Progress& progress);
 
   Device& device;
+  Env& env;
   std::unique_ptr<GgufFile> file;
   const DecoderSpec* spec = nullptr;
   HParams hparams;
@@ -412,8 +413,8 @@ Model::~Model() = default;
 
 Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& device,
                                            const LoadOptions& options) {
-  HCACHE_ASSIGN_OR_RETURN(auto file, GgufFile::open(path));
-  auto impl = std::make_unique<Impl>(device, std::move(file));
+  HCACHE_ASSIGN_OR_RETURN(auto file, GgufFile::open(path, *options.env));
+  auto impl = std::make_unique<Impl>(device, std::move(file), *options.env);
   HCACHE_ASSIGN_OR_RETURN(impl->spec, read_architecture(*impl->file));
   HCACHE_ASSIGN_OR_RETURN(impl->hparams, read_hparams(*impl->file, *impl->spec));
   TensorReader reader(*impl->file, *impl->spec, impl->hparams, device);
@@ -495,7 +496,7 @@ uint64_t Model::n_params() const {
 
 Result<std::string> Model::content_digest(const std::string& cache_dir,
                                           const Progress& progress) const {
-  return cached_digest(*impl_->file, impl_->hparams, cache_dir, progress);
+  return cached_digest(impl_->env, *impl_->file, impl_->hparams, cache_dir, progress);
 }
 
 }  // namespace hcache::model

@@ -93,6 +93,7 @@ Status RuntimeImpl::init() {
   HCACHE_ASSIGN_OR_RETURN(device_, model::Device::open(options_.device, options_.n_threads));
   model::LoadOptions load;
   load.progress = report("loading the model");
+  load.env = &env_;
   HCACHE_ASSIGN_OR_RETURN(model_, model::Model::load(options_.model_path, *device_, load));
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));

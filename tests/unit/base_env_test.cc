@@ -83,6 +83,31 @@ TEST_P(EnvTest, FilesReadWhatWasWritten) {
                           [](std::byte b) { return b == std::byte{0}; }));
 }
 
+TEST_P(EnvTest, MappingsShowTheWholeFile) {
+  const std::string path = join_path(dir_, "file");
+  auto file = env_->open_file(path, for_writing());
+  ASSERT_OK(file);
+  EXPECT_EQ((*file)->map().code(), Code::kInvalidArgument) << "it is empty";
+  const auto data = bytes_of(10000, 3);
+  ASSERT_OK((*file)->write_at(0, data));
+  auto mapping = (*file)->map();
+  ASSERT_OK(mapping);
+  file->reset();  // the mapping needs no open file
+  EXPECT_TRUE(std::ranges::equal((*mapping)->bytes(), data));
+  const FileIdentity identity = (*mapping)->identity();
+  EXPECT_EQ(identity.size, 10000U);
+
+  // Another file of that name and size is another version.
+  ASSERT_OK(write_whole_file(*env_, path, std::string(10000, 'x')));
+  auto again = env_->open_file(path, {});
+  ASSERT_OK(again);
+  auto replaced = (*again)->map();
+  ASSERT_OK(replaced);
+  EXPECT_TRUE((*replaced)->identity().inode != identity.inode ||
+              (*replaced)->identity().mtime_ns != identity.mtime_ns);
+  EXPECT_TRUE(std::ranges::equal((*mapping)->bytes(), data)) << "of the file that was mapped";
+}
+
 TEST_P(EnvTest, NamesAreListedRenamedAndRemoved) {
   for (const char* name : {"b", "a"})
     ASSERT_OK(env_->open_file(join_path(dir_, name), for_writing()));

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/fault_env.h"
 #include "gguf_file.h"
 #include "model_fixtures.h"
 #include "weight_types.h"
@@ -221,6 +222,47 @@ TEST(Model, DigestIsTakenFromTheCache) {
   EXPECT_EQ((*model)->content_digest("", watch).value(), digest);
   EXPECT_TRUE(hashed);
   EXPECT_EQ((*model)->content_digest("", [](float) { return false; }).code(), Code::kCancelled);
+}
+
+// Files are reached through the Env that is given, the model's and the digest's cache.
+TEST(Model, FilesComeFromTheEnv) {
+  const TempDir dir;
+  const auto device = test::open_cpu();
+  const std::vector<uint8_t> content =
+      test::read_file(test::make_tiny(dir, test::tiny_options("llama", 2, GGML_TYPE_F16)));
+  FaultEnv env;
+  ASSERT_TRUE(env.make_dirs("/models").ok());
+  ASSERT_TRUE(env.make_dirs("/cache").ok());
+  const std::string path = "/models/tiny.gguf";
+  ASSERT_TRUE(write_whole_file(env, path, {content.begin(), content.end()}).ok());
+  LoadOptions options;
+  options.env = &env;
+  env.set_failing_reads("tiny");
+  EXPECT_EQ(Model::load(path, *device, options).code(), Code::kDataLoss);
+  env.set_failing_reads("");
+  EXPECT_EQ(Model::load("/models/absent", *device, options).code(), Code::kNotFound);
+  auto model = Model::load(path, *device, options);
+  ASSERT_TRUE(model.ok()) << model.status().to_string();
+
+  const std::string digest = (*model)->content_digest("/cache", nullptr).value();
+  EXPECT_EQ(env.list_dir("/cache")->size(), 1U);
+  bool hashed = false;
+  const Progress watch = [&](float) { return hashed = true; };
+  EXPECT_EQ((*model)->content_digest("/cache", watch).value(), digest);
+  EXPECT_FALSE(hashed);
+
+  // A cache that can't be written is no error and leaves nothing behind; one that was cut short by
+  // the power is not believed.
+  env.set_failing_syncs(true);
+  EXPECT_EQ((*model)->content_digest("/other", nullptr).value(), digest);
+  EXPECT_TRUE(env.list_dir("/other")->empty());
+  env.set_failing_syncs(false);
+  const std::string entry = "/cache/" + env.list_dir("/cache")->front();
+  const std::string whole = read_whole_file(env, entry).value();
+  ASSERT_TRUE(write_whole_file(env, entry, whole.substr(0, whole.size() - 9)).ok());
+  EXPECT_EQ((*model)->content_digest("/cache", watch).value(), digest);
+  EXPECT_TRUE(hashed);
+  EXPECT_EQ(read_whole_file(env, entry).value(), whole);
 }
 
 HParams load_hparams(const TempDir& dir, SynthOptions options) {

@@ -31,6 +31,26 @@ struct OpenOptions {
   bool direct = false;
 };
 
+// Tells one version of a file from another.
+struct FileIdentity {
+  std::uint64_t size = 0;
+  std::int64_t mtime_ns = 0;
+  std::uint64_t device = 0;
+  std::uint64_t inode = 0;
+};
+
+// A whole file in memory, for reading, while the object lives.
+class FileMapping {
+ public:
+  FileMapping() = default;
+  FileMapping(const FileMapping&) = delete;
+  FileMapping& operator=(const FileMapping&) = delete;
+  virtual ~FileMapping() = default;
+  [[nodiscard]] virtual std::span<const std::byte> bytes() const = 0;
+  // Of the file when it was mapped.
+  [[nodiscard]] virtual const FileIdentity& identity() const = 0;
+};
+
 // An open regular file; closes itself.
 class File {
  public:
@@ -56,6 +76,10 @@ class File {
   [[nodiscard]] virtual Result<std::uint64_t> size() = 0;
   // Bytes of disk blocks in use (not the size: a file may have holes).
   [[nodiscard]] virtual Result<std::uint64_t> allocated_bytes() = 0;
+  // The file as it is now, which must not be empty (invalid_argument). Pages are read when they are
+  // touched; what is written to the file meanwhile may show. resource_exhausted where there are no
+  // addresses for it.
+  [[nodiscard]] virtual Result<std::unique_ptr<FileMapping>> map() = 0;
   // Whether transfers must be aligned to kDirectAlignment (and bypass the page cache).
   [[nodiscard]] virtual bool direct() const = 0;
   [[nodiscard]] virtual const std::string& path() const = 0;

@@ -79,6 +79,7 @@ class FaultEnv final : public Env {
  private:
   struct Node;
   class FaultFile;
+  class FaultMapping;
   class FaultLock;
   class FaultQueue;
   using Names = std::map<std::string, std::shared_ptr<Node>>;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/env.h"
 #include "base/status.h"
 #include "model/device.h"
 
@@ -103,6 +104,7 @@ struct LoadOptions {
   bool use_mmap = true;           // map the file where the device can use host memory
   bool use_extra_buffers = true;  // repacked or tiled weight layouts where they win (as libllama)
   Progress progress;
+  Env* env = &Env::real();  // where files are; outlives the model
 };
 
 // Immutable after load; safe to read from any thread. The Device must outlive it.
