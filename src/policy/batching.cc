@@ -120,7 +120,7 @@ bool admitted_before(const QueueKey& a, const QueueKey& b) {
          std::tuple(!b.preempted, -b.level, b.arrival);
 }
 
-uint64_t queue_place(const QueueKey& key) {
+uint64_t queue_ticket(const QueueKey& key) {
   constexpr int64_t kLevels = 1 << 14;
   const auto behind = static_cast<uint64_t>(kLevels - std::clamp(key.level, -kLevels, kLevels));
   const uint64_t arrival = key.arrival & ((uint64_t{1} << 47U) - 1);

@@ -34,7 +34,7 @@ std::optional<ChainOrder::Taken> ChainOrder::take(Id id) {
   parents_.erase(parent);
   const auto followers = followers_.find(*taken.parent);
   if (--followers->second == 0) followers_.erase(followers);
-  order_.let_go(*taken.parent);
+  order_.release(*taken.parent);
   return taken;
 }
 

@@ -30,9 +30,9 @@ double miss_s_per_byte(const Worth& worth) {
 
 Key queue_key(const Object& o) {
   Key key{.first = o.last_use_s};
-  if (o.wish.first) {
+  if (o.demand.first) {
     key.wanted = true;
-    key.urgency = std::numeric_limits<uint64_t>::max() - *o.wish.first;
+    key.urgency = std::numeric_limits<uint64_t>::max() - *o.demand.first;
   }
   return key;
 }
@@ -58,7 +58,7 @@ constexpr std::array kPolicies = {
               queue_key, true},
     PolicyRow{"car-score", "what most of the first 16 in the queue and of those that run want",
               [](const Object& o) {
-                return Key{.first = static_cast<double>(o.wish.score), .second = o.last_use_s};
+                return Key{.first = static_cast<double>(o.demand.score), .second = o.last_use_s};
               },
               true},
     PolicyRow{"cost-aware",
@@ -101,7 +101,7 @@ EvictionOrder::Group EvictionOrder::group_of(const Object& object) {
 
 void EvictionOrder::list(Id id, const Object& object) {
   if (object.held > 0) return;
-  if (learns() && !object.wish.first) {
+  if (learns() && !object.demand.first) {
     groups_[group_of(object)].emplace(object.last_use_s, id);
   } else {
     order_.emplace(row_of(policy_).key(object), id);
@@ -110,7 +110,7 @@ void EvictionOrder::list(Id id, const Object& object) {
 
 void EvictionOrder::unlist(Id id, const Object& object) {
   if (object.held > 0) return;
-  if (learns() && !object.wish.first) {
+  if (learns() && !object.demand.first) {
     const auto group = groups_.find(group_of(object));
     group->second.erase({object.last_use_s, id});
     if (group->second.empty()) groups_.erase(group);
@@ -202,23 +202,23 @@ void EvictionOrder::hold(Id id) {
   ++found->second.held;
 }
 
-void EvictionOrder::let_go(Id id) {
+void EvictionOrder::release(Id id) {
   const auto found = objects_.find(id);
   if (found == objects_.end() || found->second.held == 0) return;
   --found->second.held;
   list(id, found->second);
 }
 
-void EvictionOrder::set_wish(Id id, const Wish& wish) {
+void EvictionOrder::set_demand(Id id, const Demand& demand) {
   const auto found = objects_.find(id);
-  if (found == objects_.end() || found->second.wish == wish) return;
+  if (found == objects_.end() || found->second.demand == demand) return;
   unlist(id, found->second);
-  found->second.wish = wish;
+  found->second.demand = demand;
   list(id, found->second);
 }
 
-void EvictionOrder::set_wishes(std::span<const Id> changed, const Wanted& wanted) {
-  for (const Id id : changed) set_wish(id, wanted.wish(id));
+void EvictionOrder::set_demands(std::span<const Id> changed, const Wanted& wanted) {
+  for (const Id id : changed) set_demand(id, wanted.demand(id));
 }
 
 void EvictionOrder::note_return(double last_use_s, double watched_until_s, uint32_t uses,
@@ -289,7 +289,7 @@ int32_t choose_eviction(std::span<const IdleSequence> idle, EvictPolicy policy) 
   const auto key = [&](const IdleSequence& sequence) {
     Object object;
     object.stored_s = object.last_use_s = static_cast<double>(sequence.last_used);
-    object.wish = sequence.wish;
+    object.demand = sequence.demand;
     Key own = row_of(policy).key(object);
     if (policy == EvictPolicy::kCostAware) {
       own.second = own.first;

@@ -27,18 +27,18 @@ Result<FetchPolicy> parse_fetch_policy(std::string_view name) {
   return parse_name(kPolicies, "fetch policy", name);
 }
 
-void FetchWindow::add(uint64_t place, double bytes) {
-  if (policy_ == FetchPolicy::kSchedulerAware) entries_[place] = {bytes, false};
+void FetchWindow::add(uint64_t ticket, double bytes) {
+  if (policy_ == FetchPolicy::kSchedulerAware) entries_[ticket] = {bytes, false};
 }
 
-void FetchWindow::remove(uint64_t place) { entries_.erase(place); }
+void FetchWindow::remove(uint64_t ticket) { entries_.erase(ticket); }
 
 std::optional<uint64_t> FetchWindow::next() {
   double bytes = 0;
-  for (auto& [place, entry] : entries_) {
+  for (auto& [ticket, entry] : entries_) {
     bytes += entry.bytes;
     if (capacity_bytes_ > 0 && bytes > capacity_bytes_) break;
-    if (!std::exchange(entry.named, true)) return place;
+    if (!std::exchange(entry.named, true)) return ticket;
   }
   return std::nullopt;
 }

@@ -4,35 +4,35 @@
 
 namespace hcache::policy {
 
-std::vector<Wanted::Id> Wanted::add(uint64_t place, std::vector<Id> ids) {
+std::vector<Wanted::Id> Wanted::add(uint64_t ticket, std::vector<Id> ids) {
   std::vector<Id> changed = ids;
   for (const Id id : ids) {
     Object& object = objects_[id];
-    object.places.insert(place);
+    object.tickets.insert(ticket);
     ++object.requests;
   }
-  waiting_[place].ids = std::move(ids);
+  waiting_[ticket].ids = std::move(ids);
   move_window(&changed);
   return changed;
 }
 
-std::vector<Wanted::Id> Wanted::dispatch(uint64_t place) {
-  auto left = waiting_.extract(place);
+std::vector<Wanted::Id> Wanted::dispatch(uint64_t ticket) {
+  auto left = waiting_.extract(ticket);
   if (left.empty()) return {};
   std::vector<Id> changed;
-  Request& request = running_[place] = std::move(left.mapped());
-  leave_queue(place, request);
+  Request& request = running_[ticket] = std::move(left.mapped());
+  leave_queue(ticket, request);
   rate(request, 2, &changed);
   move_window(&changed);
   return changed;
 }
 
-std::vector<Wanted::Id> Wanted::remove(uint64_t place) {
+std::vector<Wanted::Id> Wanted::remove(uint64_t ticket) {
   Request request;
-  if (auto left = waiting_.extract(place); !left.empty()) {
+  if (auto left = waiting_.extract(ticket); !left.empty()) {
     request = std::move(left.mapped());
-    leave_queue(place, request);
-  } else if (auto done = running_.extract(place); !done.empty()) {
+    leave_queue(ticket, request);
+  } else if (auto done = running_.extract(ticket); !done.empty()) {
     request = std::move(done.mapped());
   }
   std::vector<Id> changed;
@@ -46,14 +46,14 @@ std::vector<Wanted::Id> Wanted::remove(uint64_t place) {
   return changed;
 }
 
-Wish Wanted::wish(Id id) const {
+Demand Wanted::demand(Id id) const {
   const auto found = objects_.find(id);
   if (found == objects_.end()) return {};
   const Object& object = found->second;
-  Wish wish;
-  if (!object.places.empty()) wish.first = *object.places.begin();
-  wish.score = object.score;
-  return wish;
+  Demand demand;
+  if (!object.tickets.empty()) demand.first = *object.tickets.begin();
+  demand.score = object.score;
+  return demand;
 }
 
 void Wanted::rate(Request& request, int64_t score, std::vector<Id>* changed) {
@@ -71,8 +71,8 @@ void Wanted::move_window(std::vector<Id>* changed) {
   }
 }
 
-void Wanted::leave_queue(uint64_t place, const Request& request) {
-  for (const Id id : request.ids) objects_.at(id).places.erase(place);
+void Wanted::leave_queue(uint64_t ticket, const Request& request) {
+  for (const Id id : request.ids) objects_.at(id).tickets.erase(ticket);
 }
 
 }  // namespace hcache::policy

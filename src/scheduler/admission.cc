@@ -29,8 +29,8 @@ bool Core::before(const Task& a, const Task& b, int64_t now_ns) const {
   return policy::admitted_before(key(a), key(b));
 }
 
-// Everyone is put in at its place and leaves the others in order; only time, which raises levels,
-// brings them out of it.
+// Each request is put in by its ticket and leaves the others in order; only time, which raises
+// levels, brings them out of it.
 void Core::sort_queue(int64_t now_ns) {
   if (seconds_between(queue_sorted_ns_, now_ns) < kSortAgeS) return;
   queue_sorted_ns_ = now_ns;
@@ -83,9 +83,9 @@ void Core::admit() {
     auto task = std::move(queue_[at]);
     queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(at));
     note_overtaken(*task, now_ns);
-    const auto place = std::upper_bound(active_.begin(), active_.end(), task,
-                                        [](const auto& a, const auto& b) { return a->id < b->id; });
-    active_.insert(place, std::move(task));
+    const auto at = std::upper_bound(active_.begin(), active_.end(), task,
+                                     [](const auto& a, const auto& b) { return a->id < b->id; });
+    active_.insert(at, std::move(task));
   }
 }
 
@@ -94,18 +94,18 @@ policy::ReuseChoice Core::choose_for_queue(Task& task) {
   return choose(task, executor_.limits().arena_cells);
 }
 
-policy::Wish Core::wish_of(const Resident& resident) const {
+policy::Demand Core::demand_of(const Resident& resident) const {
   const auto rows = static_cast<int64_t>(resident.tokens.size());
   const auto enough = std::max(options_.reuse.min_fork_tokens, rows / 2);
-  policy::Wish wish;
+  policy::Demand demand;
   for (size_t i = 0; i < std::min(queue_.size(), kLookAhead); ++i) {
     const Task& task = *queue_[i];
     if (task.request.salt != resident.salt || task.request.save != resident.save) continue;
     if (common_prefix(task.chain, resident.tokens) < enough) continue;
-    wish.first = std::min(wish.first.value_or(task.place), task.place);
-    if (i < policy::Wanted::kWindow) ++wish.score;
+    demand.first = std::min(demand.first.value_or(task.ticket), task.ticket);
+    if (i < policy::Wanted::kWindow) ++demand.score;
   }
-  return wish;
+  return demand;
 }
 
 void Core::note_group(Task& task, const policy::ReuseChoice& choice) const {
@@ -126,11 +126,11 @@ void Core::enqueue(std::unique_ptr<Task> task) {
       std::upper_bound(queue_.begin(), queue_.end(), task,
                        [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); });
   queue_.insert(behind, std::move(task));
-  t.place = policy::queue_place({t.preempted, t.request.priority, t.id});
+  t.ticket = policy::queue_ticket({t.preempted, t.request.priority, t.id});
   const policy::ReuseChoice choice = choose_for_queue(t);
   note_group(t, choice);
   t.overtaken = 0;
-  executor_.enqueued({.place = t.place,
+  executor_.enqueued({.ticket = t.ticket,
                       .salt = t.request.salt,
                       .tokens = t.chain,
                       .prefix = t.saved,
@@ -139,10 +139,10 @@ void Core::enqueue(std::unique_ptr<Task> task) {
 }
 
 void Core::leave_queue(Task& task, bool admitted) {
-  if (task.place == 0) return;
-  executor_.dequeued(task.place, admitted);
-  if (admitted) task.came_from = task.place;
-  task.place = 0;
+  if (task.ticket == 0) return;
+  executor_.dequeued(task.ticket, admitted);
+  if (admitted) task.came_from = task.ticket;
+  task.ticket = 0;
 }
 
 void Core::complete(Task& task) {

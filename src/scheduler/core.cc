@@ -13,7 +13,7 @@ Core::Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox)
       options_(options),
       inbox_(inbox),
       residents_(executor, options.flush_wait_s, options.evict,
-                 [this](const Resident& resident) { return wish_of(resident); }) {}
+                 [this](const Resident& resident) { return demand_of(resident); }) {}
 
 Core::~Core() {
   take_inbox();

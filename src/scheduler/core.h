@@ -64,7 +64,7 @@ class Core {
   // A request was admitted: those before it in the queue's order have been overtaken.
   void note_overtaken(const Task& by, int64_t now_ns);
   [[nodiscard]] policy::ReuseChoice choose_for_queue(Task& task);
-  [[nodiscard]] policy::Wish wish_of(const Resident& resident) const;
+  [[nodiscard]] policy::Demand demand_of(const Resident& resident) const;
   void note_group(Task& task, const policy::ReuseChoice& choice) const;
   void enqueue(std::unique_ptr<Task> task);
   // Each tells the Executor, once.

@@ -47,13 +47,14 @@ int32_t Residents::victim(SeqId pinned, bool patient) {
   std::vector<policy::IdleSequence> idle;
   const bool weighs = policy_ == policy::EvictPolicy::kCostAware;
   for (const Resident& resident : residents_) {
-    idle.push_back({.last_used = resident.last_used,
-                    .durable = is_durable(resident) || (!patient && waited_enough(resident)),
-                    .pinned = resident.seq == pinned,
-                    .wish = policy::looks_ahead(policy_) ? wish_of_(resident) : policy::Wish(),
-                    .idle_s = seconds_between(resident.last_used_ns, executor_.now_ns()),
-                    .cells = static_cast<double>(std::max<int64_t>(rows(resident), 1)),
-                    .restore_s = weighs ? executor_.restore_s(rows(resident)) : 1});
+    idle.push_back(
+        {.last_used = resident.last_used,
+         .durable = is_durable(resident) || (!patient && waited_enough(resident)),
+         .pinned = resident.seq == pinned,
+         .demand = policy::looks_ahead(policy_) ? demand_of_(resident) : policy::Demand(),
+         .idle_s = seconds_between(resident.last_used_ns, executor_.now_ns()),
+         .cells = static_cast<double>(std::max<int64_t>(rows(resident), 1)),
+         .restore_s = weighs ? executor_.restore_s(rows(resident)) : 1});
   }
   return policy::choose_eviction(idle, policy_);
 }

@@ -34,14 +34,14 @@ struct Resident {
 class Residents {
  public:
   // What requests want that would go on from a sequence.
-  using WishOf = std::function<policy::Wish(const Resident&)>;
+  using DemandOf = std::function<policy::Demand(const Resident&)>;
 
-  // `wish_of` is asked where the policy looks ahead.
-  Residents(Executor& executor, double flush_wait_s, policy::EvictPolicy policy, WishOf wish_of)
+  // `demand_of` is asked where the policy looks ahead.
+  Residents(Executor& executor, double flush_wait_s, policy::EvictPolicy policy, DemandOf demand_of)
       : executor_(executor),
         flush_wait_s_(flush_wait_s),
         policy_(policy),
-        wish_of_(std::move(wish_of)) {}
+        demand_of_(std::move(demand_of)) {}
 
   // Takes a sequence in as the most recently used one, and asks for it to be flushed, so that
   // evicting it later is free.
@@ -85,7 +85,7 @@ class Residents {
   Executor& executor_;
   const double flush_wait_s_;
   const policy::EvictPolicy policy_;
-  const WishOf wish_of_;
+  const DemandOf demand_of_;
   std::vector<Resident> residents_;  // least recently used first
   uint64_t uses_ = 0;
   std::array<uint64_t, kEvictionReasons> evictions_{};

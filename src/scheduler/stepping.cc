@@ -193,10 +193,10 @@ void Core::preempt(Task& task) {
   progressed_ = true;
   inbox_.requeued(task);
   enter(task, Phase::kQueued);
-  const auto place = std::find_if(active_.begin(), active_.end(),
-                                  [&](const auto& other) { return other.get() == &task; });
-  std::unique_ptr<Task> owned = std::move(*place);
-  active_.erase(place);
+  const auto at = std::find_if(active_.begin(), active_.end(),
+                               [&](const auto& other) { return other.get() == &task; });
+  std::unique_ptr<Task> owned = std::move(*at);
+  active_.erase(at);
   enqueue(std::move(owned));
 }
 

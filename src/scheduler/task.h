@@ -30,8 +30,8 @@ struct Task {
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet
   int64_t saved_ns = -1;         // when; -1: not yet
   uint64_t saved_evictions = 0;  // from the arena, until then
-  uint64_t place = 0;      // in the queue, as the Executor was told; 0: it was not, or no longer
-  uint64_t came_from = 0;  // of one that was admitted: its place before
+  uint64_t ticket = 0;     // in the queue, as the Executor was told; 0: it was not, or no longer
+  uint64_t came_from = 0;  // of one that was admitted: its ticket before
   policy::QueueGroup group = policy::QueueGroup::kNoHistory;
   int64_t group_ns = 0;   // when it was found out
   int32_t overtaken = 0;  // by later ones, since it was queued

@@ -139,42 +139,42 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   if (request.restore == 0 || store == nullptr) return;
   const auto rows = static_cast<size_t>(request.restore);
   auto prefix = std::static_pointer_cast<const Prefix>(request.prefix);
-  store->want(request.place, prefix->match);
+  store->want(request.ticket, prefix->match);
   if (options_.dram_bytes == 0) return;
-  ahead_[request.place] = {
+  ahead_[request.ticket] = {
       .prefix = std::move(prefix),
       .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
       .method = request.method};
-  window_.add(request.place, static_cast<double>(runtime_.save_plan().bytes_per_token) *
-                                 static_cast<double>(rows));
+  window_.add(request.ticket, static_cast<double>(runtime_.save_plan().bytes_per_token) *
+                                  static_cast<double>(rows));
   fetch();
 }
 
-void EngineExecutor::dequeued(uint64_t place, bool admitted) {
+void EngineExecutor::dequeued(uint64_t ticket, bool admitted) {
   if (store::Store* store = runtime_.store(); store != nullptr) {
-    admitted ? store->dispatch(place) : store->unwant(place);
+    admitted ? store->dispatch(ticket) : store->unwant(ticket);
   }
-  ahead_.erase(place);
-  window_.remove(place);
-  if (read_ahead_) read_ahead_->drop(place);
+  ahead_.erase(ticket);
+  window_.remove(ticket);
+  if (read_ahead_) read_ahead_->drop(ticket);
 }
 
-void EngineExecutor::completed(uint64_t place) {
-  if (runtime_.store() != nullptr) runtime_.store()->unwant(place);
+void EngineExecutor::completed(uint64_t ticket) {
+  if (runtime_.store() != nullptr) runtime_.store()->unwant(ticket);
 }
 
 void EngineExecutor::fetch() {
   while (read_ahead_ && read_ahead_->pending() < kMaxAhead) {
-    const std::optional<uint64_t> place = window_.next();
-    if (!place) return;
-    if (const Status status = begin_fetch(*place); !status.ok()) {
+    const std::optional<uint64_t> ticket = window_.next();
+    if (!ticket) return;
+    if (const Status status = begin_fetch(*ticket); !status.ok()) {
       log::warn("nothing is read ahead for a request: {}", status.to_string());
     }
   }
 }
 
-Status EngineExecutor::begin_fetch(uint64_t place) {
-  const Ahead& ahead = ahead_.at(place);
+Status EngineExecutor::begin_fetch(uint64_t ticket) {
+  const Ahead& ahead = ahead_.at(ticket);
   state::PlanOptions options;
   options.mode = ahead.method.mode;
   options.token_rounding = ahead.method.token_rounding;
@@ -182,7 +182,7 @@ Status EngineExecutor::begin_fetch(uint64_t place) {
   HCACHE_ASSIGN_OR_RETURN(const state::PlannedRestore planned,
                           runtime_.plan(ahead.tokens, ahead.prefix->match, options));
   if (planned.plan.restored_tokens == 0) return {};
-  return read_ahead_->add(place, runtime_.engine(), ahead.prefix->match, planned.plan,
+  return read_ahead_->add(ticket, runtime_.engine(), ahead.prefix->match, planned.plan,
                           planned.remote_timeout_s);
 }
 

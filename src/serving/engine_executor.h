@@ -52,8 +52,8 @@ class EngineExecutor : public scheduler::Executor {
                                                    const scheduler::RestoreTurn& turn) override;
   [[nodiscard]] double restore_s(int64_t tokens) const override;
   void enqueued(const scheduler::Waiting& request) override;
-  void dequeued(uint64_t place, bool admitted) override;
-  void completed(uint64_t place) override;
+  void dequeued(uint64_t ticket, bool admitted) override;
+  void completed(uint64_t ticket) override;
   void request_flush(scheduler::SeqId seq) override;
   int64_t durable_tokens(scheduler::SeqId seq) override;
 
@@ -91,7 +91,7 @@ class EngineExecutor : public scheduler::Executor {
   [[nodiscard]] int64_t follow_rows(double budget_s) const;
   // Has what comes next read ahead.
   void fetch();
-  [[nodiscard]] Status begin_fetch(uint64_t place);
+  [[nodiscard]] Status begin_fetch(uint64_t ticket);
 
   Env& env_;
   state::Runtime& runtime_;
@@ -99,7 +99,7 @@ class EngineExecutor : public scheduler::Executor {
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
   std::vector<float> logits_;                  // of the last restore that computed all tokens
-  std::unordered_map<uint64_t, Ahead> ahead_;  // by place in the queue
+  std::unordered_map<uint64_t, Ahead> ahead_;  // by queue ticket
   policy::FetchWindow window_;
   std::unique_ptr<state::ReadAhead> read_ahead_;  // null: nothing is
 };

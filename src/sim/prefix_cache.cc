@@ -33,7 +33,7 @@ class PrefixCache {
   void see_arrivals(size_t current, double now_s) {
     while (seen_ < trace_.size() &&
            (options_.optimal || seen_ <= current || trace_[seen_].arrival_s <= now_s)) {
-      order_.set_wishes(wanted_.add(seen_, trace_[seen_].blocks), wanted_);
+      order_.set_demands(wanted_.add(seen_, trace_[seen_].blocks), wanted_);
       ++seen_;
     }
   }
@@ -48,7 +48,7 @@ class PrefixCache {
       report_.prefill_s += block_s(b);
       if (b < resident) report_.saved_s += block_s(b);
     }
-    order_.set_wishes(wanted_.remove(i), wanted_);
+    order_.set_demands(wanted_.remove(i), wanted_);
     for (size_t b = 0; b < resident; ++b) order_.use(chain[b], now_s);
     for (size_t b = resident; b < chain.size(); ++b) {
       if (put(chain, b, now_s)) continue;
@@ -68,7 +68,7 @@ class PrefixCache {
     const auto parent = b > 0 ? std::optional<uint64_t>(chain[b - 1]) : std::nullopt;
     order_.insert(id, parent, now_s, {.miss_s = weighs_ ? block_s(b) : 1});
     const uint64_t entered[] = {id};
-    order_.set_wishes(entered, wanted_);
+    order_.set_demands(entered, wanted_);
     while (order_.size() > options_.capacity_blocks) {
       const std::vector<uint64_t> victims = order_.victims(now_s);
       if (victims.empty()) return true;  // all of it is one chain; its end goes with the next

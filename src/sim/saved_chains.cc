@@ -166,19 +166,19 @@ void SavedChains::cut_front(std::span<const int32_t> tokens, int64_t drop, doubl
   }
 }
 
-void SavedChains::want(uint64_t place, std::span<const int32_t> tokens) {
+void SavedChains::want(uint64_t ticket, std::span<const int32_t> tokens) {
   if (std::none_of(tiers_.begin(), tiers_.end(), [&](const Tier& t) { return limited(t); })) return;
   std::vector<Id> ids;
   for (const Link& link : walk(tokens)) ids.push_back(link.id);
-  mark(wanted_.add(place, std::move(ids)));
+  mark(wanted_.add(ticket, std::move(ids)));
 }
 
-void SavedChains::dispatch(uint64_t place) { mark(wanted_.dispatch(place)); }
+void SavedChains::dispatch(uint64_t ticket) { mark(wanted_.dispatch(ticket)); }
 
-void SavedChains::unwant(uint64_t place) { mark(wanted_.remove(place)); }
+void SavedChains::unwant(uint64_t ticket) { mark(wanted_.remove(ticket)); }
 
 void SavedChains::mark(std::span<const Id> changed) {
-  for (Tier& tier : tiers_) tier.order.set_wishes(changed, wanted_);
+  for (Tier& tier : tiers_) tier.order.set_demands(changed, wanted_);
 }
 
 void SavedChains::create(Id id, Id parent, int64_t first, int32_t tokens) {
@@ -204,7 +204,7 @@ void SavedChains::enter(size_t tier, Id id, double now_s) {
                  {.bytes = bytes_per_token_ * object.tokens,
                   .miss_s = miss_s_(tier, object.first, object.tokens)});
   const Id entered[] = {id};
-  t.order.set_wishes(entered, wanted_);
+  t.order.set_demands(entered, wanted_);
   const double leaving =
       policy::bytes_to_evict(t.setup.policy, before, room(t, object), t.setup.capacity_bytes);
   for (const double goal = t.used - leaving; t.used > goal;) {

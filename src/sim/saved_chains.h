@@ -66,10 +66,10 @@ class SavedChains {
   void cut_front(std::span<const int32_t> tokens, int64_t drop, double now_s);
 
   // A request in the queue wants a chain: what is saved of it, until it is unwanted. Policies that
-  // look ahead keep it. Nobody else is at the same place.
-  void want(uint64_t place, std::span<const int32_t> tokens);
-  void dispatch(uint64_t place);  // it waits no longer and runs
-  void unwant(uint64_t place);
+  // look ahead keep it. No other request has the same ticket.
+  void want(uint64_t ticket, std::span<const int32_t> tokens);
+  void dispatch(uint64_t ticket);  // it waits no longer and runs
+  void unwant(uint64_t ticket);
 
   [[nodiscard]] double bytes(size_t tier) const { return tiers_[tier].used; }
   [[nodiscard]] uint64_t evictions(size_t tier) const { return tiers_[tier].evictions; }

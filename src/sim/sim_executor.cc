@@ -202,20 +202,20 @@ Result<scheduler::SavedPrefixRef> SimExecutor::saved_prefix(
 void SimExecutor::enqueued(const scheduler::Waiting& request) {
   if (request.restore == 0) return;
   const auto tokens = request.tokens.first(static_cast<size_t>(request.restore));
-  chains_.want(request.place, tokens);
-  ahead_[request.place] = tokens;
-  window_.add(request.place, static_cast<double>(saved_.bytes_per_token * request.restore));
+  chains_.want(request.ticket, tokens);
+  ahead_[request.ticket] = tokens;
+  window_.add(request.ticket, static_cast<double>(saved_.bytes_per_token * request.restore));
   fetch();
 }
 
-void SimExecutor::dequeued(uint64_t place, bool admitted) {
-  admitted ? chains_.dispatch(place) : chains_.unwant(place);
-  ahead_.erase(place);
-  window_.remove(place);
-  if (fetch_ && fetch_->place == place) end_fetch();
+void SimExecutor::dequeued(uint64_t ticket, bool admitted) {
+  admitted ? chains_.dispatch(ticket) : chains_.unwant(ticket);
+  ahead_.erase(ticket);
+  window_.remove(ticket);
+  if (fetch_ && fetch_->ticket == ticket) end_fetch();
 }
 
-void SimExecutor::completed(uint64_t place) { chains_.unwant(place); }
+void SimExecutor::completed(uint64_t ticket) { chains_.unwant(ticket); }
 
 void SimExecutor::fetch() {
   if (fetch_) {
@@ -225,20 +225,20 @@ void SimExecutor::fetch() {
     }
     if (arrived > fetch_->next) {
       fetch_->next = arrived;
-      chains_.lift(ahead_.at(fetch_->place), fetch_->ends[arrived - 1], now_s_);
+      chains_.lift(ahead_.at(fetch_->ticket), fetch_->ends[arrived - 1], now_s_);
     }
     if (arrived < fetch_->ends.size()) return;
     end_fetch();
   }
-  while (const std::optional<uint64_t> place = window_.next()) {
-    if (begin_fetch(*place)) return;
+  while (const std::optional<uint64_t> ticket = window_.next()) {
+    if (begin_fetch(*ticket)) return;
   }
 }
 
-bool SimExecutor::begin_fetch(uint64_t place) {
-  const std::vector<SavedChains::Chunk> chunks = chains_.chunks(ahead_.at(place));
+bool SimExecutor::begin_fetch(uint64_t ticket) {
+  const std::vector<SavedChains::Chunk> chunks = chains_.chunks(ahead_.at(ticket));
   Fetch fetch;
-  fetch.place = place;
+  fetch.ticket = ticket;
   std::vector<std::vector<double>> pieces(links_.size());
   int64_t end = 0;
   bool missing = false;

@@ -71,8 +71,8 @@ class SimExecutor final : public scheduler::Executor {
                                                    const scheduler::RestoreTurn& turn) override;
   [[nodiscard]] double restore_s(int64_t tokens) const override;
   void enqueued(const scheduler::Waiting& request) override;
-  void dequeued(uint64_t place, bool admitted) override;
-  void completed(uint64_t place) override;
+  void dequeued(uint64_t ticket, bool admitted) override;
+  void completed(uint64_t ticket) override;
   void request_flush(SeqId seq) override;
   [[nodiscard]] int64_t durable_tokens(SeqId seq) override;
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
@@ -105,7 +105,7 @@ class SimExecutor final : public scheduler::Executor {
   };
   // What is being read ahead.
   struct Fetch {
-    uint64_t place = 0;
+    uint64_t ticket = 0;
     std::vector<int64_t> ends;            // of its pieces, in tokens
     std::vector<SharedLink::Id> streams;  // by tier; the first has none
     size_t next = 0;                      // piece
@@ -122,7 +122,7 @@ class SimExecutor final : public scheduler::Executor {
   void end_restore(Sequence& sequence);
   // Takes note of what was read ahead by now, and begins to read what comes next.
   void fetch();
-  [[nodiscard]] bool begin_fetch(uint64_t place);
+  [[nodiscard]] bool begin_fetch(uint64_t ticket);
   void end_fetch();
   [[nodiscard]] bool arrived(const Restore& restore);
   [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier, double compute_share);
@@ -140,7 +140,7 @@ class SimExecutor final : public scheduler::Executor {
   // By rounded length, tier and share of the arithmetic.
   std::map<std::tuple<int64_t, size_t, double>, Methods> plans_;
   std::unordered_map<SeqId, Sequence> sequences_;
-  // By place in the queue: what may be read ahead into the first tier.
+  // By queue ticket: what may be read ahead into the first tier.
   std::unordered_map<uint64_t, std::span<const int32_t>> ahead_;
   policy::FetchWindow window_{setup_.scheduler.fetch, setup_.tiers[0].capacity_bytes};
   std::optional<Fetch> fetch_;

@@ -28,7 +28,7 @@ void DiskOrder::insert(const ChunkId& id, const ChunkInfo& info, std::optional<p
   place->second = {id, past ? past->last_use_s : now};
   const auto parent = info.parent.is_zero() ? std::nullopt : std::optional(short_id(info.parent));
   order_.insert(key, parent, now, worth_of(info, costs_), past);
-  order_.set_wishes(std::span(&key, 1), wanted_);
+  order_.set_demands(std::span(&key, 1), wanted_);
 }
 
 void DiskOrder::load(const ChunkRow& row) {
@@ -121,29 +121,29 @@ void DiskOrder::removed(std::span<const ChunkRecord> victims, bool committed) {
   }
   for (const auto& [key, taken] : leaving_) {
     order_.put_back(key, taken);
-    order_.set_wishes(std::span(&key, 1), wanted_);
+    order_.set_demands(std::span(&key, 1), wanted_);
   }
   leaving_.clear();
 }
 
-void DiskOrder::want(std::uint64_t place, std::span<const ChunkId> chunks) {
+void DiskOrder::want(std::uint64_t ticket, std::span<const ChunkId> chunks) {
   if (!enabled_) return;
   MutexLock lock(mutex_);
   std::vector<Id> ids;
   for (const ChunkId& chunk : chunks) ids.push_back(short_id(chunk));
-  order_.set_wishes(wanted_.add(place, std::move(ids)), wanted_);
+  order_.set_demands(wanted_.add(ticket, std::move(ids)), wanted_);
 }
 
-void DiskOrder::dispatch(std::uint64_t place) {
+void DiskOrder::dispatch(std::uint64_t ticket) {
   if (!enabled_) return;
   MutexLock lock(mutex_);
-  order_.set_wishes(wanted_.dispatch(place), wanted_);
+  order_.set_demands(wanted_.dispatch(ticket), wanted_);
 }
 
-void DiskOrder::unwant(std::uint64_t place) {
+void DiskOrder::unwant(std::uint64_t ticket) {
   if (!enabled_) return;
   MutexLock lock(mutex_);
-  order_.set_wishes(wanted_.remove(place), wanted_);
+  order_.set_demands(wanted_.remove(ticket), wanted_);
 }
 
 }  // namespace hcache::store

@@ -60,9 +60,9 @@ class DiskOrder {
   void removed(std::span<const ChunkRecord> victims, bool committed) HCACHE_EXCLUDES(mutex_);
 
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
-  void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
-  void dispatch(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
-  void unwant(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
+  void want(std::uint64_t ticket, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
+  void dispatch(std::uint64_t ticket) HCACHE_EXCLUDES(mutex_);
+  void unwant(std::uint64_t ticket) HCACHE_EXCLUDES(mutex_);
 
  private:
   using Id = policy::ChainOrder::Id;  // the first bytes of a chunk's id

@@ -70,7 +70,7 @@ void PageCache::insert(const PageKey& key, const ChunkInfo& info,
     chunk.last_use_s = now_s();
     const auto parent = info.parent.is_zero() ? std::nullopt : std::optional(short_id(info.parent));
     order_.insert(id, parent, chunk.last_use_s, worth_of(info, costs_));
-    order_.set_wishes(std::span(&id, 1), wanted_);
+    order_.set_demands(std::span(&id, 1), wanted_);
   } else if (chunk.id != key.chunk) {
     return;  // of two that can't be told apart the second stays out
   }
@@ -139,21 +139,21 @@ void PageCache::clear_all() {
   while (!chunks_.empty()) drop(chunks_.begin()->first);
 }
 
-void PageCache::want(std::uint64_t place, std::span<const ChunkId> chunks) {
+void PageCache::want(std::uint64_t ticket, std::span<const ChunkId> chunks) {
   MutexLock lock(mutex_);
   std::vector<Id> ids;
   for (const ChunkId& chunk : chunks) ids.push_back(short_id(chunk));
-  order_.set_wishes(wanted_.add(place, std::move(ids)), wanted_);
+  order_.set_demands(wanted_.add(ticket, std::move(ids)), wanted_);
 }
 
-void PageCache::dispatch(std::uint64_t place) {
+void PageCache::dispatch(std::uint64_t ticket) {
   MutexLock lock(mutex_);
-  order_.set_wishes(wanted_.dispatch(place), wanted_);
+  order_.set_demands(wanted_.dispatch(ticket), wanted_);
 }
 
-void PageCache::unwant(std::uint64_t place) {
+void PageCache::unwant(std::uint64_t ticket) {
   MutexLock lock(mutex_);
-  order_.set_wishes(wanted_.remove(place), wanted_);
+  order_.set_demands(wanted_.remove(ticket), wanted_);
 }
 
 void PageCache::describe(StoreStat* stat) const {

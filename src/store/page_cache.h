@@ -63,9 +63,9 @@ class PageCache {
   // Drops what it has of these chunks; whoever reads one of their pages keeps its copy.
   void erase(std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
-  void want(std::uint64_t place, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
-  void dispatch(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
-  void unwant(std::uint64_t place) HCACHE_EXCLUDES(mutex_);
+  void want(std::uint64_t ticket, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
+  void dispatch(std::uint64_t ticket) HCACHE_EXCLUDES(mutex_);
+  void unwant(std::uint64_t ticket) HCACHE_EXCLUDES(mutex_);
   // Fills the fields of StoreStat that are the cache's.
   void describe(StoreStat* stat) const HCACHE_EXCLUDES(mutex_);
 

@@ -10,7 +10,7 @@ namespace {
 // Unused bytes between two pages that are read along rather than skipped.
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
 // Interval at which a background reader checks whether it may go on.
-constexpr std::int64_t kGiveWayNs = 1'000'000;
+constexpr std::int64_t kYieldNs = 1'000'000;
 
 // What a page costs in the ring at worst, read alone.
 std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kBlock; }
@@ -299,7 +299,7 @@ void PageReaderImpl::mark_failed(Item* failed, Status status) {
   ready_.notify_all();
 }
 
-bool PageReaderImpl::gives_way() {
+bool PageReaderImpl::must_yield() {
   if (!options_.background || next_plan_ == first_item_ + items_.size()) return false;
   return in_flight_ >= disks_ || source_.traffic().urgent();
 }
@@ -309,12 +309,12 @@ void PageReaderImpl::run() {
   mutex_.lock();
   while (true) {
     // Asked once: if the answer changed between two looks, this thread would not be woken.
-    bool waits = gives_way();
-    while (!cancelled_ && !waits && start_request()) waits = gives_way();
+    bool waits = must_yield();
+    while (!cancelled_ && !waits && start_request()) waits = must_yield();
     if (queue_->in_flight() == 0) {
       if (stop_) break;
       if (waits) {
-        work_.wait_for_ns(mutex_, kGiveWayNs);
+        work_.wait_for_ns(mutex_, kYieldNs);
       } else {
         work_.wait(mutex_);
       }

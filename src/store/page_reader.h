@@ -151,7 +151,7 @@ class PageReaderImpl final : public PageReader {
   void begin_busy() HCACHE_REQUIRES(mutex_);
   void end_busy() HCACHE_REQUIRES(mutex_);
   // Of a background reader: others' reads, or enough of its own, are under way.
-  [[nodiscard]] bool gives_way() HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] bool must_yield() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
   bool start_request() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);

@@ -506,21 +506,21 @@ bool StoreImpl::page_moved(const ChunkRecord& record, std::size_t page) {
   return (*now)->places[index] != record.places[page];
 }
 
-void StoreImpl::want(std::uint64_t place, const Match& match) {
+void StoreImpl::want(std::uint64_t ticket, const Match& match) {
   std::vector<ChunkId> chunks;
   for (const MatchedChunk& matched : match.chunks) chunks.push_back(matched.chunk.info().id);
-  cache_.want(place, chunks);
-  order_->want(place, chunks);
+  cache_.want(ticket, chunks);
+  order_->want(ticket, chunks);
 }
 
-void StoreImpl::dispatch(std::uint64_t place) {
-  cache_.dispatch(place);
-  order_->dispatch(place);
+void StoreImpl::dispatch(std::uint64_t ticket) {
+  cache_.dispatch(ticket);
+  order_->dispatch(ticket);
 }
 
-void StoreImpl::unwant(std::uint64_t place) {
-  cache_.unwant(place);
-  order_->unwant(place);
+void StoreImpl::unwant(std::uint64_t ticket) {
+  cache_.unwant(ticket);
+  order_->unwant(ticket);
 }
 
 Status StoreImpl::set_costs(const policy::RestoreCosts& costs, double disk_bytes_per_s) {

@@ -61,9 +61,9 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] double remote_bytes_per_s() const override;
   [[nodiscard]] Status quarantine(const ChunkId& id, std::uint16_t layer,
                                   Encoding encoding) override;
-  void want(std::uint64_t place, const Match& match) override;
-  void dispatch(std::uint64_t place) override;
-  void unwant(std::uint64_t place) override;
+  void want(std::uint64_t ticket, const Match& match) override;
+  void dispatch(std::uint64_t ticket) override;
+  void unwant(std::uint64_t ticket) override;
   [[nodiscard]] Status set_costs(const policy::RestoreCosts& costs,
                                  double disk_bytes_per_s) override;
   [[nodiscard]] Status put_session(const Session& session) override;

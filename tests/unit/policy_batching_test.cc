@@ -310,7 +310,7 @@ TEST(Order, PreemptedThenLevelThenArrival) {
   for (int i = 0; i < 500; ++i) {
     const QueueKey a = key();
     const QueueKey b = key();
-    ASSERT_EQ(queue_place(a) < queue_place(b), admitted_before(a, b));
+    ASSERT_EQ(queue_ticket(a) < queue_ticket(b), admitted_before(a, b));
   }
 }
 

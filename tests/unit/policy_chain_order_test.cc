@@ -48,7 +48,7 @@ TEST(ChainOrder, OrLeaveWholeUpToWhatOthersContinue) {
 TEST(ChainOrder, AWholeChainStaysAsFarAsTheQueueWantsIt) {
   ChainOrder order = two_trees({.evict = EvictPolicy::kSchedulerAware, .whole_chains = true});
   Wanted wanted;
-  order.set_wishes(wanted.add(7, {1, 2}), wanted);
+  order.set_demands(wanted.add(7, {1, 2}), wanted);
   EXPECT_EQ(order.victims(10), (Ids{3}));
   order.erase(3, 10);
   EXPECT_EQ(order.victims(10), (Ids{4}));  // behind what is wanted, nobody wants it

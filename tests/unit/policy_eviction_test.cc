@@ -58,9 +58,9 @@ TEST(EvictionOrder, FollowsItsPolicy) {
   EvictionOrder lfu = filled(EvictPolicy::kLfu);
   EXPECT_EQ(drain(lfu, 10), (std::vector<uint64_t>{3, 1, 2}));
   EvictionOrder car = filled(EvictPolicy::kCarScore);
-  car.set_wish(3, {.first = {}, .score = 2});
-  car.set_wish(1, {.first = 4, .score = 1});
-  car.set_wish(3, {});
+  car.set_demand(3, {.first = {}, .score = 2});
+  car.set_demand(1, {.first = 4, .score = 1});
+  car.set_demand(3, {});
   EXPECT_EQ(drain(car, 10), (std::vector<uint64_t>{3, 2, 1}));
 }
 
@@ -68,10 +68,10 @@ TEST(EvictionOrder, KeepsWhatTheQueueWants) {
   for (const EvictPolicy policy : {EvictPolicy::kSchedulerAware, EvictPolicy::kCostAware}) {
     EvictionOrder order(policy);
     for (const uint64_t id : {1, 2, 3, 4}) order.insert(id, static_cast<double>(id), {1, 1});
-    order.set_wish(1, {.first = 7});
-    order.set_wish(2, {.first = 9});
-    order.set_wish(3, {.first = 8});
-    order.set_wish(3, {});
+    order.set_demand(1, {.first = 7});
+    order.set_demand(2, {.first = 9});
+    order.set_demand(3, {.first = 8});
+    order.set_demand(3, {});
     // What nobody wants in the order of use, then the last in the queue.
     EXPECT_EQ(drain(order, 10), (std::vector<uint64_t>{3, 4, 2, 1})) << evict_policy_name(policy);
   }
@@ -111,7 +111,7 @@ TEST(IdleSequences, CostAwareWeighsSecondsAgainstCellsAndTime) {
   EXPECT_EQ(choose_eviction(std::vector{dear, cheap}, aware), 1);
   EXPECT_EQ(choose_eviction(std::vector{dear, cheap}, EvictPolicy::kLru), 0);
   IdleSequence wanted = cheap;
-  wanted.wish.first = 3;
+  wanted.demand.first = 3;
   EXPECT_EQ(choose_eviction(std::vector{dear, wanted}, aware), 0);
 }
 
@@ -124,10 +124,10 @@ TEST(EvictionOrder, HoldsNest) {
     order.hold(1);
     order.use(1, 3);
     EXPECT_EQ(order.victim(4), 2U);
-    order.let_go(1);
+    order.release(1);
     order.erase(2, 4);
     EXPECT_EQ(order.victim(4), std::nullopt);
-    order.let_go(1);
+    order.release(1);
     EXPECT_EQ(order.victim(4), 1U);
     EXPECT_EQ(order.size(), 1U);
     order.hold(99);  // what is not there is nobody's business

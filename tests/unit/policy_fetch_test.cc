@@ -42,11 +42,11 @@ TEST(FetchWindows, WithoutALimitNameEveryoneAndOnDemandNobody) {
   FetchWindow all(FetchPolicy::kSchedulerAware, 0);
   FetchWindow none(FetchPolicy::kOnDemand, 0);
   FetchWindow timed(FetchPolicy::kCarTimer, 0);  // not its way
-  for (uint64_t place = 1; place <= 3; ++place) {
+  for (uint64_t ticket = 1; ticket <= 3; ++ticket) {
     all.add(place, 1e12);
     none.add(place, 1);
     timed.add(place, 1);
-    EXPECT_THAT(all.next(), Optional(place));
+    EXPECT_THAT(all.next(), Optional(ticket));
     EXPECT_EQ(none.next(), std::nullopt);
     EXPECT_EQ(timed.next(), std::nullopt);
   }

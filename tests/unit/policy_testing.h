@@ -86,7 +86,7 @@ class Random {
       for (int32_t l = 0; l < n_layer; ++l) {
         run.layers.push_back(coin(missing) ? kNoEncoding : static_cast<Encoding>(integer(1, 3)));
       }
-      // Some from host memory, some from afar.
+      // Some from host memory, some from the remote tier.
       if (coin(0.3)) run.slowness.assign(static_cast<size_t>(n_layer), coin() ? 0 : real(1, 5));
       a.runs.push_back(std::move(run));
     }

@@ -16,12 +16,12 @@ TEST(Wanted, TheFirstInTheQueueCounts) {
   Wanted wanted;
   EXPECT_EQ(wanted.add(20, {1, 2}), (Ids{1, 2, 1, 2}));
   wanted.add(10, {2, 3});
-  EXPECT_EQ(wanted.wish(1).first, 20U);
-  EXPECT_EQ(wanted.wish(2).first, 10U);
-  EXPECT_EQ(wanted.wish(4), Wish());
+  EXPECT_EQ(wanted.demand(1).first, 20U);
+  EXPECT_EQ(wanted.demand(2).first, 10U);
+  EXPECT_EQ(wanted.demand(4), Demand());
   EXPECT_THAT(wanted.remove(10), ::testing::Not(::testing::IsEmpty()));
-  EXPECT_EQ(wanted.wish(2).first, 20U);
-  EXPECT_EQ(wanted.wish(3), Wish());
+  EXPECT_EQ(wanted.demand(2).first, 20U);
+  EXPECT_EQ(wanted.demand(3), Demand());
   EXPECT_TRUE(wanted.remove(10).empty());
   EXPECT_TRUE(wanted.dispatch(10).empty());
 }
@@ -31,20 +31,20 @@ TEST(Wanted, ScoresRiseInTheWindowAndWhenDispatched) {
   Wanted wanted;
   for (uint64_t place = 1; place <= Wanted::kWindow + 1; ++place) wanted.add(place, {place});
   const uint64_t behind = Wanted::kWindow + 1;
-  EXPECT_EQ(wanted.wish(1).score, 1);
-  EXPECT_EQ(wanted.wish(behind).score, 0);
+  EXPECT_EQ(wanted.demand(1).score, 1);
+  EXPECT_EQ(wanted.demand(behind).score, 0);
   const Ids changed = wanted.dispatch(1);
   EXPECT_NE(std::find(changed.begin(), changed.end(), behind), changed.end());
-  EXPECT_EQ(wanted.wish(1), (Wish{.first = {}, .score = 2}));
-  EXPECT_EQ(wanted.wish(behind).score, 1);
+  EXPECT_EQ(wanted.demand(1), (Demand{.first = {}, .score = 2}));
+  EXPECT_EQ(wanted.demand(behind).score, 1);
   wanted.add(0, {2});  // one that overtakes all
-  EXPECT_EQ(wanted.wish(behind).score, 0);
-  EXPECT_EQ(wanted.wish(2), (Wish{.first = 0, .score = 2}));
+  EXPECT_EQ(wanted.demand(behind).score, 0);
+  EXPECT_EQ(wanted.demand(2), (Demand{.first = 0, .score = 2}));
   wanted.remove(1);
-  EXPECT_EQ(wanted.wish(1), Wish());
+  EXPECT_EQ(wanted.demand(1), Demand());
 }
 
-// Any course of events: wishes are what counting all requests anew gives, and whoever listens to
+// Any course of events: demands are what counting all requests anew gives, and whoever listens to
 // the changes knows them.
 TEST(Wanted, IsWhatCountingGives) {
   std::mt19937_64 random(1);
@@ -53,16 +53,16 @@ TEST(Wanted, IsWhatCountingGives) {
     Wanted wanted;
     std::map<uint64_t, Ids> waiting;
     std::map<uint64_t, Ids> running;
-    std::map<uint64_t, Wish> told;
+    std::map<uint64_t, Demand> told;
     for (int event = 0; event < 200; ++event) {
       Ids changed;
       const uint64_t kind = below(4);
       if (kind < 2) {
-        const uint64_t place = below(1000) * 2;
-        if (waiting.contains(place) || running.contains(place)) continue;
+        const uint64_t ticket = below(1000) * 2;
+        if (waiting.contains(ticket) || running.contains(ticket)) continue;
         Ids ids;
         for (uint64_t n = below(4); n-- > 0;) ids.push_back(below(12));
-        waiting[place] = ids;
+        waiting[ticket] = ids;
         changed = wanted.add(place, ids);
       } else if (kind == 2 && !waiting.empty()) {
         const auto one = std::next(waiting.begin(), static_cast<long>(below(waiting.size())));
@@ -75,22 +75,22 @@ TEST(Wanted, IsWhatCountingGives) {
         changed = wanted.remove(one->first);
         from.erase(one);
       }
-      for (const uint64_t id : changed) told[id] = wanted.wish(id);
-      std::map<uint64_t, Wish> counted;
+      for (const uint64_t id : changed) told[id] = wanted.demand(id);
+      std::map<uint64_t, Demand> counted;
       size_t rank = 0;
-      for (const auto& [place, ids] : waiting) {
+      for (const auto& [ticket, ids] : waiting) {
         for (const uint64_t id : ids) {
-          Wish& wish = counted[id];
-          if (!wish.first) wish.first = place;
-          if (rank < Wanted::kWindow) ++wish.score;
+          Demand& demand = counted[id];
+          if (!demand.first) demand.first = ticket;
+          if (rank < Wanted::kWindow) ++demand.score;
         }
         ++rank;
       }
-      for (const auto& [place, ids] : running) {
+      for (const auto& [ticket, ids] : running) {
         for (const uint64_t id : ids) counted[id].score += 2;
       }
       for (uint64_t id = 0; id < 12; ++id) {
-        ASSERT_EQ(wanted.wish(id), counted[id]) << "object " << id << " after event " << event;
+        ASSERT_EQ(wanted.demand(id), counted[id]) << "object " << id << " after event " << event;
         ASSERT_EQ(told[id], counted[id]) << "object " << id << " after event " << event;
       }
     }

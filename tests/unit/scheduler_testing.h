@@ -148,8 +148,8 @@ class FakeExecutor final : public Executor {
   int64_t lookups = 0;                     // of saved prefixes
   std::optional<Status> next_step_status;  // of the next step() alone
   uint64_t injected_step_failures = 0;
-  std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by place
-  std::set<uint64_t> admitted_from;                      // places of those that run
+  std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by ticket
+  std::set<uint64_t> admitted_from;                      // tickets of those that run
 
   // ---- Executor
 
@@ -207,20 +207,20 @@ class FakeExecutor final : public Executor {
   }
 
   void enqueued(const Waiting& request) override {
-    EXPECT_TRUE(waiting.emplace(request.place, request.tokens).second) << "two at one place";
+    EXPECT_TRUE(waiting.emplace(request.ticket, request.tokens).second) << "two with one ticket";
     EXPECT_LT(request.restore, static_cast<int64_t>(request.tokens.size()));
     EXPECT_LE(request.restore, request.prefix ? request.prefix->tokens() : 0);
     if (request.restore > 0) calls.push_back("will restore " + std::to_string(request.restore));
   }
 
-  void dequeued(uint64_t place, bool admitted) override {
-    EXPECT_EQ(waiting.erase(place), 1U);
+  void dequeued(uint64_t ticket, bool admitted) override {
+    EXPECT_EQ(waiting.erase(ticket), 1U);
     if (admitted) {
-      EXPECT_TRUE(admitted_from.insert(place).second);
+      EXPECT_TRUE(admitted_from.insert(ticket).second);
     }
   }
 
-  void completed(uint64_t place) override { EXPECT_EQ(admitted_from.erase(place), 1U); }
+  void completed(uint64_t ticket) override { EXPECT_EQ(admitted_from.erase(ticket), 1U); }
 
   Status begin_restore(SeqId seq, const RestoreJob& job) override {
     const auto& [prefix, tokens, upto, method, compute_share, alone] = job;

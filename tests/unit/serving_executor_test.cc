@@ -130,8 +130,8 @@ class Process {
   scheduler::RestoreJob job(const Tokens& tokens, int upto) {
     return {.prefix = prefix(tokens), .tokens = tokens, .upto = upto, .method = method_};
   }
-  scheduler::Waiting waiting(uint64_t place, const Salt& salt, const Tokens& tokens, int restore) {
-    return {.place = place,
+  scheduler::Waiting waiting(uint64_t ticket, const Salt& salt, const Tokens& tokens, int restore) {
+    return {.ticket = ticket,
             .salt = salt,
             .tokens = tokens,
             .prefix = prefix(tokens),

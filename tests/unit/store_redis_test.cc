@@ -176,7 +176,7 @@ TEST(RemoteTier, PagesOfAChunkAddUp) {
   ASSERT_TRUE(a.settled());
   ASSERT_OK(b.store().put(kv.chunks().first(1)));
   ASSERT_TRUE(b.settled());
-  // One page from its disk, the others from afar, in one read.
+  // One page from its disk, the others from the remote tier, in one read.
   b.store().look_up(kModel, kSalt, tokens);
   const Match match = b.look_up(tokens);
   ASSERT_EQ(match.n_tokens, tokens.size());

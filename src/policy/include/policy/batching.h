@@ -147,7 +147,7 @@ struct QueueKey {
 [[nodiscard]] bool admitted_before(const QueueKey& a, const QueueKey& b);
 // The same order as a number above 0, smaller first, for those that look ahead. Levels beyond
 // +-2^14 count as that; arrivals, from 1 on, modulo 2^47.
-[[nodiscard]] uint64_t queue_place(const QueueKey& key);
+[[nodiscard]] uint64_t queue_ticket(const QueueKey& key);
 
 struct ActiveRequest {
   int64_t level = 0;

@@ -51,8 +51,8 @@ class ChainOrder {
   void touch(Id id, double now_s) { order_.touch(id, now_s); }
   void miss(Id id, double now_s) { order_.miss(id, now_s); }
   void set_worth(Id id, const Worth& worth) { order_.set_worth(id, worth); }
-  void set_wishes(std::span<const Id> changed, const Wanted& wanted) {
-    order_.set_wishes(changed, wanted);
+  void set_demands(std::span<const Id> changed, const Wanted& wanted) {
+    order_.set_demands(changed, wanted);
   }
   // Evicted or deleted. Its uses are remembered for a while.
   void erase(Id id, double now_s);

@@ -93,11 +93,11 @@ class EvictionOrder {
   void miss(Id id, double now_s);
   // Holds nest.
   void hold(Id id);
-  void let_go(Id id);
+  void release(Id id);
   // Which requests in sight want it.
-  void set_wish(Id id, const Wish& wish);
-  // The same of objects whose wish may have changed.
-  void set_wishes(std::span<const Id> changed, const Wanted& wanted);
+  void set_demand(Id id, const Demand& demand);
+  // The same of objects whose demand may have changed.
+  void set_demands(std::span<const Id> changed, const Wanted& wanted);
 
   // The next object to evict, if there is one (`may`: of those that it allows). It stays until it
   // is erased.
@@ -107,7 +107,7 @@ class EvictionOrder {
   // Of one that is here: others need it.
   [[nodiscard]] bool held(Id id) const { return objects_.at(id).held > 0; }
   // Of one that is here: a request in the queue wants it.
-  [[nodiscard]] bool wanted(Id id) const { return objects_.at(id).wish.first.has_value(); }
+  [[nodiscard]] bool wanted(Id id) const { return objects_.at(id).demand.first.has_value(); }
   [[nodiscard]] size_t size() const { return objects_.size(); }
 
   // What a policy may look at.
@@ -116,7 +116,7 @@ class EvictionOrder {
     double last_use_s = 0;
     double watched_until_s = 0;  // what the return model was told of
     uint32_t uses = 1;
-    Wish wish;
+    Demand demand;
     double miss_s_per_byte = 0;
     uint32_t held = 0;
   };
@@ -171,7 +171,7 @@ struct IdleSequence {
   uint64_t last_used = 0;  // a running number
   bool durable = false;    // its state is saved, or never will be: it may go at once
   bool pinned = false;
-  Wish wish = {};  // of requests that would go on from it
+  Demand demand = {};  // of requests that would go on from it
   // cost-aware:
   double idle_s = 0;     // since it was used
   double cells = 1;      // that it holds; > 0

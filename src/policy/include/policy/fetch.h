@@ -33,9 +33,9 @@ class FetchWindow {
   FetchWindow(FetchPolicy policy, double capacity_bytes)
       : policy_(policy), capacity_bytes_(capacity_bytes) {}
 
-  // A request waits at this place (smaller is earlier; unique) for so many bytes.
-  void add(uint64_t place, double bytes);
-  void remove(uint64_t place);
+  // A request waits with this ticket (smaller is earlier; unique) for so many bytes.
+  void add(uint64_t ticket, double bytes);
+  void remove(uint64_t ticket);
   // The first request whose state fits the tier together with that of all before it and that was
   // not named yet.
   [[nodiscard]] std::optional<uint64_t> next();
@@ -48,10 +48,10 @@ class FetchWindow {
 
   FetchPolicy policy_;
   double capacity_bytes_;
-  std::map<uint64_t, Entry> entries_;  // by place
+  std::map<uint64_t, Entry> entries_;  // by ticket
 };
 
-// When to load for the request that is next although no place among the running is free: as soon
+// When to load for the request that is next although no slot among the running is free: as soon
 // as one of them is expected to end within the time that loading takes (CaR §III-B.2). What it
 // expects, it learns: how long replies are for whom, how long a token takes, how fast loading is.
 class LoadTimer {

@@ -112,7 +112,7 @@ struct RestoreStatus {
 
 // A request in the queue. What it refers to stays until it is dequeued.
 struct Waiting {
-  uint64_t place = 0;  // policy::queue_place(): smaller is admitted earlier; unique
+  uint64_t ticket = 0;  // policy::queue_ticket(): smaller is admitted earlier; unique
   const Salt& salt;
   std::span<const int32_t> tokens;
   SavedPrefixRef prefix = {};  // null: nothing is saved
@@ -173,10 +173,10 @@ class Executor {
   // ---- The queue, for policies that look ahead: what waits should be kept, and may be prefetched
 
   virtual void enqueued(const Waiting& /*request*/) {}
-  // The request at this place is admitted (its restore begins next), or has ended.
-  virtual void dequeued(uint64_t /*place*/, bool /*admitted*/) {}
-  // It was admitted and has ended, or waits again (at another place).
-  virtual void completed(uint64_t /*place*/) {}
+  // The request with this ticket is admitted (its restore begins next), or has ended.
+  virtual void dequeued(uint64_t /*ticket*/, bool /*admitted*/) {}
+  // It was admitted and has ended, or waits again (with another ticket).
+  virtual void completed(uint64_t /*ticket*/) {}
 
   // ---- Steps
 

@@ -473,11 +473,11 @@ class Store {
                                           Encoding encoding) = 0;
 
   // A request in the queue wants a match's chunks, until it is unwanted: policies that look ahead
-  // keep them in host memory and on the disks, for the smallest place first. No other request has
-  // that place.
-  virtual void want(std::uint64_t place, const Match& match) = 0;
-  virtual void dispatch(std::uint64_t place) = 0;  // it waits no longer and runs
-  virtual void unwant(std::uint64_t place) = 0;
+  // keep them in host memory and on the disks, for the smallest queue ticket first. No other
+  // request has that ticket.
+  virtual void want(std::uint64_t ticket, const Match& match) = 0;
+  virtual void dispatch(std::uint64_t ticket) = 0;  // it waits no longer and runs
+  virtual void unwant(std::uint64_t ticket) = 0;
   // What restores of this model cost, for policies that weigh it (policy/miss_cost.h).
   [[nodiscard]] virtual Status set_costs(const policy::RestoreCosts& costs,
                                          double disk_bytes_per_s) = 0;
