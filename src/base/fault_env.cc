@@ -38,6 +38,7 @@ struct FaultEnv::Node {
   std::vector<std::byte> durable;
   std::vector<Pending> pending;
   std::set<std::uint64_t> blocks;  // that take space
+  std::int64_t version = 0;        // changes of the content, in place of a time of change
 
   static void apply(std::vector<std::byte>* content, std::uint64_t offset,
                     std::span<const std::byte> bytes) {
@@ -47,10 +48,12 @@ struct FaultEnv::Node {
   }
   void write(std::uint64_t offset, std::span<const std::byte> bytes) {
     apply(&now, offset, bytes);
+    ++version;
     pending.push_back({Pending::kWrite, offset, {bytes.begin(), bytes.end()}});
   }
   void resize(std::uint64_t size) {
     now.resize(size);
+    ++version;
     pending.push_back({Pending::kResize, size, {}});
     blocks.erase(blocks.lower_bound((size + kBlockBytes - 1) / kBlockBytes), blocks.end());
   }
@@ -175,8 +178,7 @@ class FaultEnv::FaultFile final : public File {
     HCACHE_RETURN_IF_ERROR(usable());
     HCACHE_RETURN_IF_ERROR(readable());
     if (node_->now.empty()) return invalid_argument(path_ + " is empty");
-    // A file has no time of change here: its node stands for one version of it.
-    const FileIdentity identity{node_->now.size(), 0, 0,
+    const FileIdentity identity{node_->now.size(), node_->version, 0,
                                 reinterpret_cast<std::uintptr_t>(node_.get())};
     return std::unique_ptr<FileMapping>(std::make_unique<FaultMapping>(node_->now, identity));
   }

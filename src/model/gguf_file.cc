@@ -105,9 +105,14 @@ std::string GgufTensor::describe() const {
 
 Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path, Env& env) {
   Result<std::unique_ptr<File>> opened = env.open_file(path, {});
-  if (opened.code() == Code::kFailedPrecondition)
-    return invalid_argument(opened.status().message());
-  if (!opened.ok()) return opened.status();
+  switch (opened.code()) {
+    case Code::kOk: break;
+    case Code::kFailedPrecondition:  // a folder or a device
+      return invalid_argument(opened.status().message());
+    case Code::kUnavailable:  // no path to a file
+      return not_found(opened.status().message());
+    default: return opened.status();
+  }
   HCACHE_ASSIGN_OR_RETURN(const uint64_t size, (*opened)->size());
   if (size == 0) return data_loss(fmt::format("{}: the file is empty", path));
   HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<FileMapping> mapping, (*opened)->map());

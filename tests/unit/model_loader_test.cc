@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <span>
+#include <utility>
 
 #include "base/fault_env.h"
 #include "gguf_file.h"
@@ -224,45 +226,80 @@ TEST(Model, DigestIsTakenFromTheCache) {
   EXPECT_EQ((*model)->content_digest("", [](float) { return false; }).code(), Code::kCancelled);
 }
 
-// Files are reached through the Env that is given, the model's and the digest's cache.
-TEST(Model, FilesComeFromTheEnv) {
-  const TempDir dir;
-  const auto device = test::open_cpu();
-  const std::vector<uint8_t> content =
-      test::read_file(test::make_tiny(dir, test::tiny_options("llama", 2, GGML_TYPE_F16)));
-  FaultEnv env;
-  ASSERT_TRUE(env.make_dirs("/models").ok());
-  ASSERT_TRUE(env.make_dirs("/cache").ok());
-  const std::string path = "/models/tiny.gguf";
-  ASSERT_TRUE(write_whole_file(env, path, {content.begin(), content.end()}).ok());
-  LoadOptions options;
-  options.env = &env;
-  env.set_failing_reads("tiny");
-  EXPECT_EQ(Model::load(path, *device, options).code(), Code::kDataLoss);
-  env.set_failing_reads("");
-  EXPECT_EQ(Model::load("/models/absent", *device, options).code(), Code::kNotFound);
-  auto model = Model::load(path, *device, options);
-  ASSERT_TRUE(model.ok()) << model.status().to_string();
+// A tiny model's file in a FaultEnv.
+class ModelInEnv : public ::testing::Test {
+ protected:
+  static std::string content(uint64_t seed) {
+    const TempDir dir;
+    SynthOptions options = test::tiny_options("llama", 2, GGML_TYPE_F16);
+    options.seed = seed;
+    const std::vector<uint8_t> bytes = test::read_file(test::make_tiny(dir, options));
+    return {bytes.begin(), bytes.end()};
+  }
+  void SetUp() override {
+    ASSERT_TRUE(env_.make_dirs("/models").ok());
+    ASSERT_TRUE(write_whole_file(env_, kPath, content(1)).ok());
+  }
+  Result<std::unique_ptr<Model>> load(const std::string& path = kPath) {
+    LoadOptions options;
+    options.env = &env_;
+    return Model::load(path, *device_, options);
+  }
 
+  static constexpr const char* kPath = "/models/tiny.gguf";
+  FaultEnv env_;
+  std::unique_ptr<Device> device_ = test::open_cpu();
+};
+
+TEST_F(ModelInEnv, AReadErrorIsReported) {
+  env_.set_failing_reads("tiny");
+  const Status status = load().status();
+  EXPECT_EQ(status.code(), Code::kDataLoss);
+  EXPECT_NE(status.message().find(kPath), std::string::npos) << status.to_string();
+  env_.set_failing_reads("");
+  EXPECT_EQ(load("/models/absent").code(), Code::kNotFound);
+  EXPECT_TRUE(load().ok());
+  EXPECT_EQ(env_.files(), std::vector<std::string>{kPath}) << "loading writes nothing";
+}
+
+TEST_F(ModelInEnv, ADamagedDigestCacheIsNoError) {
+  const auto model = load();
+  ASSERT_TRUE(model.ok()) << model.status().to_string();
   const std::string digest = (*model)->content_digest("/cache", nullptr).value();
-  EXPECT_EQ(env.list_dir("/cache")->size(), 1U);
+  ASSERT_EQ(env_.list_dir("/cache")->size(), 1U);
+  const std::string entry = "/cache/" + env_.list_dir("/cache")->front();
+  const std::string whole = read_whole_file(env_, entry).value();
   bool hashed = false;
   const Progress watch = [&](float) { return hashed = true; };
   EXPECT_EQ((*model)->content_digest("/cache", watch).value(), digest);
   EXPECT_FALSE(hashed);
 
-  // A cache that can't be written is no error and leaves nothing behind; one that was cut short by
-  // the power is not believed.
-  env.set_failing_syncs(true);
+  // One that can't be written is left without a file.
+  env_.set_failing_syncs(true);
   EXPECT_EQ((*model)->content_digest("/other", nullptr).value(), digest);
-  EXPECT_TRUE(env.list_dir("/other")->empty());
-  env.set_failing_syncs(false);
-  const std::string entry = "/cache/" + env.list_dir("/cache")->front();
-  const std::string whole = read_whole_file(env, entry).value();
-  ASSERT_TRUE(write_whole_file(env, entry, whole.substr(0, whole.size() - 9)).ok());
+  EXPECT_TRUE(env_.list_dir("/other")->empty());
+  env_.set_failing_syncs(false);
+  // One that can't be read, or was cut short, is not used, and is whole afterwards.
+  env_.set_failing_reads("digest-");
+  EXPECT_EQ((*model)->content_digest("/cache", watch).value(), digest);
+  EXPECT_TRUE(std::exchange(hashed, false));
+  env_.set_failing_reads("");
+  EXPECT_EQ(read_whole_file(env_, entry).value(), whole);
+  ASSERT_TRUE(write_whole_file(env_, entry, whole.substr(0, whole.size() - 9)).ok());
   EXPECT_EQ((*model)->content_digest("/cache", watch).value(), digest);
   EXPECT_TRUE(hashed);
-  EXPECT_EQ(read_whole_file(env, entry).value(), whole);
+  EXPECT_EQ(read_whole_file(env_, entry).value(), whole);
+}
+
+TEST_F(ModelInEnv, TheDigestOfAFileThatWasWrittenOverIsNotUsed) {
+  const std::string before = load().value()->content_digest("/cache", nullptr).value();
+  const std::string other = content(2);
+  OpenOptions options;
+  options.write = true;
+  auto file = env_.open_file(kPath, options).value();
+  ASSERT_EQ(file->size().value(), other.size());
+  ASSERT_TRUE(file->write_at(0, std::as_bytes(std::span<const char>(other))).ok());
+  EXPECT_NE(load().value()->content_digest("/cache", nullptr).value(), before);
 }
 
 HParams load_hparams(const TempDir& dir, SynthOptions options) {

@@ -585,6 +585,32 @@ TEST_F(S3Test, DeletingASessionDeletesItThereToo) {
   EXPECT_TRUE(eventually([&] { return keys().empty(); }));
 }
 
+TEST_F(S3Test, DeletingASessionLeavesWhatAnotherChainGoesThrough) {
+  Machine a = machine();
+  // Two conversations behind one prompt of two chunks; only the first one has a session.
+  const Chain mine(kModel, kSalt, tokens_of(4 * kChunkTokens, 1, 2 * kChunkTokens), {});
+  const Chain other(kModel, kSalt, tokens_of(4 * kChunkTokens, 2, 2 * kChunkTokens), {});
+  ASSERT_OK(a.store().put(mine.chunks()));
+  ASSERT_OK(a.store().put(other.chunks()));
+  Session session;
+  session.name = "secret";
+  session.fingerprint = kModel;
+  session.salt = kSalt;
+  session.tokens = mine.tokens();
+  ASSERT_OK(a.store().put_session(session));
+  ASSERT_TRUE(a.settled());
+  EXPECT_OK(a.store().delete_session("secret"));
+  EXPECT_TRUE(eventually([&] {
+    Machine b = machine();
+    return b.look_up(mine.tokens()).n_tokens == 2 * kChunkTokens;
+  }));
+  Machine c = machine();
+  const Match match = c.look_up(other.tokens());
+  EXPECT_EQ(match.n_tokens, other.tokens().size());
+  EXPECT_EQ(read_back(c.store(), match).failed.size(), 0U);
+  EXPECT_EQ(a.stat().failures, 0U);
+}
+
 TEST_F(S3Test, NobodyWaitsForAServerThatIsGone) {
   Machine a = machine();
   const Chain saved = chain(4 * kChunkTokens);

@@ -76,9 +76,9 @@ class File {
   [[nodiscard]] virtual Result<std::uint64_t> size() = 0;
   // Bytes of disk blocks in use (not the size: a file may have holes).
   [[nodiscard]] virtual Result<std::uint64_t> allocated_bytes() = 0;
-  // The file as it is now, which must not be empty (invalid_argument). Pages are read when they are
-  // touched; what is written to the file meanwhile may show. resource_exhausted where there are no
-  // addresses for it.
+  // The file as it is now, not empty (invalid_argument). Pages are read when they are touched,
+  // where a disk's error ends the process (SIGBUS); what is written to the file meanwhile may show.
+  // resource_exhausted where there are no addresses for it.
   [[nodiscard]] virtual Result<std::unique_ptr<FileMapping>> map() = 0;
   // Whether transfers must be aligned to kDirectAlignment (and bypass the page cache).
   [[nodiscard]] virtual bool direct() const = 0;
