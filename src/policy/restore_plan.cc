@@ -18,19 +18,7 @@
 
 namespace hcache::policy {
 
-std::string_view method_name(Method method) {
-  switch (method) {
-    case Method::kRecompute: return "RE";
-    case Method::kHidden: return "H";
-    case Method::kKv: return "KV";
-  }
-  return "?";
-}
-
 namespace {
-
-constexpr std::array<std::string_view, 6> kModeNames = {
-    "plan", "hidden", "kv", "recompute", "naive-hybrid", "token-partition"};
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Sums in another order differ in the last bits; below this fraction two plans are equally fast.
@@ -667,16 +655,6 @@ Status check_request(const RestoreCosts& costs, const RestoreRequest& request) {
 
 }  // namespace
 
-std::string_view mode_name(Mode mode) { return kModeNames.at(static_cast<size_t>(mode)); }
-
-Result<Mode> parse_mode(std::string_view name) {
-  for (size_t i = 0; i < kModeNames.size(); ++i) {
-    if (kModeNames[i] == name) return static_cast<Mode>(i);
-  }
-  return invalid_argument(
-      fmt::format("unknown method '{}' ({})", name, fmt::join(kModeNames, ", ")));
-}
-
 Availability Availability::uniform(int64_t tokens, int32_t n_layer, Encoding encodings) {
   Availability a;
   if (tokens > 0) {
@@ -695,30 +673,6 @@ Result<Plan> plan_restore(const RestoreCosts& costs, const RestoreRequest& reque
   HCACHE_RETURN_IF_ERROR(validate(costs));
   HCACHE_RETURN_IF_ERROR(check_request(costs, request));
   return Search(costs, request).run();
-}
-
-std::string schedule_string(const std::vector<Method>& layers) {
-  std::string text;
-  for (Method method : {Method::kRecompute, Method::kHidden, Method::kKv}) {
-    auto n = std::count(layers.begin(), layers.end(), method);
-    if (n == 0) continue;
-    if (!text.empty()) text += ' ';
-    text += fmt::format("{}:{}", method_name(method), n);
-  }
-  return text;
-}
-
-std::string paper_schedule_string(int32_t hidden, int32_t kv, int32_t recompute) {
-  std::string text;
-  auto add = [&](int32_t n, std::string_view name) {
-    if (n == 0) return;
-    if (!text.empty()) text += '+';
-    text += fmt::format("{}{}", n, name);
-  };
-  add(hidden, "H");
-  add(kv, "KV");
-  add(recompute, "RE");
-  return text;
 }
 
 }  // namespace hcache::policy
