@@ -1,4 +1,6 @@
 hcache_test(store_store_test unit/store_store_test.cc LIBS hcache_store)
+hcache_test(store_reader_test unit/store_reader_test.cc LIBS hcache_store)
+hcache_test(store_quota_test unit/store_quota_test.cc LIBS hcache_store)
 hcache_test(store_archive_test unit/store_archive_test.cc LIBS hcache_store)
 target_include_directories(store_archive_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
 hcache_test(store_page_cache_test unit/store_page_cache_test.cc LIBS hcache_store)
