@@ -108,6 +108,13 @@ inline const model::Model& tiny_model(const std::string& arch, int n_head_kv, gg
   return *entry->model;
 }
 
+// For most tests: a Llama whose products don't depend on the number of rows.
+inline const model::Model& llama_tiny() { return tiny_model("llama", 2, GGML_TYPE_Q8_0); }
+
+inline EngineOptions small_arena(int64_t tokens, int rows = 128) {
+  return {.arena_tokens = tokens, .max_batch_rows = rows};
+}
+
 inline Tokens random_tokens(const model::Model& model, int n, unsigned seed) {
   std::mt19937 random(seed);
   const auto limit = static_cast<int32_t>(std::min<int64_t>(model.hparams().n_vocab, 20000));
