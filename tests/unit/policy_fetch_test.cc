@@ -43,9 +43,9 @@ TEST(FetchWindows, WithoutALimitNameEveryoneAndOnDemandNobody) {
   FetchWindow none(FetchPolicy::kOnDemand, 0);
   FetchWindow timed(FetchPolicy::kCarTimer, 0);  // not its way
   for (uint64_t ticket = 1; ticket <= 3; ++ticket) {
-    all.add(place, 1e12);
-    none.add(place, 1);
-    timed.add(place, 1);
+    all.add(ticket, 1e12);
+    none.add(ticket, 1);
+    timed.add(ticket, 1);
     EXPECT_THAT(all.next(), Optional(ticket));
     EXPECT_EQ(none.next(), std::nullopt);
     EXPECT_EQ(timed.next(), std::nullopt);
