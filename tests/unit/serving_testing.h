@@ -1,0 +1,195 @@
+// Conversations with a tiny model, and the state that they leave.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mixture_models.h"
+#include "model/logits.h"
+#include "model_fixtures.h"
+#include "serving/serving.h"
+
+namespace hcache::serving::testing {
+
+using model::test::make_mixture;
+using model::test::make_tiny;
+using model::test::Mixture;
+using model::test::TempDir;
+using model::test::tiny_options;
+using scheduler::CacheUse;
+using scheduler::SeqId;
+using state::CostProfile;
+using state::RuntimeOptions;
+
+inline std::vector<int32_t> random_tokens(int n, uint32_t seed) {
+  std::vector<int32_t> tokens(n);
+  for (int32_t& token : tokens) {
+    seed = seed * 1664525U + 1013904223U;
+    token = static_cast<int32_t>((seed >> 8) % 200);
+  }
+  return tokens;
+}
+
+// Costs under which no method is out of the question.
+inline CostProfile even_profile() {
+  CostProfile profile;
+  profile.layer.project = policy::CostCurve::affine(1e-5, 1e-6);
+  profile.layer.load_kv = policy::CostCurve::affine(0, 1e-8);
+  profile.layer.dense = policy::CostCurve::affine(1e-5, 6e-6);
+  profile.layer.attn_per_key = policy::CostCurve::affine(0, 1e-10);
+  profile.layer.hidden_bytes = 300;
+  profile.layer.kv_bytes = 512;
+  profile.read_bytes_per_s = 1e9;
+  profile.gemm_flops_per_s = 1e10;
+  return profile;
+}
+
+inline RuntimeOptions tiny_runtime(const std::string& model, const std::string& state_dir) {
+  RuntimeOptions options;
+  options.model_path = model;
+  options.state_dir = state_dir;
+  options.n_threads = 1;
+  options.engine.arena_tokens = 1024;
+  options.engine.max_batch_rows = 96;
+  options.saver.ring_bytes = 16U << 20;
+  options.save = policy::SaveMode::kAll;
+  options.profile = even_profile();
+  return options;
+}
+
+inline std::unique_ptr<Serving> open(const RuntimeOptions& runtime, Env& env = Env::real()) {
+  ServingOptions options;
+  options.runtime = runtime;
+  options.scheduler.reuse.cheap_tokens = 0;
+  auto serving = Serving::open(env, options);
+  EXPECT_TRUE(serving.ok()) << serving.status().to_string();
+  return serving.ok() ? std::move(serving).value() : nullptr;
+}
+
+// How a chain is taken up.
+struct How {
+  policy::Mode mode = policy::Mode::kPlan;
+  bool save = true;
+  CacheUse cache = CacheUse::kAll;
+  std::string salt = {};
+};
+
+// A chain that was computed, and the greedy answer to it, every token of which has its row.
+struct Said {
+  SeqId seq = scheduler::kNoSeq;  // idle
+  std::vector<float> logits;      // of the chain's last token
+  std::vector<int32_t> answer;
+  scheduler::Outcome outcome;
+
+  [[nodiscard]] policy::RestoreRecord record() const {
+    return outcome.restores.empty() ? policy::RestoreRecord() : outcome.restores.back();
+  }
+};
+
+inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answer,
+                const How& how = {}) {
+  Said said;
+  scheduler::Request request;
+  request.tokens = tokens;
+  request.max_new_tokens = n_answer + 1;
+  request.salt = own_salt(how.salt);
+  request.save = how.save;
+  request.cache = how.cache;
+  request.restore.mode = how.mode;
+  request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
+    if (said.logits.empty()) said.logits.assign(logits.begin(), logits.end());
+    const bool stop = static_cast<int>(said.answer.size()) == n_answer;
+    const int32_t token = model::argmax(logits);
+    if (!stop) said.answer.push_back(token);
+    return scheduler::NextToken{.token = token, .stop = stop, .finish_reason = {}};
+  };
+  auto outcome = serving.run(std::move(request));
+  EXPECT_TRUE(outcome.ok()) << outcome.status().to_string();
+  if (!outcome.ok()) return said;
+  EXPECT_TRUE(outcome->status.ok()) << outcome->status.to_string();
+  said.outcome = *outcome;
+  said.seq = outcome->seq;
+  return said;
+}
+
+// K and V of the first n rows of every layer.
+inline std::vector<std::byte> read_state(Serving& serving, SeqId seq, int n) {
+  std::vector<std::byte> state;
+  const Status status = serving.on_engine([&](state::Runtime& runtime) -> Status {
+    engine::Engine& engine = runtime.engine();
+    const size_t bytes = engine.kv_row_bytes() * static_cast<size_t>(n);
+    state.resize(2 * bytes * static_cast<size_t>(engine.n_layer()));
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      std::byte* k = state.data() + 2 * bytes * static_cast<size_t>(layer);
+      HCACHE_RETURN_IF_ERROR(engine.read_kv(seq, layer, 0, n, k, k + bytes));
+    }
+    return {};
+  });
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  return state;
+}
+
+inline int64_t saved_tokens(Serving& serving, const std::vector<int32_t>& tokens,
+                            const std::string& salt = "") {
+  state::Runtime& runtime = serving.runtime();
+  const auto match = runtime.store()->match(runtime.fingerprint(), own_salt(salt).id, tokens);
+  EXPECT_TRUE(match.ok()) << match.status().to_string();
+  return match.ok() ? static_cast<int64_t>(match->n_tokens) : -1;
+}
+
+// The uninterrupted run: a prompt, decoded rows, a question, an answer.
+struct Reference {
+  std::vector<int32_t> history;  // prompt and decoded tokens
+  std::vector<int32_t> question;
+  std::vector<std::byte> state;  // of the history
+  Said said;                     // the question and its answer
+
+  [[nodiscard]] std::vector<int32_t> all() const {
+    std::vector<int32_t> tokens = history;
+    tokens.insert(tokens.end(), question.begin(), question.end());
+    return tokens;
+  }
+};
+
+inline Reference hold_conversation(Serving& serving, int n_prompt, int n_decoded,
+                                   const std::string& salt = "") {
+  Reference ref;
+  // Not the first sequence of the engine: a sequence's number must not pass for a position.
+  say(serving, random_tokens(7, 3), 0);
+  ref.history = random_tokens(n_prompt, 1);
+  ref.question = random_tokens(20, 2);
+  const Said begun = say(serving, ref.history, n_decoded, {.salt = salt});
+  ref.history.insert(ref.history.end(), begun.answer.begin(), begun.answer.end());
+  EXPECT_TRUE(serving.flush().ok());
+  ref.state = read_state(serving, begun.seq, static_cast<int>(ref.history.size()));
+  ref.said = say(serving, ref.all(), 8, {.salt = salt});
+  EXPECT_EQ(ref.said.outcome.resident_tokens, static_cast<int64_t>(ref.history.size()));
+  return ref;
+}
+
+struct Restored {
+  Said said;
+  policy::RestoreRecord record;
+  std::vector<std::byte> state;
+};
+
+// In a process of its own.
+inline Restored restore(const RuntimeOptions& options, const Reference& ref, const How& how) {
+  Restored result;
+  const auto serving = open(options);
+  if (!serving) return result;
+  result.said = say(*serving, ref.all(), 8, how);
+  result.record = result.said.record();
+  result.state = read_state(*serving, result.said.seq, static_cast<int>(ref.history.size()));
+  EXPECT_TRUE(serving->close().ok());
+  return result;
+}
+
+}  // namespace hcache::serving::testing
