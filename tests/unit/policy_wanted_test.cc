@@ -29,7 +29,7 @@ TEST(Wanted, TheFirstInTheQueueCounts) {
 // CaR §III-B.3: 1 in the window, 2 while it runs, 0 when it is done.
 TEST(Wanted, ScoresRiseInTheWindowAndWhenDispatched) {
   Wanted wanted;
-  for (uint64_t place = 1; place <= Wanted::kWindow + 1; ++place) wanted.add(place, {place});
+  for (uint64_t ticket = 1; ticket <= Wanted::kWindow + 1; ++ticket) wanted.add(ticket, {ticket});
   const uint64_t behind = Wanted::kWindow + 1;
   EXPECT_EQ(wanted.demand(1).score, 1);
   EXPECT_EQ(wanted.demand(behind).score, 0);
@@ -63,7 +63,7 @@ TEST(Wanted, IsWhatCountingGives) {
         Ids ids;
         for (uint64_t n = below(4); n-- > 0;) ids.push_back(below(12));
         waiting[ticket] = ids;
-        changed = wanted.add(place, ids);
+        changed = wanted.add(ticket, ids);
       } else if (kind == 2 && !waiting.empty()) {
         const auto one = std::next(waiting.begin(), static_cast<long>(below(waiting.size())));
         changed = wanted.dispatch(one->first);
