@@ -3,6 +3,7 @@
 
 Engine: llama-bench against `hcache bench throughput`, prompt and decode at several depths.
 Short: the same for the shortest prompt and for decoding, from nothing: seconds that want many pairs.
+Stream: one client's streamed answer from each server, tokens/s from its first token to its last.
 Restart: llama-server saves a slot, erases it, restores it from disk and answers, against
 `hcache bench restore`. Both take turns, repetition by repetition; what is printed are the medians
 of the paired ratios and a bootstrap lower bound (95 %, one-sided).
@@ -15,23 +16,26 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import benchlib as lib
+import servers
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
-    parser.add_argument("--what", default="engine,short,restart",
-                        help="engine, short, restart, or several of them")
+    parser.add_argument("--what", default="engine,short,stream,restart",
+                        help="engine, short, stream, restart, or several of them")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--prompt", default="512,2048", help="prompt lengths")
     parser.add_argument("--gen", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--stream", type=int, default=160, help="stream: tokens of an answer")
     parser.add_argument("--depth", type=int, default=4096, help="the depth beside 0")
     parser.add_argument("--history", type=int, default=4096, help="restart: saved tokens")
     parser.add_argument("--new", type=int, default=50, help="restart: new tokens behind them")
@@ -41,6 +45,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.reps, args.prompt, args.gen, args.depth, args.history = 1, "64", 8, 128, 256
+        args.stream = 16
     args.model = args.model or lib.default_model()
     if not (args.llama_bench and args.llama_server):
         cuda = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
@@ -114,6 +119,46 @@ def engine(args: argparse.Namespace, plan: list[tuple]) -> list[dict]:
             row.update(prompt=prompt, gen=gen, depth=depth, peer="defaults")
             rows.append(row)
     return rows
+
+
+# ---- Stream ------------------------------------------------------------------------------------
+
+
+def streamed_speed(url: str, prompt: str, n: int) -> float:
+    """Tokens/s between the first and the last token of an answer of n."""
+    body = {"prompt": prompt, "n_predict": n, "ignore_eos": True, "seed": 1, "stream": True}
+    request = urllib.request.Request(url + "/completion", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    times, predicted = [], 0
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        for line in reply:
+            if not line.startswith(b"data: "):
+                continue
+            times.append(time.perf_counter())
+            predicted = json.loads(line[6:]).get("timings", {}).get("predicted_n", predicted)
+    if predicted != n:
+        raise RuntimeError(f"{url} answered {predicted} tokens, not {n}")
+    # The last event says that it is the end; a token whose bytes are no text yet comes with the next.
+    return (n - 1) / (times[-1] - times[0])
+
+
+def stream(args: argparse.Namespace) -> list[dict]:
+    lib.Hcache(args).measure_costs(args.model)
+    context = args.stream + 256
+    samples: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=args.work) as folder, \
+            servers.llama_server(args, context, 1, 0) as theirs, \
+            servers.hcache(args, Path(folder), context, 1, 0) as ours:
+        for rep in range(args.reps + 1):
+            lib.say(f"stream: repetition {rep} of {args.reps}")
+            for server in (ours, theirs) if rep % 2 == 0 else (theirs, ours):
+                speed = streamed_speed(server.url, f"{rep}. The lighthouse keeper counted the lamps and",
+                                       args.stream)
+                if rep > 0:  # the first one warms up
+                    samples.setdefault(server.name, []).append(speed)
+    row = lib.compare(f"stream {args.stream} tokens", samples["hcache"], samples["llama-server"])
+    row.update(peer="llama-server", samples=samples)
+    return [row]
 
 
 # ---- Restart -----------------------------------------------------------------------------------
@@ -222,10 +267,12 @@ def main() -> None:
     machine = hcache.bench("throughput", "-m", args.model, "--prompt", 16, "--gen", 1, "--depth",
                            0, "--reps", 1)["machine"]
     results = {"machine": machine, "model": Path(args.model).name}
-    for what, plan in (("engine", engine_plan(args)), ("short", short_plan(args))):
+    measures = {"engine": lambda: engine(args, engine_plan(args)),
+                "short": lambda: engine(args, short_plan(args)), "stream": lambda: stream(args)}
+    for what, measure in measures.items():
         if what not in args.what.split(","):
             continue
-        results[what] = engine(args, plan)
+        results[what] = measure()
         print(lib.table(["tokens/s", "peer", "hcache", "llama.cpp", "ratio", "at least"],
                         [[r["name"], r["peer"], f"{r['ours']:.1f}", f"{r['theirs']:.1f}",
                           f"{r['ratio']:.3f}", f"{r['lower_bound']:.3f}"]

@@ -61,7 +61,7 @@ class BenchScripts(unittest.TestCase):
     def test_peer(self):
         self.run_script("bench/peer.py", "--quick", "--work", self.work, "--json",
                         self.work / "peer.json")
-        self.assertEqual({"engine", "short", "restart"} - set(self.results("peer.json")), set())
+        self.assertEqual({"engine", "short", "stream", "restart"} - set(self.results("peer.json")), set())
 
     def test_sweep(self):
         self.run_script("bench/sweep.py", "--quick", "--work", self.work, "--json",
