@@ -55,16 +55,20 @@ struct WithheldArgs : Options {
 
 // The error's text; empty: it parsed.
 template <typename Args>
-std::string parse(Args* args, std::vector<std::string> line) {
-  CLI::App app;
-  args->add_to(app);
+std::string parse(CLI::App* app, Args* args, std::vector<std::string> line) {
+  args->add_to(*app);
   std::reverse(line.begin(), line.end());
   try {
-    app.parse(line);
+    app->parse(line);
   } catch (const CLI::ParseError& e) {
     return e.what();
   }
   return {};
+}
+template <typename Args>
+std::string parse(Args* args, std::vector<std::string> line) {
+  CLI::App app;
+  return parse(&app, args, std::move(line));
 }
 
 TEST(Options, FieldsBeginWithTheirDefaults) {
@@ -126,8 +130,9 @@ TEST(Options, WhatWouldDoNothingIsRefused) {
   EXPECT_THAT(parse(&args, {"--loud"}), HasSubstr("--folder"));
   SendArgs both;
   EXPECT_THAT(parse(&both, {"--loud", "--quiet", "--folder", "x"}), HasSubstr("excludes"));
+  CLI::App app;  // asked for what was given
   SendArgs given;
-  EXPECT_EQ(parse(&given, {"--queued", "3"}), "");
+  EXPECT_EQ(parse(&app, &given, {"--queued", "3"}), "");
   EXPECT_TRUE(given.refuse({&given.kind}, "does nothing").ok());
   const Status refused = given.refuse({&given.kind, &given.limits.queued}, "does nothing here");
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
