@@ -65,7 +65,8 @@ class Options {
   // of the wrong form ends parsing with a message that names the option.
   void add_to(CLI::App& app) const;
   // kInvalidArgument when the user gave one of the options that fill these fields: `why` says
-  // where they would do nothing, "does nothing with --trace FILE".
+  // where they would do nothing, "does nothing with --trace FILE". Call it while the App of
+  // add_to() lives: that knows what was given.
   [[nodiscard]] Status refuse(std::initializer_list<const void*> fields,
                               std::string_view why) const;
 
