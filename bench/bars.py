@@ -61,7 +61,7 @@ class Bars:
         lib.say(f"making {path.name}")
         if name == "twin":
             self.hcache.run("model", "expand-kv", base, path)
-        elif name.startswith(("smollm2-", "twin-")):
+        elif name.count("-") == 1:
             source, kind = name.split("-", 1)
             self.hcache.run("model", "requantize", self.model(source), path, "--type", kind)
         else:

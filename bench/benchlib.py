@@ -26,7 +26,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
                         help="tiny settings: proves that the script works, measures nothing")
 
 
-QUICK_SHAPE = "opt-125m"  # of the random-weight models that --quick makes
+QUICK_SHAPE = "smollm2-135m"  # of the random-weight models of --quick; llama.cpp must read it too
 QUICK_LAYERS = 2
 
 

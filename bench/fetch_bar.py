@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, shape: Shape, held: Path, policy: str, link: f
         if min(found) < shape.blocks * BLOCK * 0.8:
             raise RuntimeError(f"a conversation came back to {min(found)} known tokens")
         ttft = sorted(r["ttft_ms"] for r in result["requests"])
-        disk = [serve_bars.disk_bytes(r) for r in result["requests"]]
+        disk = [serve_bars.read_bytes(r, "disk") for r in result["requests"]]
         dram = [r.get("server", {}).get("hcache", {}).get("bytes", {}).get("dram", 0)
                 for r in result["requests"]]
         return {"policy": policy, "link_bytes_per_s": link,

@@ -223,10 +223,13 @@ class RestoreBench {
       HCACHE_ASSIGN_OR_RETURN(row.fidelity, compare(run));
     } else {
       const scheduler::Outcome& outcome = run.outcome;
-      row.record = outcome.restores.empty() ? policy::RestoreRecord() : outcome.restores.back();
-      if (row.resident) row.record.schedule = "-";
-      if (row.mode == policy::Mode::kRecompute) {
+      if (row.resident) {
+        row.record = {};
+        row.record.schedule = "-";
+      } else if (outcome.restores.empty() || outcome.restores.back().restored_tokens == 0) {
         HCACHE_ASSIGN_OR_RETURN(row.record, prefill_plan());
+      } else {
+        row.record = outcome.restores.back();
       }
       row.ttft_s.push_back(run.ttft_s);
       row.predicted_s.push_back(row.record.predicted_first_s);
@@ -252,7 +255,8 @@ class RestoreBench {
     return {};
   }
 
-  // What the planner expects of computing everything: there is no restore that would tell.
+  // What the planner expects of computing everything, which `plan` may choose too: there is no
+  // restore that would tell.
   Result<policy::RestoreRecord> prefill_plan() {
     policy::RestoreRecord record;
     HCACHE_RETURN_IF_ERROR(serving_.on_engine([&](state::Runtime& runtime) -> Status {
