@@ -8,40 +8,6 @@
 namespace hcache::model {
 namespace {
 
-// Reads little-endian scalars within bounds.
-class Cursor {
- public:
-  explicit Cursor(std::span<const uint8_t> bytes) : bytes_(bytes) {}
-
-  [[nodiscard]] size_t offset() const { return offset_; }
-  [[nodiscard]] size_t left() const { return bytes_.size() - offset_; }
-
-  template <typename T>
-  [[nodiscard]] bool read(T& out) {
-    if (left() < sizeof(T)) return false;
-    memcpy(&out, bytes_.data() + offset_, sizeof(T));
-    offset_ += sizeof(T);
-    return true;
-  }
-  [[nodiscard]] bool take(uint64_t size, std::span<const uint8_t>& out) {
-    if (size > left()) return false;
-    out = bytes_.subspan(offset_, size);
-    offset_ += size;
-    return true;
-  }
-  [[nodiscard]] bool read_string(std::string& out) {
-    uint64_t size = 0;
-    std::span<const uint8_t> data;
-    if (!read(size) || !take(size, data)) return false;
-    out.assign(reinterpret_cast<const char*>(data.data()), data.size());
-    return true;
-  }
-
- private:
-  std::span<const uint8_t> bytes_;
-  size_t offset_ = 0;
-};
-
 // Bytes of a scalar; 0 for strings, arrays and unknown types.
 size_t scalar_size(gguf_type type) {
   switch (type) {
@@ -86,6 +52,45 @@ std::optional<int64_t> scalar_integer(gguf_type type, const uint8_t* p) {
 }
 
 }  // namespace
+
+// Reads little-endian scalars within bounds.
+class GgufFile::Cursor {
+ public:
+  explicit Cursor(std::span<const uint8_t> bytes) : bytes_(bytes) {}
+
+  [[nodiscard]] size_t offset() const { return offset_; }
+  [[nodiscard]] size_t left() const { return bytes_.size() - offset_; }
+
+  template <typename T>
+  [[nodiscard]] bool read(T& out) {
+    if (left() < sizeof(T)) return false;
+    memcpy(&out, bytes_.data() + offset_, sizeof(T));
+    offset_ += sizeof(T);
+    return true;
+  }
+  [[nodiscard]] bool take(uint64_t size, std::span<const uint8_t>& out) {
+    if (size > left()) return false;
+    out = bytes_.subspan(offset_, size);
+    offset_ += size;
+    return true;
+  }
+  [[nodiscard]] bool read_string(std::string& out) {
+    uint64_t size = 0;
+    std::span<const uint8_t> data;
+    if (!read(size) || !take(size, data)) return false;
+    out.assign(reinterpret_cast<const char*>(data.data()), data.size());
+    return true;
+  }
+
+  [[nodiscard]] Status truncated(std::string_view what) const {
+    return data_loss(
+        fmt::format("the file ends (or a length lies) in {} at byte {}", what, offset_));
+  }
+
+ private:
+  std::span<const uint8_t> bytes_;
+  size_t offset_ = 0;
+};
 
 std::string printable(std::string_view text) {
   constexpr size_t kMax = 80;
@@ -133,120 +138,126 @@ Result<std::unique_ptr<GgufFile>> GgufFile::parse(std::span<const uint8_t> bytes
 
 Status GgufFile::parse_header() {
   Cursor in(bytes_);
-  const auto truncated = [&](std::string_view what) {
-    return data_loss(
-        fmt::format("the file ends (or a length lies) in {} at byte {}", what, in.offset()));
-  };
-
   uint32_t magic = 0;
   uint32_t version = 0;
   uint64_t n_tensors = 0;
   uint64_t n_values = 0;
-  if (!in.read(magic)) return truncated("the magic number");
+  if (!in.read(magic)) return in.truncated("the magic number");
   if (memcmp(&magic, GGUF_MAGIC, 4) != 0) return data_loss("not a GGUF file (no GGUF magic)");
-  if (!in.read(version)) return truncated("the version");
+  if (!in.read(version)) return in.truncated("the version");
   if (version < 2 || version > GGUF_VERSION) {
     return unimplemented(
         fmt::format("GGUF version {} (this build reads 2 and 3, little-endian)", version));
   }
-  if (!in.read(n_tensors) || !in.read(n_values)) return truncated("the counts");
+  if (!in.read(n_tensors) || !in.read(n_values)) return in.truncated("the counts");
   // The smallest value takes 13 bytes, the smallest tensor 24: counts beyond that lie.
   if (n_values > in.left() / 13 || n_tensors > in.left() / 24) {
     return data_loss(
         fmt::format("the header promises {} values and {} tensors, more than {} bytes can hold",
                     n_values, n_tensors, bytes_.size()));
   }
-
-  for (uint64_t i = 0; i < n_values; i++) {
-    std::string key;
-    uint32_t type = 0;
-    if (!in.read_string(key)) return truncated(fmt::format("the key of value {}", i));
-    if (key.empty()) return data_loss(fmt::format("value {} has an empty key", i));
-    const std::string what = fmt::format("value \"{}\"", printable(key));
-    if (!in.read(type)) return truncated(what);
-    GgufValue value;
-    const bool is_array = type == GGUF_TYPE_ARRAY;
-    if (is_array && (!in.read(type) || !in.read(value.count))) return truncated(what);
-    if (type >= GGUF_TYPE_COUNT || type == GGUF_TYPE_ARRAY) {
-      return data_loss(fmt::format("{} has the unknown type {}", what, type));
-    }
-    value.item_type = static_cast<gguf_type>(type);
-    value.type = is_array ? GGUF_TYPE_ARRAY : value.item_type;
-    const size_t size = scalar_size(value.item_type);
-    const size_t start = in.offset();
-    if (size > 0) {
-      if (value.count > in.left() / size) return truncated(what);
-      if (!in.take(value.count * size, value.bytes)) return truncated(what);
-    } else {
-      for (uint64_t s = 0; s < value.count; s++) {
-        uint64_t length = 0;
-        std::span<const uint8_t> skipped;
-        if (!in.read(length) || !in.take(length, skipped)) return truncated(what);
-      }
-      value.bytes = bytes_.subspan(start, in.offset() - start);
-    }
-    if (!values_.emplace(key, value).second) return data_loss(what + " occurs twice");
-  }
-
-  HCACHE_ASSIGN_OR_RETURN(const auto alignment, integer(GGUF_KEY_GENERAL_ALIGNMENT));
-  if (alignment.has_value()) {
-    constexpr int64_t kMaxAlignment = 1 << 20;
-    const int64_t a = *alignment;
-    if (a <= 0 || a > kMaxAlignment || (a & (a - 1)) != 0) {
-      return data_loss(fmt::format("general.alignment is {}, not a power of two up to 2^20", a));
-    }
-    alignment_ = static_cast<size_t>(a);
-  }
-
+  for (uint64_t i = 0; i < n_values; i++) HCACHE_RETURN_IF_ERROR(read_value(in, i));
+  HCACHE_RETURN_IF_ERROR(read_alignment());
   std::vector<uint64_t> offsets;
   for (uint64_t i = 0; i < n_tensors; i++) {
-    GgufTensor t;
-    if (!in.read_string(t.name)) return truncated(fmt::format("the name of tensor {}", i));
-    if (t.name.empty() || t.name.size() >= GGML_MAX_NAME) {
-      return data_loss(fmt::format("tensor {} has a name of {} bytes (1 to {} are allowed)", i,
-                                   t.name.size(), GGML_MAX_NAME - 1));
-    }
-    const std::string what = fmt::format("tensor \"{}\"", printable(t.name));
-    uint32_t n_dims = 0;
-    if (!in.read(n_dims)) return truncated(what);
-    if (n_dims < 1 || n_dims > GGML_MAX_DIMS) {
-      return data_loss(fmt::format("{} has {} dimensions", what, n_dims));
-    }
-    t.n_dims = static_cast<int>(n_dims);
-    int64_t n_elements = 1;
-    for (int d = 0; d < t.n_dims; d++) {
-      if (!in.read(t.ne[d])) return truncated(what);
-      if (t.ne[d] <= 0 || t.ne[d] > std::numeric_limits<int64_t>::max() / n_elements) {
-        return data_loss(fmt::format("{}: dimension {} is {}", what, d, t.ne[d]));
-      }
-      n_elements *= t.ne[d];
-    }
-    int32_t type = 0;
-    uint64_t offset = 0;
-    if (!in.read(type) || !in.read(offset)) return truncated(what);
-    if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) == 0) {
-      return unimplemented(
-          fmt::format("{} has the type {}, which this build of ggml doesn't know", what, type));
-    }
-    t.type = static_cast<ggml_type>(type);
-    const int64_t block = ggml_blck_size(t.type);
-    if (t.ne[0] % block != 0) {
-      return data_loss(fmt::format("{}: rows of {} are no multiple of {}'s block of {}", what,
-                                   t.ne[0], ggml_type_name(t.type), block));
-    }
-    if (static_cast<uint64_t>(n_elements / block) > bytes_.size() / ggml_type_size(t.type)) {
-      return data_loss(fmt::format("{} ({}) is larger than the file: truncated, or its shape lies",
-                                   what, t.describe()));
-    }
-    if (!tensor_index_.emplace(t.name, tensors_.size()).second)
-      return data_loss(what + " occurs twice");
+    HCACHE_ASSIGN_OR_RETURN(const uint64_t offset, read_tensor(in, i));
     offsets.push_back(offset);
-    tensors_.push_back(std::move(t));
   }
+  return find_data(offsets, in.offset());
+}
 
-  // The data section: tensors follow each other, each padded to the alignment.
+Status GgufFile::read_value(Cursor& in, uint64_t index) {
+  std::string key;
+  uint32_t type = 0;
+  if (!in.read_string(key)) return in.truncated(fmt::format("the key of value {}", index));
+  if (key.empty()) return data_loss(fmt::format("value {} has an empty key", index));
+  const std::string what = fmt::format("value \"{}\"", printable(key));
+  if (!in.read(type)) return in.truncated(what);
+  GgufValue value;
+  const bool is_array = type == GGUF_TYPE_ARRAY;
+  if (is_array && (!in.read(type) || !in.read(value.count))) return in.truncated(what);
+  if (type >= GGUF_TYPE_COUNT || type == GGUF_TYPE_ARRAY) {
+    return data_loss(fmt::format("{} has the unknown type {}", what, type));
+  }
+  value.item_type = static_cast<gguf_type>(type);
+  value.type = is_array ? GGUF_TYPE_ARRAY : value.item_type;
+  const size_t size = scalar_size(value.item_type);
+  const size_t start = in.offset();
+  if (size > 0) {
+    if (value.count > in.left() / size) return in.truncated(what);
+    if (!in.take(value.count * size, value.bytes)) return in.truncated(what);
+  } else {
+    for (uint64_t s = 0; s < value.count; s++) {
+      uint64_t length = 0;
+      std::span<const uint8_t> skipped;
+      if (!in.read(length) || !in.take(length, skipped)) return in.truncated(what);
+    }
+    value.bytes = bytes_.subspan(start, in.offset() - start);
+  }
+  if (!values_.emplace(key, value).second) return data_loss(what + " occurs twice");
+  return {};
+}
+
+Status GgufFile::read_alignment() {
+  HCACHE_ASSIGN_OR_RETURN(const auto alignment, integer(GGUF_KEY_GENERAL_ALIGNMENT));
+  if (!alignment.has_value()) return {};
+  constexpr int64_t kMaxAlignment = 1 << 20;
+  const int64_t a = *alignment;
+  if (a <= 0 || a > kMaxAlignment || (a & (a - 1)) != 0) {
+    return data_loss(fmt::format("general.alignment is {}, not a power of two up to 2^20", a));
+  }
+  alignment_ = static_cast<size_t>(a);
+  return {};
+}
+
+Result<uint64_t> GgufFile::read_tensor(Cursor& in, uint64_t index) {
+  GgufTensor t;
+  if (!in.read_string(t.name)) return in.truncated(fmt::format("the name of tensor {}", index));
+  if (t.name.empty() || t.name.size() >= GGML_MAX_NAME) {
+    return data_loss(fmt::format("tensor {} has a name of {} bytes (1 to {} are allowed)", index,
+                                 t.name.size(), GGML_MAX_NAME - 1));
+  }
+  const std::string what = fmt::format("tensor \"{}\"", printable(t.name));
+  uint32_t n_dims = 0;
+  if (!in.read(n_dims)) return in.truncated(what);
+  if (n_dims < 1 || n_dims > GGML_MAX_DIMS) {
+    return data_loss(fmt::format("{} has {} dimensions", what, n_dims));
+  }
+  t.n_dims = static_cast<int>(n_dims);
+  int64_t n_elements = 1;
+  for (int d = 0; d < t.n_dims; d++) {
+    if (!in.read(t.ne[d])) return in.truncated(what);
+    if (t.ne[d] <= 0 || t.ne[d] > std::numeric_limits<int64_t>::max() / n_elements) {
+      return data_loss(fmt::format("{}: dimension {} is {}", what, d, t.ne[d]));
+    }
+    n_elements *= t.ne[d];
+  }
+  int32_t type = 0;
+  uint64_t offset = 0;
+  if (!in.read(type) || !in.read(offset)) return in.truncated(what);
+  if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) == 0) {
+    return unimplemented(
+        fmt::format("{} has the type {}, which this build of ggml doesn't know", what, type));
+  }
+  t.type = static_cast<ggml_type>(type);
+  const int64_t block = ggml_blck_size(t.type);
+  if (t.ne[0] % block != 0) {
+    return data_loss(fmt::format("{}: rows of {} are no multiple of {}'s block of {}", what,
+                                 t.ne[0], ggml_type_name(t.type), block));
+  }
+  if (static_cast<uint64_t>(n_elements / block) > bytes_.size() / ggml_type_size(t.type)) {
+    return data_loss(fmt::format("{} ({}) is larger than the file: truncated, or its shape lies",
+                                 what, t.describe()));
+  }
+  if (!tensor_index_.emplace(t.name, tensors_.size()).second)
+    return data_loss(what + " occurs twice");
+  tensors_.push_back(std::move(t));
+  return offset;
+}
+
+Status GgufFile::find_data(std::span<const uint64_t> offsets, size_t header_end) {
   const auto pad = [this](uint64_t n) { return (n + alignment_ - 1) / alignment_ * alignment_; };
-  const uint64_t data_start = pad(in.offset());
+  const uint64_t data_start = pad(header_end);
   uint64_t expected = 0;
   for (size_t i = 0; i < tensors_.size(); i++) {
     GgufTensor& t = tensors_[i];

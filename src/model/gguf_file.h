@@ -84,7 +84,14 @@ class GgufFile {
  private:
   GgufFile(std::string path, std::span<const uint8_t> bytes)
       : path_(std::move(path)), bytes_(bytes) {}
+  class Cursor;
   Status parse_header();
+  Status read_value(Cursor& in, uint64_t index);
+  Status read_alignment();  // of the data section, once the values are known
+  // Gives back the offset that the header states for it.
+  Result<uint64_t> read_tensor(Cursor& in, uint64_t index);
+  // Tensors follow each other in the data section, each padded to the alignment.
+  Status find_data(std::span<const uint64_t> offsets, size_t header_end);
 
   std::string path_;
   std::span<const uint8_t> bytes_;

@@ -226,6 +226,8 @@ struct AttentionPlan::Impl {
   }
 
   void add_items(int32_t segment, double target);
+  // The item's query rows, scaled, one behind the other, and how many keys each attends.
+  void gather_rows(const Item& item, const AttentionTensors& t, float* q, int64_t* limits) const;
   void process(const Item& item, const AttentionTensors& t, float* base);
   void finish(const Item& item, const AttentionState& state, const AttentionTensors& t) const;
 
@@ -278,16 +280,13 @@ void AttentionPlan::Impl::add_items(int32_t segment, double target) {
   }
 }
 
-void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, float* base) {
+void AttentionPlan::Impl::gather_rows(const Item& item, const AttentionTensors& t, float* q,
+                                      int64_t* limits) const {
   const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
   const auto dim_k = static_cast<size_t>(shape.head_dim_k);
-  const auto dim_v = static_cast<size_t>(shape.head_dim_v);
   const auto head = static_cast<size_t>(item.kv_head);
-
   // Scores come out in base 2, which spares the exponential a product.
   const float scale = shape.scale * 1.44269504F;
-  float* q = base + layout.q;
-  auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
   for (int32_t i = 0; i < item.n_rows; ++i) {
     const int32_t packed = item.first_row + i;
     const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed / group);
@@ -299,6 +298,17 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
     for (size_t d = 0; d < dim_k; ++d) to[d] = from[d] * scale;
     limits[i] = limit(s, packed);
   }
+}
+
+void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, float* base) {
+  const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
+  const auto dim_k = static_cast<size_t>(shape.head_dim_k);
+  const auto dim_v = static_cast<size_t>(shape.head_dim_v);
+  const auto head = static_cast<size_t>(item.kv_head);
+
+  float* q = base + layout.q;
+  auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
+  gather_rows(item, t, q, limits);
 
   const auto cell = static_cast<size_t>(s.first_cell);
   AttentionBlock block{};
