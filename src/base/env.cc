@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace hcache {
 namespace {
@@ -64,11 +65,14 @@ AlignedBuffer::AlignedBuffer(std::size_t size) : size_(size) {
   const std::size_t alignment = size < 2 * kHugePage ? kDirectAlignment : kHugePage;
   const std::size_t rounded = (size + alignment - 1) / alignment * alignment;
   if (rounded == 0) return;
-  data_.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, rounded)));
+  data_ = {static_cast<std::byte*>(std::aligned_alloc(alignment, rounded)),
+           [](std::byte* p) { std::free(p); }};
   if (data_ == nullptr) throw std::bad_alloc();
   if (alignment == kHugePage) prefer_huge_pages({data_.get(), rounded});
 }
 
-void AlignedBuffer::Free::operator()(std::byte* p) const { std::free(p); }
+AlignedBuffer::AlignedBuffer(std::span<std::byte> memory, std::function<void()> free)
+    : data_(memory.data(), [free = std::move(free)](std::byte*) { free(); }),
+      size_(memory.size()) {}
 
 }  // namespace hcache

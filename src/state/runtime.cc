@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/log.h"
 #include "base/units.h"
@@ -15,6 +17,17 @@ namespace {
 
 // Restores shorter than this say little about a disk's speed.
 constexpr uint64_t kMinObservedBytes = 8U << 20;
+
+// Host memory that the device copies from fastest; empty where it has no more.
+AlignedBuffer pinned_memory(const model::Device& device, size_t n_bytes) {
+  ggml_backend_buffer_t buffer =
+      ggml_backend_buft_alloc_buffer(device.host_buffer_type(), n_bytes + kDirectAlignment);
+  if (buffer == nullptr) return {};
+  void* base = ggml_backend_buffer_get_base(buffer);
+  size_t room = ggml_backend_buffer_get_size(buffer);
+  std::align(kDirectAlignment, n_bytes, base, room);
+  return {{static_cast<std::byte*>(base), n_bytes}, [buffer] { ggml_backend_buffer_free(buffer); }};
+}
 
 class RuntimeImpl : public Runtime {
  public:
@@ -66,10 +79,7 @@ class RuntimeImpl : public Runtime {
   std::unique_ptr<model::Device> device_;
   std::unique_ptr<model::Model> model_;
   std::unique_ptr<engine::Engine> engine_;
-  struct FreeBuffer {
-    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-  };
-  std::unique_ptr<ggml_backend_buffer, FreeBuffer> dram_;  // pinned; null: the store maps its own
+  AlignedBuffer dram_;  // pinned; empty: the store maps its own
   std::unique_ptr<store::Store> store_;
   std::unique_ptr<Saver> saver_;
   std::string digest_;
@@ -128,14 +138,19 @@ Status RuntimeImpl::open_store() {
   options.dram_policy = options_.evict;
   options.disk_policy = options_.evict;
   options.dram_place = options_.dram_place;
-  if (options.dram_bytes > 0 && options.dram_place.empty() && device_->pins_host_memory()) {
-    dram_.reset(ggml_backend_buft_alloc_buffer(device_->host_buffer_type(), options.dram_bytes));
-    if (dram_ == nullptr) {
-      return resource_exhausted(
-          fmt::format("no {} of host memory for saved state", format_bytes(options.dram_bytes)));
+  if (device_->pins_host_memory()) {
+    if (options.dram_bytes > 0 && options.dram_place.empty()) {
+      dram_ = pinned_memory(*device_, options.dram_bytes);
+      if (dram_.size() == 0) {
+        return resource_exhausted(
+            fmt::format("no {} of host memory for saved state", format_bytes(options.dram_bytes)));
+      }
+      options.dram_memory = dram_.span();
     }
-    options.dram_memory = {static_cast<std::byte*>(ggml_backend_buffer_get_base(dram_.get())),
-                           ggml_backend_buffer_get_size(dram_.get())};
+    options.new_ring = [device = device_.get()](size_t n_bytes) {
+      AlignedBuffer ring = pinned_memory(*device, n_bytes);
+      return ring.size() > 0 ? std::move(ring) : AlignedBuffer(n_bytes);
+    };
   }
   options.remote = options_.remote;
   options.read_only = options_.read_only_store;

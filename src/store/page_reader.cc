@@ -37,7 +37,7 @@ Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size
     }
   }
   HCACHE_ASSIGN_OR_RETURN(auto queue, env.new_io_queue(depth));
-  return ReaderParts{ring_bytes > 0 ? AlignedBuffer(ring_bytes) : AlignedBuffer(),
+  return ReaderParts{new_ring_ ? new_ring_(ring_bytes) : AlignedBuffer(ring_bytes),
                      std::move(queue)};
 }
 
@@ -67,7 +67,7 @@ PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, s
                                            options.ring_bytes / (4 * (disks + std::size_t{1})))),
       window_bytes_(options.ring_bytes / 8),
       parts_(std::move(parts)),
-      ring_(options.ring_memory == nullptr ? parts_.ring.data() : options.ring_memory),
+      ring_(parts_.ring.data()),
       queue_(parts_.queue.get()) {
   {
     MutexLock lock(link_->mutex);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -66,7 +67,7 @@ class PageSource {
   virtual void count_checksum_failure() = 0;
 };
 
-// What a reader reads with: a ring, unless its user brings the memory, and a queue.
+// What a reader reads with: a ring and a queue.
 struct ReaderParts {
   AlignedBuffer ring;
   std::unique_ptr<IoQueue> queue;
@@ -77,6 +78,10 @@ struct ReaderParts {
 // stand between a request and its first token. Threading: any thread.
 class ReaderPool {
  public:
+  using NewRing = std::function<AlignedBuffer(std::size_t bytes)>;
+  // new_ring: StoreOptions'.
+  explicit ReaderPool(NewRing new_ring) : new_ring_(std::move(new_ring)) {}
+
   // A ring of exactly `ring_bytes` and a queue of exactly `depth`.
   [[nodiscard]] Result<ReaderParts> take(Env& env, std::size_t ring_bytes, std::size_t depth)
       HCACHE_EXCLUDES(mutex_);
@@ -86,6 +91,7 @@ class ReaderPool {
  private:
   static constexpr std::size_t kMaxIdle = 2;
 
+  const NewRing new_ring_;
   Mutex mutex_;
   std::vector<ReaderParts> idle_ HCACHE_GUARDED_BY(mutex_);
 };
@@ -93,7 +99,7 @@ class ReaderPool {
 class PageReaderImpl final : public PageReader {
  public:
   // `options` have been checked; `disks` bounds how many requests interleave.
-  // `parts` have a ring unless the options bring one; they go back to the pool.
+  // `parts` go back to the pool.
   PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, std::uint32_t disks,
                  const ReaderOptions& options, ReaderParts parts);
   ~PageReaderImpl() override;

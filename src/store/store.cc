@@ -125,6 +125,7 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
 StoreImpl::StoreImpl(Env& env, StoreOptions options, PageMemory memory)
     : env_(env),
       options_(std::move(options)),
+      readers_(options_.new_ring),
       cache_(env, options_.dram_bytes, options_.dram_policy, std::move(memory)) {}
 
 StoreImpl::~StoreImpl() {
@@ -425,14 +426,11 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
   if (options.ring_bytes < kMinRingBytes) {
     return invalid_argument(fmt::format("a reader's ring needs at least {} bytes", kMinRingBytes));
   }
-  if (reinterpret_cast<std::uintptr_t>(options.ring_memory) % kDirectAlignment != 0) {
-    return invalid_argument(fmt::format("ring memory must be aligned to {}", kDirectAlignment));
-  }
   options.ring_bytes = options.ring_bytes / kBlock * kBlock;
   options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
   options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);
-  const std::size_t own_ring = options.ring_memory == nullptr ? options.ring_bytes : 0;
-  HCACHE_ASSIGN_OR_RETURN(ReaderParts parts, readers_.take(env_, own_ring, options.queue_depth));
+  HCACHE_ASSIGN_OR_RETURN(ReaderParts parts,
+                          readers_.take(env_, options.ring_bytes, options.queue_depth));
   return std::unique_ptr<PageReader>(std::make_unique<PageReaderImpl>(
       env_, *this, readers_, segments_->disks(), options, std::move(parts)));
 }

@@ -90,6 +90,44 @@ TEST_F(StoreTest, HostMemoryServesWhatWasWrittenAndWhatWasRead) {
   EXPECT_EQ(stat->dram_bytes, 0U);
 }
 
+TEST_F(StoreTest, RingsLieWhereTheOwnerOfTheStoreSays) {
+  struct Ring {
+    AlignedBuffer memory;
+    bool freed = false;
+  };
+  std::vector<std::shared_ptr<Ring>> rings;
+  options_.new_ring = [&rings](std::size_t bytes) {
+    auto ring = std::make_shared<Ring>();
+    ring->memory = AlignedBuffer(bytes);
+    rings.push_back(ring);
+    return AlignedBuffer(ring->memory.span(), [ring] { ring->freed = true; });
+  };
+  open();
+  const Chain chain(kModel, kSalt, tokens_of(256), {4, {Encoding::kHiddenQ8_1}, 640});
+  put(chain);
+  for (int round = 0; round < 3; ++round) {
+    auto match = store_->match(kModel, kSalt, chain.tokens());
+    ASSERT_OK(match);
+    const auto requests = requests_of(*match);
+    auto reader = store_->new_reader({.ring_bytes = 1 << 20});
+    ASSERT_OK(reader);
+    ASSERT_OK((*reader)->submit(requests));
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      auto view = (*reader)->next();
+      ASSERT_OK(view);
+      ASSERT_OK(view->status);
+      const std::span<const std::byte> ring = rings.back()->memory.span();
+      EXPECT_GE(view->bytes.data(), ring.data());
+      EXPECT_LE(view->bytes.data() + view->bytes.size(), ring.data() + ring.size());
+      (*reader)->release(i);
+    }
+  }
+  ASSERT_EQ(rings.size(), 1U);  // the next reader gets the last one's
+  EXPECT_FALSE(rings[0]->freed);
+  store_.reset();
+  EXPECT_TRUE(rings[0]->freed);
+}
+
 TEST_F(StoreTest, ASmallRingStillDeliversEverythingInAnyOrderOfLayers) {
   options_.dirs = {dir_ / "a", dir_ / "b", dir_ / "c"};
   open();

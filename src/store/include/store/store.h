@@ -169,9 +169,6 @@ struct ReaderOptions {
   std::uint64_t ring_bytes = 64ULL << 20;
   // Adjacent pages are read together up to this.
   std::uint64_t request_bytes = 1ULL << 20;
-  // Where to put the ring: ring_bytes of memory aligned to kDirectAlignment which outlives the
-  // reader (pinned memory of a device, say). Null: the reader allocates.
-  std::byte* ring_memory = nullptr;
   std::uint32_t queue_depth = 32;  // requests in flight
   // A prefetch, for which no request waits: pages are read while the disks read nothing for a
   // running request, a request per disk at a time.
@@ -406,6 +403,9 @@ struct StoreOptions {
   // The caller's own memory instead (pinned memory of a device, say): at least dram_bytes, which
   // outlive the store, its readers and their views. Empty: the store maps some.
   std::span<std::byte> dram_memory;
+  // Makes the memory of readers' rings, from any thread (pinned memory of a device, say). Empty:
+  // ordinary memory.
+  std::function<AlignedBuffer(std::size_t bytes)> new_ring;
   RemoteOptions remote;
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
