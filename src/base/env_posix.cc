@@ -38,6 +38,11 @@ class RealMapping final : public FileMapping {
   FileIdentity identity_;
 };
 
+FileIdentity identity_of(const struct stat& st) {
+  return {static_cast<std::uint64_t>(st.st_size),
+          st.st_mtim.tv_sec * kNsPerSecond + st.st_mtim.tv_nsec, st.st_dev, st.st_ino};
+}
+
 class RealFile final : public PosixFile {
  public:
   RealFile(UniqueFd fd, std::string path, bool direct)
@@ -106,6 +111,12 @@ class RealFile final : public PosixFile {
     return static_cast<std::uint64_t>(st.st_size);
   }
 
+  Result<FileIdentity> identity() override {
+    struct stat st {};
+    if (::fstat(fd_.get(), &st) != 0) return errno_status("stat", path_, errno);
+    return identity_of(st);
+  }
+
   Result<std::uint64_t> allocated_bytes() override {
     struct stat st {};
     if (::fstat(fd_.get(), &st) != 0) return errno_status("stat", path_, errno);
@@ -123,9 +134,7 @@ class RealFile final : public PosixFile {
           fmt::format("cannot map {} ({} bytes): {}", path_, size, std::strerror(errno)));
     }
     return std::unique_ptr<FileMapping>(std::make_unique<RealMapping>(
-        std::span(static_cast<const std::byte*>(data), size),
-        FileIdentity{size, st.st_mtim.tv_sec * kNsPerSecond + st.st_mtim.tv_nsec, st.st_dev,
-                     st.st_ino}));
+        std::span(static_cast<const std::byte*>(data), size), identity_of(st)));
   }
 
   [[nodiscard]] bool direct() const override { return direct_; }

@@ -167,6 +167,12 @@ class FaultEnv::FaultFile final : public File {
     return std::uint64_t{node_->now.size()};
   }
 
+  Result<FileIdentity> identity() override {
+    MutexLock lock(env_.mutex_);
+    HCACHE_RETURN_IF_ERROR(usable());
+    return present_identity();
+  }
+
   Result<std::uint64_t> allocated_bytes() override {
     MutexLock lock(env_.mutex_);
     HCACHE_RETURN_IF_ERROR(usable());
@@ -178,9 +184,8 @@ class FaultEnv::FaultFile final : public File {
     HCACHE_RETURN_IF_ERROR(usable());
     HCACHE_RETURN_IF_ERROR(readable());
     if (node_->now.empty()) return invalid_argument(path_ + " is empty");
-    const FileIdentity identity{node_->now.size(), node_->version, 0,
-                                reinterpret_cast<std::uintptr_t>(node_.get())};
-    return std::unique_ptr<FileMapping>(std::make_unique<FaultMapping>(node_->now, identity));
+    return std::unique_ptr<FileMapping>(
+        std::make_unique<FaultMapping>(node_->now, present_identity()));
   }
 
   [[nodiscard]] bool direct() const override { return direct_; }
@@ -192,6 +197,9 @@ class FaultEnv::FaultFile final : public File {
       return {};
     }
     return data_loss("cannot read " + path_ + ": injected");
+  }
+  [[nodiscard]] FileIdentity present_identity() const HCACHE_REQUIRES(env_.mutex_) {
+    return {node_->now.size(), node_->version, 0, reinterpret_cast<std::uintptr_t>(node_.get())};
   }
   [[nodiscard]] Status usable() const HCACHE_REQUIRES(env_.mutex_) {
     HCACHE_RETURN_IF_ERROR(env_.alive(generation_));
@@ -242,8 +250,11 @@ class FaultEnv::FaultQueue final : public IoQueue {
       MutexLock lock(env_.mutex_);
       if (env_.short_transfers_ && size > 1 && env_.next_random() % 2 == 0) {
         size = 1 + env_.next_random() % (size - 1);
-        // A direct transfer stops between blocks, except at the end of a file.
-        if (request.file->direct()) size = size / kDirectAlignment * kDirectAlignment;
+        // A direct transfer stops between blocks, except at the end of a file; nothing at all would
+        // be that end.
+        if (request.file->direct()) {
+          size = std::max(size / kDirectAlignment, std::size_t{1}) * kDirectAlignment;
+        }
       }
     }
     IoCompletion done;

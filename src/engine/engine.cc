@@ -144,6 +144,8 @@ Status Engine::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std:
   return parts_->restore.read_kv(seq, layer, first_pos, n_rows, k, v);
 }
 
+WeightStream& Engine::weights() const { return *parts_->weights; }
+
 void Engine::forget_tokens() { parts_->table.clear(); }
 
 size_t Engine::device_bytes() const {

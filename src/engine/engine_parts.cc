@@ -70,6 +70,18 @@ Result<std::vector<int>> stage_lengths(const Model& model, const EngineOptions& 
   return lengths;
 }
 
+// The streamed layers share two slots, whose order one copy queue keeps.
+Result<std::unique_ptr<WeightStream>> open_weights(
+    const Model& model, const std::vector<std::unique_ptr<Stage>>& stages) {
+  Stage* stage = stages.back().get();
+  if (model.streamed() != nullptr && model.streamed()->first_layer < stage->begin()) {
+    return unimplemented(
+        "layers whose weights are streamed must be in one stage, the last; keep more of them on "
+        "the device (--device-memory), or use fewer stages");
+  }
+  return WeightStream::open(model, stage->queue(), stage->graphs().is_async());
+}
+
 }  // namespace
 
 Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
@@ -100,24 +112,26 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
     HCACHE_RETURN_IF_ERROR(stages.back()->allocate());
     begin += length;
   }
-  std::unique_ptr<EngineParts> parts(
-      new EngineParts(model, options, std::move(row_groups), std::move(stages)));
+  HCACHE_ASSIGN_OR_RETURN(auto weights, open_weights(model, stages));
+  std::unique_ptr<EngineParts> parts(new EngineParts(model, options, std::move(row_groups),
+                                                     std::move(stages), std::move(weights)));
   HCACHE_RETURN_IF_ERROR(parts->table.allocate(options.max_batch_rows));
   return parts;
 }
 
 EngineParts::EngineParts(const Model& m, const EngineOptions& o, std::vector<int> row_groups,
-                         std::vector<std::unique_ptr<Stage>> s)
+                         std::vector<std::unique_ptr<Stage>> s, std::unique_ptr<WeightStream> w)
     : model(m),
       options(o),
       sequences(std::move(row_groups), options.arena_tokens),
       stages(std::move(s)),
+      weights(std::move(w)),
       rows(model, options, sequences, stages),
-      types(model, options, stages),
+      types(model, options, stages, *weights),
       tap(model, options, stages, types),
       table(model, stages.front()),
-      steps(model, options, sequences, rows, stages, types, tap, table),
-      restore(model, options, sequences, stages, types) {}
+      steps(model, options, sequences, rows, stages, types, tap, table, *weights),
+      restore(model, options, sequences, stages, types, *weights) {}
 
 // The parts' device memory is in use until then.
 EngineParts::~EngineParts() {

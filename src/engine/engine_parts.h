@@ -9,6 +9,7 @@
 #include "capture_tap.h"
 #include "engine/compute_queue.h"
 #include "engine/engine.h"
+#include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "model/model.h"
 #include "restore_ops.h"
@@ -33,6 +34,7 @@ struct EngineParts {
   const EngineOptions options;
   Sequences sequences;
   Stages stages;
+  const std::unique_ptr<WeightStream> weights;
   ArenaRows rows;
   HiddenTypes types;
   CaptureTap tap;
@@ -42,7 +44,7 @@ struct EngineParts {
 
  private:
   EngineParts(const model::Model& m, const EngineOptions& o, std::vector<int> row_groups,
-              std::vector<std::unique_ptr<Stage>> s);
+              std::vector<std::unique_ptr<Stage>> s, std::unique_ptr<WeightStream> w);
 };
 
 }  // namespace hcache::engine

@@ -74,6 +74,8 @@ class GraphRunner {
   void synchronize();
 
   [[nodiscard]] model::Device& device() const { return device_; }
+  // See ComputeQueue.
+  [[nodiscard]] bool is_async() const { return queue_.is_async(); }
   [[nodiscard]] size_t n_bytes() const { return ggml_gallocr_get_buffer_size(allocator_, 0); }
 
  private:

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.h"
 #include "projection.h"
 
 namespace hcache::engine {
@@ -16,8 +17,8 @@ namespace hcache::engine {
 using model::LayerWeights;
 
 HiddenTypes::HiddenTypes(const model::Model& model, const EngineOptions& options,
-                         const Stages& stages)
-    : model_(model), options_(options), stages_(stages) {
+                         const Stages& stages, WeightStream& weights)
+    : model_(model), options_(options), stages_(stages), weights_(weights) {
   derives_q8_0_ = derives_q8_0();
   for (int layer = 0; layer < model.hparams().n_layer; ++layer) {
     native_.push_back(find_native(layer));
@@ -131,6 +132,12 @@ bool HiddenTypes::can_project(ggml_type type, int layer) {
     const Tried key = {&stages_.of(layer), type, weight->type};
     if (const auto known = projectable_.find(key); known != projectable_.end()) {
       return known->second;
+    }
+    const HeldWeights weights(weights_, layer, model::LayerPart::kKv);
+    if (!weights.status().ok()) {  // it will be asked again
+      log::warn("whether hidden states can be projected is not known: {}",
+                weights.status().to_string());
+      return false;
     }
     const bool answer =
         is_supported(type, layer, weight) && survives_round_trip(type, layer, weight);

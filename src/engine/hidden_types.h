@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/weight_stream.h"
 #include "hidden_rows.h"
 #include "model/graph.h"
 #include "model/model.h"
@@ -23,7 +24,8 @@ namespace hcache::engine {
 class HiddenTypes {
  public:
   // The stages must have their memory.
-  HiddenTypes(const model::Model& model, const EngineOptions& options, const Stages& stages);
+  HiddenTypes(const model::Model& model, const EngineOptions& options, const Stages& stages,
+              WeightStream& weights);
 
   // What loses nothing that the products of K and V would have kept: what both consume; Q8_1 where
   // one consumes Q8_0, which is part of it. COUNT where there is no such type whose rows are
@@ -66,6 +68,7 @@ class HiddenTypes {
   const model::Model& model_;
   const EngineOptions& options_;
   const Stages& stages_;
+  WeightStream& weights_;
   bool derives_q8_0_ = false;      // the integers of Q8_1 rows are those of Q8_0 rows
   std::vector<ggml_type> native_;  // per layer
   using Tried = std::tuple<const Stage*, ggml_type, ggml_type>;  // of rows, of the weight

@@ -18,12 +18,14 @@ constexpr int kClosedSlots = 2;
 }  // namespace
 
 RestoreOps::RestoreOps(const model::Model& model, const EngineOptions& options,
-                       const Sequences& sequences, const Stages& stages, HiddenTypes& types)
+                       const Sequences& sequences, const Stages& stages, HiddenTypes& types,
+                       WeightStream& weights)
     : model_(model),
       options_(options),
       sequences_(sequences),
       stages_(stages),
       types_(types),
+      weights_(weights),
       slots_(stages.size()) {}
 
 RestoreOps::Ticket RestoreOps::issue(Stage& stage, CopyQueue::Ticket copy) {
@@ -137,6 +139,8 @@ Status RestoreOps::project_staged(SeqId seq, int layer, int64_t first_pos, int n
     return failed_precondition(fmt::format("no hidden rows are staged for sequence {}", seq));
   }
   if (!types_.can_project(type, layer)) return types_.cannot_project(type, layer);
+  const HeldWeights weights(weights_, layer, model::LayerPart::kKv);
+  HCACHE_RETURN_IF_ERROR(weights.status());
   // A slice of few rows takes the slot's older ones along, for the kernel that takes many.
   const int64_t computed =
       std::clamp<int64_t>(types_.least_rows(layer), n_rows, options_.max_batch_rows);

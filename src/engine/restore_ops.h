@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "engine/copy_queue.h"
 #include "engine/engine.h"
+#include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "model/model.h"
 #include "sequences.h"
@@ -25,7 +26,7 @@ class RestoreOps {
   using Ticket = Engine::Ticket;
 
   RestoreOps(const model::Model& model, const EngineOptions& options, const Sequences& sequences,
-             const Stages& stages, HiddenTypes& types);
+             const Stages& stages, HiddenTypes& types, WeightStream& weights);
 
   // See Engine.
   Result<Ticket> load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, const std::byte* k,
@@ -72,6 +73,7 @@ class RestoreOps {
   const Sequences& sequences_;
   const Stages& stages_;
   HiddenTypes& types_;
+  WeightStream& weights_;
   // Per stage; the first is the one to take next.
   std::vector<std::deque<std::unique_ptr<Slot>>> slots_;
   std::deque<Issued> issued_;  // oldest first, not known to be done

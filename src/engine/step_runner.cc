@@ -13,7 +13,8 @@ StepState::~StepState() {
 
 StepRunner::StepRunner(const model::Model& model, const EngineOptions& options,
                        Sequences& sequences, ArenaRows& rows, const Stages& stages,
-                       HiddenTypes& types, CaptureTap& tap, TokenTable& table)
+                       HiddenTypes& types, CaptureTap& tap, TokenTable& table,
+                       WeightStream& weights)
     : model_(model),
       options_(options),
       sequences_(sequences),
@@ -22,6 +23,7 @@ StepRunner::StepRunner(const model::Model& model, const EngineOptions& options,
       types_(types),
       tap_(tap),
       table_(table),
+      weights_(weights),
       graphs_(model, options, sequences, stages, types, tap, table) {}
 
 void StepRunner::abandon(StepState& step) {
@@ -176,15 +178,23 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   while (step.next_layer < end) {
     Stage& stage = stages_.of(step.next_layer);
     if (step.next_layer > 0) stages_.of(step.next_layer - 1).pass_rows_to(stage, step);
-    const int stage_end = std::min(end, stage.end());
+    const int stage_end = weights_.graph_end(step.next_layer, std::min(end, stage.end()));
     HCACHE_RETURN_IF_ERROR(run_stage(stage, step, stage_end, kv_only_last && stage_end == end));
   }
   return {};
 }
 
-// Layers [next_layer, end), which are all `stage`'s.
+model::LayerPart StepRunner::part_of(const StepState& step, int layer, bool kv_only) const {
+  const bool last = layer == model_.hparams().n_layer - 1;
+  const bool needs_kv = kv_only || (last && step.output_rows.empty());
+  return needs_kv ? model::LayerPart::kKv : model::LayerPart::kAll;
+}
+
+// Layers [next_layer, end), which are all `stage`'s and one where their weights are streamed.
 Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_only_last) {
   const int begin = step.next_layer;
+  const HeldWeights weights(weights_, begin, part_of(step, begin, kv_only_last));
+  HCACHE_RETURN_IF_ERROR(weights.status());
   tap_.own_block(stage, step);
   HCACHE_RETURN_IF_ERROR(stage.load(step));
   stage.queue().before_compute(stage.arena().last_upload(begin, end));

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "capture_tap.h"
 #include "engine/engine.h"
+#include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "model/model.h"
 #include "sequences.h"
@@ -24,7 +25,7 @@ class StepRunner {
  public:
   StepRunner(const model::Model& model, const EngineOptions& options, Sequences& sequences,
              ArenaRows& rows, const Stages& stages, HiddenTypes& types, CaptureTap& tap,
-             TokenTable& table);
+             TokenTable& table, WeightStream& weights);
 
   // See Engine.
   Status prepare(std::span<const BatchItem> items, StepState& step);
@@ -43,6 +44,8 @@ class StepRunner {
   Status check_room(const StepState& step) const;
   void place(StepState& step);
   Status run_stage(Stage& stage, StepState& step, int end, bool kv_only_last);
+  // Of a layer that is streamed, and so runs alone.
+  [[nodiscard]] model::LayerPart part_of(const StepState& step, int layer, bool kv_only) const;
   Status run_range(StepState& step, int end, bool kv_only_last);
   void end_step(StepState& step);
 
@@ -54,6 +57,7 @@ class StepRunner {
   HiddenTypes& types_;
   CaptureTap& tap_;
   TokenTable& table_;
+  WeightStream& weights_;
   StepGraphs graphs_;
   std::vector<float> logits_;  // of the step that was finished last
 };

@@ -1,10 +1,13 @@
 #include "digest.h"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <span>
 
 #include "base/env.h"
 #include "base/xxh3.h"
@@ -16,12 +19,20 @@ constexpr size_t kHashChunk = size_t{16} << 20;
 // Raised when the digest's definition changes.
 constexpr int kDigestVersion = 1;
 constexpr size_t kHexDigits = 32;
+constexpr uintptr_t kPageBytes = 4096;
 
 std::string hex(XXH128_hash_t h) { return fmt::format("{:016x}{:016x}", h.high64, h.low64); }
 
 struct StateFree {
   void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
 };
+
+// Memory that is short takes these pages back first.
+void mark_cold(std::span<const uint8_t> bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(bytes.data()) / kPageBytes * kPageBytes;
+  const auto end = reinterpret_cast<uintptr_t>(bytes.data() + bytes.size());
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_COLD);
+}
 
 // What a cached digest is valid for.
 std::string identity_line(const GgufFile& file) {
@@ -32,7 +43,7 @@ std::string identity_line(const GgufFile& file) {
 
 }  // namespace
 
-Result<std::string> digest_content(const GgufFile& file, const HParams& h,
+Result<std::string> digest_content(const GgufFile& file, const HParams& h, bool release_pages,
                                    const Progress& progress) {
   const std::unique_ptr<XXH3_state_t, StateFree> state(XXH3_createState());
   if (state == nullptr || XXH3_128bits_reset(state.get()) == XXH_ERROR) {
@@ -56,6 +67,7 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h,
     for (size_t at = 0; at < t.data.size(); at += kHashChunk) {
       const size_t size = std::min(kHashChunk, t.data.size() - at);
       XXH3_128bits_update(state.get(), t.data.data() + at, size);
+      if (release_pages) mark_cold(t.data.subspan(at, size));
       done += size;
       if (progress && !progress(static_cast<float>(done) / static_cast<float>(total))) {
         return cancelled(fmt::format("{}: hashing was cancelled", file.path()));
@@ -66,8 +78,9 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h,
 }
 
 Result<std::string> cached_digest(Env& env, const GgufFile& file, const HParams& hparams,
-                                  const std::string& cache_dir, const Progress& progress) {
-  if (cache_dir.empty()) return digest_content(file, hparams, progress);
+                                  const std::string& cache_dir, bool release_pages,
+                                  const Progress& progress) {
+  if (cache_dir.empty()) return digest_content(file, hparams, release_pages, progress);
   std::error_code error;
   const std::string key = std::filesystem::absolute(file.path(), error).string();
   const std::string entry =
@@ -77,7 +90,8 @@ Result<std::string> cached_digest(Env& env, const GgufFile& file, const HParams&
       known.ok() && known->starts_with(head) && known->size() == head.size() + kHexDigits + 1) {
     return known->substr(head.size(), kHexDigits);
   }
-  HCACHE_ASSIGN_OR_RETURN(std::string digest, digest_content(file, hparams, progress));
+  HCACHE_ASSIGN_OR_RETURN(std::string digest,
+                          digest_content(file, hparams, release_pages, progress));
   Status kept = env.make_dirs(cache_dir);
   if (kept.ok()) kept = write_whole_file(env, entry, head + digest + "\n");
   kept.ignore("the digest is computed again next time");

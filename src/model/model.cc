@@ -5,21 +5,26 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <set>
 
+#include "base/memory.h"
+#include "base/units.h"
 #include "digest.h"
 #include "gguf_file.h"
 #include "hparams.h"
+#include "streamed_layers.h"
 #include "weight_types.h"
 
 namespace hcache::model {
 namespace {
 
 constexpr size_t kUploadChunk = size_t{4} << 20;
+constexpr uintptr_t kPageBytes = 4096;
 
 // ---- Tensors -----------------------------------------------------------------------------------
 
@@ -37,6 +42,8 @@ struct Slot {
   int64_t first_row = 0;  // a part of a fused matrix, in rows (elements of a fused bias)
   int64_t n_rows = 0;
   Use use = Use::kVector;
+  int layer = -1;      // -1: none's
+  bool is_kv = false;  // see LayerPart::kKv
 };
 
 // Finds each tensor the architecture has, checks it, and notes where it goes. A tensor of the file
@@ -196,6 +203,15 @@ Status TensorReader::layer(LayerWeights& l, int index) {
   return linear(l.down, p + "ffn_down", h_.n_ff, n_embd, Use::kMatrix);
 }
 
+// Whether K and V of the layer need the weight that `target` is.
+bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
+  const std::array<ggml_tensor* const*, 9> parts = {
+      &l.attn_norm.w,   &l.attn_norm.b, &l.attn_norm_2.w,
+      &l.attn_norm_2.b, &l.k_norm.w,    &l.k.w,
+      &l.k.b,           &l.v.w,         &l.v.b};
+  return std::find(parts.begin(), parts.end(), target) != parts.end();
+}
+
 Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
                           const GgufTensor*& position_embd) {
   HCACHE_RETURN_IF_ERROR(tables(token_embd, position_embd));
@@ -208,7 +224,13 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
   }
   w.layers.resize(static_cast<size_t>(h_.n_layer));
   for (int i = 0; i < h_.n_layer; i++) {
-    HCACHE_RETURN_IF_ERROR(layer(w.layers[static_cast<size_t>(i)], i));
+    const size_t begin = slots_.size();
+    LayerWeights& l = w.layers[static_cast<size_t>(i)];
+    HCACHE_RETURN_IF_ERROR(layer(l, i));
+    for (size_t s = begin; s < slots_.size(); ++s) {
+      slots_[s].layer = i;
+      slots_[s].is_kv = makes_kv(l, slots_[s].target);
+    }
   }
   if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
     // Llama 3's frequency factors: one tensor for all layers.
@@ -226,15 +248,6 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
 }
 
 // ---- Placement ---------------------------------------------------------------------------------
-
-struct ContextFree {
-  void operator()(ggml_context* ctx) const { ggml_free(ctx); }
-};
-struct BufferFree {
-  void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-};
-using ContextPtr = std::unique_ptr<ggml_context, ContextFree>;
-using BufferPtr = std::unique_ptr<ggml_backend_buffer, BufferFree>;
 
 // The CPU's repacked or tiled weight layouts, best first.
 std::vector<ggml_backend_buffer_type_t> extra_buffer_types(const Device& device) {
@@ -280,6 +293,13 @@ ggml_tensor* new_tensor(ggml_context* ctx, const Slot& slot) {
   return t;
 }
 
+// Advises the system on the pages that hold these bytes of a mapping.
+void advise(std::span<const uint8_t> bytes, int advice) {
+  const auto begin = reinterpret_cast<uintptr_t>(bytes.data()) / kPageBytes * kPageBytes;
+  const auto end = reinterpret_cast<uintptr_t>(bytes.data() + bytes.size());
+  madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
 void widen_row(const GgufTensor& table, int64_t row, float* out) {
   const size_t bytes = table.row_bytes();
   const uint8_t* source = table.data.data() + static_cast<size_t>(row) * bytes;
@@ -296,6 +316,15 @@ struct Model::Impl {
   Impl(Device& d, std::unique_ptr<GgufFile> f, Env& e) : device(d), env(e), file(std::move(f)) {}
 
   Status place(const std::vector<Slot>& slots, const LoadOptions& options);
+  Result<WeightPlan> plan(const std::vector<StreamedSource>& sources,
+                          const std::vector<Slot>& slots, const LoadOptions& options) const;
+  Status stream(const std::vector<Slot>& slots, const LoadOptions& options,
+                std::vector<Slot>& resident);
+  Status map(const std::vector<Slot>& slots);
+  ggml_context* new_context(size_t n_tensors) {
+    contexts.emplace_back(ggml_init({ggml_tensor_overhead() * n_tensors, nullptr, true}));
+    return contexts.back().get();
+  }
   Status upload(const std::vector<Slot>& slots, const Progress& progress);
 
   Device& device;
@@ -308,18 +337,113 @@ struct Model::Impl {
   const GgufTensor* position_embd = nullptr;  // null without learned positions
   std::vector<ContextPtr> contexts;
   std::vector<BufferPtr> buffers;
+  std::unique_ptr<StreamedLayers> streamed;  // null: all layers are on the device
 };
+
+// By the sizes of the weights and what there is of memory.
+Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
+                                     const std::vector<Slot>& slots,
+                                     const LoadOptions& options) const {
+  WeightSizes sizes;
+  sizes.layer_bytes.resize(static_cast<size_t>(hparams.n_layer));
+  for (const Slot& slot : slots) {
+    uint64_t& bytes =
+        slot.layer < 0 ? sizes.shared_bytes : sizes.layer_bytes[static_cast<size_t>(slot.layer)];
+    bytes += slot_bytes(slot).size();
+  }
+  for (auto begin = sources.begin(); begin != sources.end();) {
+    const auto end = std::find_if(begin, sources.end(),
+                                  [&](const StreamedSource& s) { return s.layer != begin->layer; });
+    sizes.slot_bytes.push_back(image_of(*file, {begin, end}).n_bytes);
+    begin = end;
+  }
+  WeightRoom room;
+  room.device_limited = options.device_memory > 0;
+  room.own_memory = !device.is_cpu();
+  uint64_t host_free = std::numeric_limits<uint64_t>::max();
+  if (const auto free = free_memory(Env::real()); free.ok()) host_free = *free;
+  uint64_t device_free = host_free;
+  if (room.own_memory) {
+    size_t free = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(device.dev(), &free, &total);
+    device_free = total == 0 ? std::numeric_limits<uint64_t>::max() : free;
+    room.host_bytes = host_free;
+  }
+  const uint64_t usable = room.device_limited ? options.device_memory : device_free;
+  const uint64_t other = options.other_bytes ? options.other_bytes(hparams) : 0;
+  room.device_bytes = usable - std::min(usable, other);
+  HCACHE_ASSIGN_OR_RETURN(const WeightPlan plan, plan_weights(options.weights, sizes, room));
+  return plan;
+}
+
+// Lays out the layers that are streamed; the weights of the others are left in `resident`.
+Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& options,
+                           std::vector<Slot>& resident) {
+  std::vector<StreamedSource> sources;
+  for (const Slot& slot : slots) {
+    if (slot.layer < 0) continue;
+    sources.push_back({.layer = slot.layer,
+                       .target = slot.target,
+                       .create = [slot](ggml_context* ctx) { return new_tensor(ctx, slot); },
+                       .bytes = slot_bytes(slot),
+                       .is_kv = slot.is_kv});
+  }
+  Result<WeightPlan> planned = plan(sources, slots, options);
+  if (!planned.ok()) return planned.status().with_context(file->path());
+  const auto stays = [&](int layer) { return layer < planned->n_resident; };
+  std::erase_if(sources, [&](const StreamedSource& s) { return stays(s.layer); });
+  for (const Slot& slot : slots) {
+    if (stays(slot.layer)) resident.push_back(slot);
+  }
+  if (sources.empty()) return {};
+  HCACHE_ASSIGN_OR_RETURN(
+      streamed, lay_out_streamed(*file, device, planned->place, env, sources, options.progress));
+  return {};
+}
+
+// Weights that are used where the file is mapped.
+Status Model::Impl::map(const std::vector<Slot>& slots) {
+  ggml_context* ctx = new_context(slots.size());
+  const auto bytes = file->bytes();
+  auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
+  size_t largest = 0;
+  for (const Slot& slot : slots) largest = std::max(largest, slot_bytes(slot).size());
+  buffers.emplace_back(
+      ggml_backend_dev_buffer_from_host_ptr(device.dev(), base, bytes.size(), largest));
+  if (buffers.back() == nullptr) {
+    return internal_error(
+        fmt::format("{}: device {} can't use the mapped file", file->path(), device.name()));
+  }
+  ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+  if (streamed == nullptr) madvise(base, bytes.size(), MADV_WILLNEED);
+  for (const Slot& slot : slots) {
+    *slot.target = new_tensor(ctx, slot);
+    auto* data = const_cast<uint8_t*>(slot_bytes(slot).data());
+    if (ggml_backend_tensor_alloc(buffers.back().get(), *slot.target, data) !=
+        GGML_STATUS_SUCCESS) {
+      return internal_error(
+          fmt::format("{}: tensor {} can't be mapped", file->path(), slot.source->name));
+    }
+    // Of a file that is mostly streamed no other pages may be read along.
+    if (streamed != nullptr) advise(slot_bytes(slot), MADV_WILLNEED);
+  }
+  return {};
+}
 
 // Decides for every weight between the mapping, a repacked buffer and the device's plain memory,
 // then allocates and fills.
-Status Model::Impl::place(const std::vector<Slot>& slots, const LoadOptions& options) {
+Status Model::Impl::place(const std::vector<Slot>& all, const LoadOptions& options) {
+  std::vector<Slot> slots;
+  HCACHE_RETURN_IF_ERROR(stream(all, options, slots));
   ggml_backend_dev_props props{};
   ggml_backend_dev_get_props(device.dev(), &props);
   const size_t buffer_alignment = ggml_backend_buft_get_alignment(device.buffer_type());
   const bool mapped = options.use_mmap && device.host_visible() &&
                       props.caps.buffer_from_host_ptr && file->alignment() % buffer_alignment == 0;
-  const auto extra = options.use_extra_buffers ? extra_buffer_types(device)
-                                               : std::vector<ggml_backend_buffer_type_t>();
+  const auto extra = options.use_extra_buffers && streamed == nullptr
+                         ? extra_buffer_types(device)
+                         : std::vector<ggml_backend_buffer_type_t>();
 
   std::vector<Slot> in_mapping;
   std::vector<Slot> to_fill;
@@ -337,34 +461,7 @@ Status Model::Impl::place(const std::vector<Slot>& slots, const LoadOptions& opt
     }
   }
 
-  const auto new_context = [this](size_t n) {
-    contexts.emplace_back(ggml_init({ggml_tensor_overhead() * n, nullptr, true}));
-    return contexts.back().get();
-  };
-  if (!in_mapping.empty()) {
-    ggml_context* ctx = new_context(in_mapping.size());
-    const auto bytes = file->bytes();
-    auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
-    size_t largest = 0;
-    for (const Slot& slot : in_mapping) largest = std::max(largest, slot_bytes(slot).size());
-    buffers.emplace_back(
-        ggml_backend_dev_buffer_from_host_ptr(device.dev(), base, bytes.size(), largest));
-    if (buffers.back() == nullptr) {
-      return internal_error(
-          fmt::format("{}: device {} can't use the mapped file", file->path(), device.name()));
-    }
-    ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    madvise(base, bytes.size(), MADV_WILLNEED);
-    for (const Slot& slot : in_mapping) {
-      *slot.target = new_tensor(ctx, slot);
-      auto* data = const_cast<uint8_t*>(slot_bytes(slot).data());
-      if (ggml_backend_tensor_alloc(buffers.back().get(), *slot.target, data) !=
-          GGML_STATUS_SUCCESS) {
-        return internal_error(
-            fmt::format("{}: tensor {} can't be mapped", file->path(), slot.source->name));
-      }
-    }
-  }
+  if (!in_mapping.empty()) HCACHE_RETURN_IF_ERROR(map(in_mapping));
   for (const auto& [type, group] : by_type) {
     ggml_context* ctx = new_context(group.size());
     size_t bytes = 0;
@@ -430,6 +527,23 @@ const HParams& Model::hparams() const { return impl_->hparams; }
 const DecoderSpec& Model::spec() const { return *impl_->spec; }
 const Weights& Model::weights() const { return impl_->weights; }
 Device& Model::device() const { return impl_->device; }
+const StreamedWeights* Model::streamed() const {
+  return impl_->streamed == nullptr ? nullptr : &impl_->streamed->weights;
+}
+
+std::string Model::describe_places() const {
+  const int n_layer = impl_->hparams.n_layer;
+  const StreamedWeights* streamed = this->streamed();
+  if (streamed == nullptr) {
+    return fmt::format("all {} layers on {}", n_layer, impl_->device.name());
+  }
+  const bool in_host = streamed->place == WeightPlace::kHost;
+  return fmt::format(
+      "{} of {} layers on {}, {} streamed from {} ({} for a step) through {} slots of {}",
+      streamed->first_layer, n_layer, impl_->device.name(), n_layer - streamed->first_layer,
+      in_host ? "host memory" : "disk", format_bytes(streamed->n_bytes()),
+      std::min<size_t>(2, streamed->layers.size()), format_bytes(streamed->slot_bytes));
+}
 
 Status Model::embed_tokens(std::span<const int32_t> tokens, float* out) const {
   const HParams& h = impl_->hparams;
@@ -496,7 +610,8 @@ uint64_t Model::n_params() const {
 
 Result<std::string> Model::content_digest(const std::string& cache_dir,
                                           const Progress& progress) const {
-  return cached_digest(impl_->env, *impl_->file, impl_->hparams, cache_dir, progress);
+  return cached_digest(impl_->env, *impl_->file, impl_->hparams, cache_dir,
+                       impl_->streamed != nullptr, progress);
 }
 
 }  // namespace hcache::model

@@ -38,6 +38,7 @@ struct FileIdentity {
   std::int64_t mtime_ns = 0;
   std::uint64_t device = 0;
   std::uint64_t inode = 0;
+  bool operator==(const FileIdentity&) const = default;
 };
 
 // A whole file in memory, for reading, while the object lives.
@@ -75,6 +76,8 @@ class File {
   // Gives the blocks of a range back; it reads as zeros. Where the file system can't, nothing.
   [[nodiscard]] virtual Status punch_hole(std::uint64_t offset, std::uint64_t length) = 0;
   [[nodiscard]] virtual Result<std::uint64_t> size() = 0;
+  // Of the file as it is now.
+  [[nodiscard]] virtual Result<FileIdentity> identity() = 0;
   // Bytes of disk blocks in use (not the size: a file may have holes).
   [[nodiscard]] virtual Result<std::uint64_t> allocated_bytes() = 0;
   // The file as it is now, not empty (invalid_argument). Pages are read when they are touched,

@@ -21,6 +21,7 @@
 
 #include "base/status.h"
 #include "engine/compute_queue.h"
+#include "engine/weight_stream.h"
 #include "model/model.h"
 
 namespace hcache::engine {
@@ -218,6 +219,11 @@ class Engine {
   // are kept (16 MiB) for later calls; this drops them, for measurements of what a new process
   // does.
   void forget_tokens();
+
+  // --- Weights -------------------------------------------------------------------------------
+  // What brings the weights of layers that are not on the device; nothing to do for its callers
+  // unless they build graphs of their own.
+  [[nodiscard]] WeightStream& weights() const;
 
   // --- Inspection ----------------------------------------------------------------------------
   // Reads rows of the arena: K and V of a layer, n_rows x kv_row_bytes() each.

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "model/device.h"
+#include "model/streamed_weights.h"
 
 namespace hcache::model {
 
@@ -101,9 +102,15 @@ struct Weights {
 using Progress = std::function<bool(float)>;
 
 struct LoadOptions {
-  bool use_mmap = true;           // map the file where the device can use host memory
-  bool use_extra_buffers = true;  // repacked or tiled weight layouts where they win (as libllama)
-  Progress progress;
+  bool use_mmap = true;  // map the file where the device can use host memory
+  // Repacked or tiled weight layouts where they win (as libllama). Not where layers are streamed:
+  // what is computed must not depend on how many of them are.
+  bool use_extra_buffers = true;
+  WeightPlace weights = WeightPlace::kResident;
+  uint64_t device_memory = 0;  // bytes of the device's memory to use; 0: what is free
+  // What else will be taken of the device's memory, in bytes; null: nothing.
+  std::function<uint64_t(const HParams&)> other_bytes{};
+  Progress progress{};
   Env* env = &Env::real();  // where files are; outlives the model
 };
 
@@ -113,7 +120,8 @@ class Model {
   // Reads, validates and places a GGUF file. Every size, offset, type and shape is checked before
   // use: kDataLoss for a truncated or lying file, kUnimplemented for an unknown architecture or an
   // unsupported feature (MoE, sliding window, ...), kNotFound for a missing file or tensor; the
-  // message names the file and the key or tensor.
+  // message names the file and the key or tensor. Where the weights go is plan_weights()'s answer,
+  // errors included.
   static Result<std::unique_ptr<Model>> load(const std::string& path, Device& device,
                                              const LoadOptions& options = {});
   ~Model();
@@ -125,6 +133,10 @@ class Model {
   [[nodiscard]] const DecoderSpec& spec() const;
   [[nodiscard]] const Weights& weights() const;
   [[nodiscard]] Device& device() const;
+  // The layers whose weights are not on the device; null: all are.
+  [[nodiscard]] const StreamedWeights* streamed() const;
+  // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".
+  [[nodiscard]] std::string describe_places() const;
 
   // The token embeddings (plus nothing: positions are added by learned_position_rows) of `tokens`
   // as F32 rows of n_embd, looked up on the host: out[i * n_embd + j].

@@ -1,0 +1,271 @@
+#include "streamed_layers.h"
+
+#include <fmt/format.h>
+#include <ggml-alloc.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "base/units.h"
+
+namespace hcache::model {
+namespace {
+
+constexpr uint64_t kBlock = kDirectAlignment;
+// Unused bytes between two weights of a layer that are read along rather than skipped.
+constexpr uint64_t kMaxGap = 16 * kBlock;
+constexpr uint64_t kPieceBytes = 1 << 20;
+constexpr size_t kSlots = 2;
+
+uint64_t block_down(uint64_t n) { return n / kBlock * kBlock; }
+uint64_t block_up(uint64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
+
+struct Range {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+uint64_t offset_in(const GgufFile& file, std::span<const uint8_t> bytes) {
+  return static_cast<uint64_t>(bytes.data() - file.bytes().data());
+}
+
+// Whole blocks around the weights, in the file's order; ranges at most `gap` apart become one.
+std::vector<Range> blocks_around(const GgufFile& file, std::span<const StreamedSource> sources,
+                                 bool kv_only, uint64_t gap) {
+  std::vector<Range> ranges;
+  for (const StreamedSource& source : sources) {
+    if (kv_only && !source.is_kv) continue;
+    const uint64_t begin = offset_in(file, source.bytes);
+    ranges.push_back({block_down(begin), block_up(begin + source.bytes.size())});
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  std::vector<Range> merged;
+  for (const Range& range : ranges) {
+    if (!merged.empty() && range.begin <= merged.back().end + gap) {
+      merged.back().end = std::max(merged.back().end, range.end);
+    } else {
+      merged.push_back(range);
+    }
+  }
+  return merged;
+}
+
+// What of `all` lies outside the ranges of `taken`, which are parts of it.
+std::vector<Range> outside(const std::vector<Range>& all, const std::vector<Range>& taken) {
+  std::vector<Range> rest;
+  for (Range range : all) {
+    for (const Range& t : taken) {
+      if (t.end <= range.begin || t.begin >= range.end) continue;
+      if (t.begin > range.begin) rest.push_back({range.begin, t.begin});
+      range.begin = t.end;
+    }
+    if (range.begin < range.end) rest.push_back(range);
+  }
+  return rest;
+}
+
+// The tensors of one layer in its slot. Where the host writes images into slots, at their place in
+// the image; elsewhere one behind the other, as the device aligns them.
+Status put_in_slot(const GgufFile& file, const Device& device, ggml_backend_buffer_t buffer,
+                   std::byte* slot, bool as_image, StreamedLayer& layer) {
+  const size_t alignment = ggml_backend_buffer_get_alignment(buffer);
+  size_t cursor = 0;
+  for (StreamedTensor& t : layer.tensors) {
+    cursor = (cursor + alignment - 1) / alignment * alignment;
+    std::byte* address = slot + (as_image ? t.image_offset : cursor);
+    cursor += ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor);
+    if (ggml_backend_tensor_alloc(buffer, t.tensor, address) != GGML_STATUS_SUCCESS) {
+      return internal_error(
+          fmt::format("{}: tensor {} can't lie in a slot", file.path(), t.tensor->name));
+    }
+  }
+  return {};
+}
+
+// Bytes of a slot for one layer laid out by the device's rules.
+size_t device_layout_bytes(const Device& device, const StreamedLayer& layer) {
+  const size_t alignment = ggml_backend_buft_get_alignment(device.buffer_type());
+  size_t bytes = 0;
+  for (const StreamedTensor& t : layer.tensors) {
+    bytes = (bytes + alignment - 1) / alignment * alignment +
+            ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor);
+  }
+  return bytes;
+}
+
+// A device may want zeros behind a tensor's rows, which it writes once, at allocation: layers that
+// share a slot must then be alike.
+Status check_padding(const GgufFile& file, const Device& device, const StreamedWeights& weights) {
+  for (size_t i = kSlots; i < weights.layers.size(); ++i) {
+    const StreamedLayer& a = weights.layers[i - kSlots];
+    const StreamedLayer& b = weights.layers[i];
+    bool alike = a.tensors.size() == b.tensors.size();
+    for (size_t t = 0; alike && t < a.tensors.size(); ++t) {
+      alike = a.tensors[t].tensor->type == b.tensors[t].tensor->type &&
+              a.tensors[t].n_bytes == b.tensors[t].n_bytes;
+    }
+    const auto padded = [&](const StreamedLayer& layer) {
+      return std::any_of(layer.tensors.begin(), layer.tensors.end(), [&](const StreamedTensor& t) {
+        return ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor) > t.n_bytes;
+      });
+    };
+    if (!alike && (padded(a) || padded(b))) {
+      return unimplemented(fmt::format(
+          "{}: layers with weights of different types can't take turns on device {}, which pads "
+          "their rows; use --weights resident, or a file of one type",
+          file.path(), device.name()));
+    }
+  }
+  return {};
+}
+
+// Whether the host may read images straight into slots of the device's memory.
+bool takes_images(const GgufFile& file, const Device& device) {
+  const size_t alignment = ggml_backend_buft_get_alignment(device.buffer_type());
+  return device.host_visible() && kBlock % alignment == 0 && file.alignment() % alignment == 0;
+}
+
+std::byte* aligned_base(ggml_backend_buffer_t buffer) {
+  const auto base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer));
+  return reinterpret_cast<std::byte*>(block_up(base));
+}
+
+Status make_slots(const GgufFile& file, Device& device, StreamedLayers& out) {
+  StreamedWeights& w = out.weights;
+  const bool as_image = takes_images(file, device);
+  w.slot_bytes = w.image_bytes;
+  if (!as_image) {
+    HCACHE_RETURN_IF_ERROR(check_padding(file, device, w));
+    w.slot_bytes = 0;
+    for (const StreamedLayer& layer : w.layers) {
+      w.slot_bytes = std::max(w.slot_bytes, device_layout_bytes(device, layer));
+    }
+    w.slot_bytes = block_up(w.slot_bytes);
+  }
+  const size_t n_slots = std::min(kSlots, w.layers.size());
+  const size_t n_bytes = n_slots * w.slot_bytes + kBlock;
+  out.buffers.emplace_back(ggml_backend_buft_alloc_buffer(device.buffer_type(), n_bytes));
+  ggml_backend_buffer_t buffer = out.buffers.back().get();
+  if (buffer == nullptr) {
+    return resource_exhausted(fmt::format("{}: device {} has no {} for two layers of weights",
+                                          file.path(), device.name(), format_bytes(n_bytes)));
+  }
+  ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+  std::byte* base = aligned_base(buffer);
+  for (size_t i = 0; i < n_slots && as_image; ++i) w.slots[i] = base + i * w.slot_bytes;
+  if (as_image) prefer_huge_pages({base, n_slots * w.slot_bytes});
+  for (size_t i = 0; i < w.layers.size(); ++i) {
+    std::byte* slot = base + i % kSlots * w.slot_bytes;
+    HCACHE_RETURN_IF_ERROR(put_in_slot(file, device, buffer, slot, as_image, w.layers[i]));
+  }
+  return {};
+}
+
+// Copies every image to host memory that the device copies from fastest.
+Status fill_host(const GgufFile& file, const Device& device, const Progress& progress,
+                 StreamedLayers& out) {
+  StreamedWeights& w = out.weights;
+  const size_t n_bytes = w.n_bytes();
+  out.buffers.emplace_back(
+      ggml_backend_buft_alloc_buffer(device.host_buffer_type(), n_bytes + kBlock));
+  if (out.buffers.back() == nullptr) {
+    return resource_exhausted(fmt::format(
+        "{}: no {} of host memory for the weights that are not on the device; use --weights disk",
+        file.path(), format_bytes(n_bytes)));
+  }
+  std::byte* at = aligned_base(out.buffers.back().get());
+  size_t done = 0;
+  for (StreamedLayer& layer : w.layers) {
+    layer.host = at;
+    for (const WeightPiece& piece : layer.pieces) {
+      const uint8_t* from = file.bytes().data() + piece.file_offset;
+      std::memcpy(at + piece.image_offset, from, piece.file_bytes);
+      // The mapping's pages have served their purpose.
+      madvise(const_cast<uint8_t*>(from), piece.file_bytes, MADV_COLD);
+      done += piece.n_bytes;
+      if (progress && !progress(static_cast<float>(done) / static_cast<float>(n_bytes))) {
+        return cancelled(fmt::format("{}: loading was cancelled", file.path()));
+      }
+    }
+    at += layer.n_bytes;
+  }
+  return {};
+}
+
+}  // namespace
+
+LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> sources) {
+  LayerImage image;
+  const std::vector<Range> runs = blocks_around(file, sources, false, kMaxGap);
+  std::map<uint64_t, size_t> run_offsets;  // by the run's end: its place in the image
+  for (const Range& run : runs) {
+    run_offsets[run.end] = image.n_bytes;
+    image.n_bytes += run.end - run.begin;
+  }
+  const auto place_of = [&](uint64_t offset) -> size_t {
+    const auto [end, at] = *run_offsets.upper_bound(offset);
+    const auto run = std::find_if(runs.begin(), runs.end(),
+                                  [end = end](const Range& r) { return r.end == end; });
+    return at + (offset - run->begin);
+  };
+  const auto add = [&](const std::vector<Range>& ranges) {
+    uint64_t bytes = 0;
+    for (const Range& range : ranges) {
+      for (uint64_t at = range.begin; at < range.end; at += kPieceBytes) {
+        const uint64_t n = std::min(kPieceBytes, range.end - at);
+        const uint64_t in_file = std::min<uint64_t>(n, file.bytes().size() - at);
+        image.layer.pieces.push_back({at, place_of(at), n, in_file});
+        bytes += n;
+      }
+    }
+    return bytes;
+  };
+  const std::vector<Range> kv = blocks_around(file, sources, true, 0);
+  image.layer.kv_bytes = add(kv);
+  image.layer.n_kv_pieces = image.layer.pieces.size();
+  image.layer.n_bytes = image.layer.kv_bytes + add(outside(runs, kv));
+  for (const StreamedSource& source : sources) {
+    image.offsets.push_back(place_of(offset_in(file, source.bytes)));
+  }
+  return image;
+}
+
+Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, Device& device,
+                                                         WeightPlace place, Env& env,
+                                                         std::span<const StreamedSource> sources,
+                                                         const Progress& progress) {
+  auto out = std::make_unique<StreamedLayers>();
+  StreamedWeights& w = out->weights;
+  w.place = place;
+  w.env = &env;
+  w.path = file.path();
+  w.identity = file.identity();
+  w.first_layer = sources.front().layer;
+  out->contexts.emplace_back(ggml_init({ggml_tensor_overhead() * sources.size(), nullptr, true}));
+  for (size_t begin = 0; begin < sources.size();) {
+    size_t end = begin;
+    while (end < sources.size() && sources[end].layer == sources[begin].layer) ++end;
+    const auto of_layer = sources.subspan(begin, end - begin);
+    LayerImage image = image_of(file, of_layer);
+    for (size_t i = 0; i < of_layer.size(); ++i) {
+      ggml_tensor* tensor = of_layer[i].create(out->contexts.back().get());
+      *of_layer[i].target = tensor;
+      image.layer.tensors.push_back(
+          {tensor, image.offsets[i], of_layer[i].bytes.size(), of_layer[i].is_kv});
+    }
+    w.image_bytes = std::max(w.image_bytes, image.n_bytes);
+    w.layers.push_back(std::move(image.layer));
+    begin = end;
+  }
+  HCACHE_RETURN_IF_ERROR(make_slots(file, device, *out));
+  if (place == WeightPlace::kHost) {
+    HCACHE_RETURN_IF_ERROR(fill_host(file, device, progress, *out));
+  }
+  return out;
+}
+
+}  // namespace hcache::model

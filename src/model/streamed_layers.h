@@ -1,0 +1,60 @@
+// Lays streamed layers out: their images, their slots, and where their tensors lie in both.
+#pragma once
+
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "gguf_file.h"
+#include "model/device.h"
+#include "model/model.h"
+#include "model/streamed_weights.h"
+
+namespace hcache::model {
+
+struct ContextFree {
+  void operator()(ggml_context* ctx) const { ggml_free(ctx); }
+};
+struct BufferFree {
+  void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+};
+using ContextPtr = std::unique_ptr<ggml_context, ContextFree>;
+using BufferPtr = std::unique_ptr<ggml_backend_buffer, BufferFree>;
+
+// One weight of a streamed layer.
+struct StreamedSource {
+  int layer = 0;  // of the model
+  ggml_tensor** target = nullptr;
+  std::function<ggml_tensor*(ggml_context*)> create;
+  std::span<const uint8_t> bytes;  // in the file's mapping
+  bool is_kv = false;
+};
+
+// The block-wise ranges of the file that hold these weights, as an image: what a slot needs.
+struct LayerImage {
+  StreamedLayer layer;  // without tensors
+  size_t n_bytes = 0;
+  std::vector<size_t> offsets;  // of the sources, in their order
+};
+LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> sources);
+
+// The result with what it consists of.
+struct StreamedLayers {
+  StreamedWeights weights;
+  std::vector<ContextPtr> contexts;
+  std::vector<BufferPtr> buffers;
+};
+// `sources` in the order of their layers, which are the last ones of the model. kHost reads the
+// weights here. kResourceExhausted where the device or the host has no room, kUnimplemented where
+// the device can't have two layers in one place.
+Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, Device& device,
+                                                         WeightPlace place, Env& env,
+                                                         std::span<const StreamedSource> sources,
+                                                         const Progress& progress);
+
+}  // namespace hcache::model
