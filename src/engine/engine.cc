@@ -20,7 +20,15 @@ Engine::~Engine() = default;
 const Model& Engine::model() const { return parts_->model; }
 const EngineOptions& Engine::options() const { return parts_->options; }
 int Engine::n_layer() const { return parts_->model.hparams().n_layer; }
-bool Engine::uses_own_attention() const { return parts_->stages.front().attention(0).ours(); }
+bool Engine::uses_own_attention(int layer) const {
+  return parts_->stages.of(layer).attention(0).ours();
+}
+
+std::vector<std::pair<int, int>> Engine::stage_ranges() const {
+  std::vector<std::pair<int, int>> ranges;
+  for (const auto& stage : parts_->stages) ranges.emplace_back(stage->begin(), stage->end());
+  return ranges;
+}
 
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& options,
                                                const MakeQueues& make_queues) {

@@ -11,8 +11,9 @@ namespace {
 
 using model::Model;
 
-// Whether our kernel applies, as the options say.
-Result<bool> choose_attention(const Model& model, const EngineOptions& options) {
+// Whether our kernel applies on a device, as the options say.
+Result<bool> choose_attention(const Model& model, const model::Device& device,
+                              const EngineOptions& options) {
   const model::HParams& hp = model.hparams();
   const AttentionShape shape = {.n_head = hp.n_head,
                                 .n_head_kv = hp.n_head_kv,
@@ -20,13 +21,13 @@ Result<bool> choose_attention(const Model& model, const EngineOptions& options) 
                                 .head_dim_v = hp.head_dim,
                                 .scale = hp.attention_scale};
   const bool applies =
-      model.device().is_cpu() && options.kv_type == GGML_TYPE_F16 && attention_supports(shape);
+      device.is_cpu() && options.kv_type == GGML_TYPE_F16 && attention_supports(shape);
   if (options.attention == AttentionKind::kOurs && !applies) {
     return unimplemented(
         fmt::format("our attention kernel needs the CPU and "
                     "an F16 KV cache (device {}, KV type "
                     "{}); use --attention auto",
-                    model.device().name(), ggml_type_name(options.kv_type)));
+                    device.name(), ggml_type_name(options.kv_type)));
   }
   return applies && options.attention != AttentionKind::kGgml;
 }
@@ -55,11 +56,11 @@ Status check_options(const Model& model, const EngineOptions& options) {
   return {};
 }
 
-// Layers per stage.
+// Layers per stage: as the options cut them, and wherever the device changes.
 Result<std::vector<int>> stage_lengths(const Model& model, const EngineOptions& options) {
   const int n_layer = model.hparams().n_layer;
-  if (options.stage_layers.empty()) return std::vector<int>{n_layer};
-  const std::vector<int>& lengths = options.stage_layers;
+  std::vector<int> lengths = options.stage_layers;
+  if (lengths.empty()) lengths = {n_layer};
   if (*std::min_element(lengths.begin(), lengths.end()) < 1 ||
       std::accumulate(lengths.begin(), lengths.end(), 0) != n_layer) {
     return invalid_argument(
@@ -67,7 +68,16 @@ Result<std::vector<int>> stage_lengths(const Model& model, const EngineOptions& 
                     "at least, and the model's {} together",
                     n_layer));
   }
-  return lengths;
+  std::vector<int> cut;
+  int layer = 0;
+  for (const int length : lengths) {
+    for (int i = 0; i < length; ++i, ++layer) {
+      const bool begins = i == 0 || &model.device(layer) != &model.device(layer - 1);
+      if (begins) cut.push_back(0);
+      ++cut.back();
+    }
+  }
+  return cut;
 }
 
 // The streamed layers share two slots, whose order one copy queue keeps.
@@ -89,26 +99,25 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
                                                          const MakeQueues& make_queues,
                                                          std::vector<int> row_groups) {
   HCACHE_RETURN_IF_ERROR(check_options(model, options));
-  HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(model, options));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int> lengths, stage_lengths(model, options));
   constexpr int64_t kPadding = AttentionOp::kKvPadding;
-  const int64_t n_cells =
-      (options.arena_tokens + kPadding - 1) / kPadding * kPadding + (ours ? 0 : kPadding);
+  const int64_t n_cells = (options.arena_tokens + kPadding - 1) / kPadding * kPadding;
   const int n_groups = 1 + *std::max_element(row_groups.begin(), row_groups.end());
   std::vector<std::unique_ptr<Stage>> stages;
   int begin = 0;
   for (const int length : lengths) {
+    model::Device& device = model.device(begin);
+    HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(model, device, options));
     stages.push_back(std::make_unique<Stage>(
         model, options,
         StageOptions{.index = static_cast<int>(stages.size()),
                      .begin = begin,
                      .end = begin + length,
-                     .device = &model.device(),
-                     .queues = make_queues ? make_queues(model.device())
-                                           : make_device_queues(model.device()),
+                     .device = &device,
+                     .queues = make_queues ? make_queues(device) : make_device_queues(device),
                      .own_attention = ours,
                      .n_groups = n_groups,
-                     .n_cells = n_cells}));
+                     .n_cells = n_cells + (ours ? 0 : kPadding)}));
     HCACHE_RETURN_IF_ERROR(stages.back()->allocate());
     begin += length;
   }

@@ -42,6 +42,7 @@ struct Slot {
   int64_t first_row = 0;  // a part of a fused matrix, in rows (elements of a fused bias)
   int64_t n_rows = 0;
   Use use = Use::kVector;
+  Device* device = nullptr;
   int layer = -1;      // -1: none's
   bool is_kv = false;  // see LayerPart::kKv
 };
@@ -50,8 +51,10 @@ struct Slot {
 // that nobody asked for is an error: it would change the result if it were ignored.
 class TensorReader {
  public:
-  TensorReader(const GgufFile& file, const DecoderSpec& spec, HParams& h, const Device& device)
-      : file_(file), spec_(spec), h_(h), device_(device) {}
+  // `devices`: each layer's.
+  TensorReader(const GgufFile& file, const DecoderSpec& spec, HParams& h,
+               const std::vector<Device*>& devices)
+      : file_(file), spec_(spec), h_(h), devices_(devices), device_(devices.back()) {}
 
   Status read(Weights& w, const GgufTensor*& token_embd, const GgufTensor*& position_embd);
   [[nodiscard]] const std::vector<Slot>& slots() const { return slots_; }
@@ -85,13 +88,13 @@ class TensorReader {
   [[nodiscard]] Status check_matrix(const GgufTensor& t) const {
     if (find_weight_type(t.type) == nullptr)
       return bad_type(t, "no matrix product takes this type");
-    if (device_.is_cpu()) return {};
+    if (device_->is_cpu()) return {};
     const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(
         ggml_init({ggml_tensor_overhead() * 4, nullptr, true}), &ggml_free);
     ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), t.type, t.ne[0], t.ne[1]);
     ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, t.ne[0], 1);
-    if (!ggml_backend_dev_supports_op(device_.dev(), ggml_mul_mat(ctx.get(), w, x))) {
-      return bad_type(t, fmt::format("device {} can't multiply it", device_.name()));
+    if (!ggml_backend_dev_supports_op(device_->dev(), ggml_mul_mat(ctx.get(), w, x))) {
+      return bad_type(t, fmt::format("device {} can't multiply it", device_->name()));
     }
     return {};
   }
@@ -100,7 +103,7 @@ class TensorReader {
     HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {n}, required));
     if (t == nullptr) return {};
     if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
-    slots_.push_back({&target, t, 0, n, Use::kVector});
+    add_slot(target, t, 0, n, Use::kVector);
     return {};
   }
 
@@ -113,7 +116,7 @@ class TensorReader {
   Status linear(Linear& target, const std::string& name, int64_t n_in, int64_t n_out, Use use) {
     HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {n_in, n_out}, true));
     HCACHE_RETURN_IF_ERROR(check_matrix(*t));
-    slots_.push_back({&target.w, t, 0, n_out, use});
+    add_slot(target.w, t, 0, n_out, use);
     return vector(target.b, name + ".bias", n_out, false);
   }
 
@@ -123,25 +126,32 @@ class TensorReader {
     const int64_t n_out = n_q + 2 * n_kv;
     HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {h_.n_embd, n_out}, true));
     HCACHE_RETURN_IF_ERROR(check_matrix(*t));
-    slots_.push_back({&l.q.w, t, 0, n_q, Use::kMatrix});
-    slots_.push_back({&l.k.w, t, n_q, n_kv, Use::kPlainMatrix});
-    slots_.push_back({&l.v.w, t, n_q + n_kv, n_kv, Use::kPlainMatrix});
+    add_slot(l.q.w, t, 0, n_q, Use::kMatrix);
+    add_slot(l.k.w, t, n_q, n_kv, Use::kPlainMatrix);
+    add_slot(l.v.w, t, n_q + n_kv, n_kv, Use::kPlainMatrix);
     HCACHE_ASSIGN_OR_RETURN(const GgufTensor* b, claim(name + ".bias", {n_out}, false));
     if (b == nullptr) return {};
     if (b->type != GGML_TYPE_F32) return bad_type(*b, "norms and biases must be F32");
-    slots_.push_back({&l.q.b, b, 0, n_q, Use::kVector});
-    slots_.push_back({&l.k.b, b, n_q, n_kv, Use::kVector});
-    slots_.push_back({&l.v.b, b, n_q + n_kv, n_kv, Use::kVector});
+    add_slot(l.q.b, b, 0, n_q, Use::kVector);
+    add_slot(l.k.b, b, n_q, n_kv, Use::kVector);
+    add_slot(l.v.b, b, n_q + n_kv, n_kv, Use::kVector);
     return {};
   }
 
   Status layer(LayerWeights& l, int index);
+  Status rope_factors(Weights& w);
   Status tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd);
+
+  void add_slot(ggml_tensor*& target, const GgufTensor* source, int64_t first_row, int64_t n_rows,
+                Use use) {
+    slots_.push_back({&target, source, first_row, n_rows, use, device_});
+  }
 
   const GgufFile& file_;
   const DecoderSpec& spec_;
   HParams& h_;
-  const Device& device_;
+  const std::vector<Device*>& devices_;
+  Device* device_;  // of what is being read
   std::set<std::string, std::less<>> claimed_;
   std::vector<Slot> slots_;
 };
@@ -177,6 +187,7 @@ Status TensorReader::tables(const GgufTensor*& token_embd, const GgufTensor*& po
 
 Status TensorReader::layer(LayerWeights& l, int index) {
   const std::string p = fmt::format("blk.{}.", index);
+  device_ = devices_[static_cast<size_t>(index)];
   const int64_t n_embd = h_.n_embd;
   HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
   if (spec_.parallel_attention) {
@@ -212,6 +223,17 @@ bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
   return std::find(parts.begin(), parts.end(), target) != parts.end();
 }
 
+// Llama 3's frequency factors: one tensor for all layers of a device, the first of which has it.
+Status TensorReader::rope_factors(Weights& w) {
+  for (auto at = devices_.begin(); at != devices_.end(); ++at) {
+    if (std::find(devices_.begin(), at, *at) != at) continue;
+    device_ = *at;
+    ggml_tensor*& target = w.layers[static_cast<size_t>(at - devices_.begin())].rope_factors;
+    HCACHE_RETURN_IF_ERROR(vector(target, "rope_freqs.weight", h_.n_rot / 2, false));
+  }
+  return {};
+}
+
 Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
                           const GgufTensor*& position_embd) {
   HCACHE_RETURN_IF_ERROR(tables(token_embd, position_embd));
@@ -220,7 +242,7 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
     HCACHE_RETURN_IF_ERROR(linear(w.output, "output", h_.n_embd, h_.n_vocab, Use::kMatrix));
   } else {
     HCACHE_RETURN_IF_ERROR(check_matrix(*token_embd));
-    slots_.push_back({&w.output.w, token_embd, 0, h_.n_vocab, Use::kMatrix});
+    add_slot(w.output.w, token_embd, 0, h_.n_vocab, Use::kMatrix);
   }
   w.layers.resize(static_cast<size_t>(h_.n_layer));
   for (int i = 0; i < h_.n_layer; i++) {
@@ -233,9 +255,7 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
     }
   }
   if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
-    // Llama 3's frequency factors: one tensor for all layers.
-    HCACHE_RETURN_IF_ERROR(
-        vector(w.layers[0].rope_factors, "rope_freqs.weight", h_.n_rot / 2, false));
+    HCACHE_RETURN_IF_ERROR(rope_factors(w));
   }
   for (const GgufTensor& t : file_.tensors()) {
     if (!claimed_.contains(t.name)) {
@@ -313,21 +333,26 @@ void widen_row(const GgufTensor& table, int64_t row, float* out) {
 }  // namespace
 
 struct Model::Impl {
-  Impl(Device& d, std::unique_ptr<GgufFile> f, Env& e) : device(d), env(e), file(std::move(f)) {}
+  Impl(std::unique_ptr<GgufFile> f, Env& e) : env(e), file(std::move(f)) {}
 
+  Status place_layers(const LoadOptions& options, Device& otherwise);
   Status place(const std::vector<Slot>& slots, const LoadOptions& options);
   Result<WeightPlan> plan(const std::vector<StreamedSource>& sources,
                           const std::vector<Slot>& slots, const LoadOptions& options) const;
   Status stream(const std::vector<Slot>& slots, const LoadOptions& options,
                 std::vector<Slot>& resident);
-  Status map(const std::vector<Slot>& slots);
+  Status map(Device& device, const std::vector<Slot>& slots);
   ggml_context* new_context(size_t n_tensors) {
     contexts.emplace_back(ggml_init({ggml_tensor_overhead() * n_tensors, nullptr, true}));
     return contexts.back().get();
   }
+  // The slots of one device; adds those that must be filled from the file.
+  Status place_on(Device& device, const std::vector<Slot>& slots, const LoadOptions& options,
+                  std::vector<Slot>& to_fill);
   Status upload(const std::vector<Slot>& slots, const Progress& progress);
 
-  Device& device;
+  std::vector<Device*> layer_devices;
+  std::vector<Device*> devices;  // each once
   Env& env;
   std::unique_ptr<GgufFile> file;
   const DecoderSpec* spec = nullptr;
@@ -340,10 +365,25 @@ struct Model::Impl {
   std::unique_ptr<StreamedLayers> streamed;  // null: all layers are on the device
 };
 
+Status Model::Impl::place_layers(const LoadOptions& options, Device& otherwise) {
+  Placement placement = options.placement;
+  if (placement.rest == nullptr) placement.rest = &otherwise;
+  std::vector<std::string> names;
+  for (const GgufTensor& t : file->tensors()) names.push_back(t.name);
+  HCACHE_ASSIGN_OR_RETURN(layer_devices, model::place_layers(placement, hparams.n_layer, names));
+  for (Device* device : layer_devices) {
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  }
+  return {};
+}
+
 // By the sizes of the weights and what there is of memory.
 Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
                                      const std::vector<Slot>& slots,
                                      const LoadOptions& options) const {
+  const Device& device = *devices.front();
   WeightSizes sizes;
   sizes.layer_bytes.resize(static_cast<size_t>(hparams.n_layer));
   for (const Slot& slot : slots) {
@@ -380,6 +420,16 @@ Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
 // Lays out the layers that are streamed; the weights of the others are left in `resident`.
 Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& options,
                            std::vector<Slot>& resident) {
+  if (devices.size() > 1) {
+    if (options.weights == WeightPlace::kHost || options.weights == WeightPlace::kDisk) {
+      return unimplemented(fmt::format(
+          "{}: weights are streamed on one device, these layers are on {}; use --weights resident, "
+          "or one --device",
+          file->path(), devices.size()));
+    }
+    resident = slots;
+    return {};
+  }
   std::vector<StreamedSource> sources;
   for (const Slot& slot : slots) {
     if (slot.layer < 0) continue;
@@ -397,13 +447,13 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
     if (stays(slot.layer)) resident.push_back(slot);
   }
   if (sources.empty()) return {};
-  HCACHE_ASSIGN_OR_RETURN(
-      streamed, lay_out_streamed(*file, device, planned->place, env, sources, options.progress));
+  HCACHE_ASSIGN_OR_RETURN(streamed, lay_out_streamed(*file, *devices.front(), planned->place, env,
+                                                     sources, options.progress));
   return {};
 }
 
 // Weights that are used where the file is mapped.
-Status Model::Impl::map(const std::vector<Slot>& slots) {
+Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
   ggml_context* ctx = new_context(slots.size());
   const auto bytes = file->bytes();
   auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
@@ -431,11 +481,23 @@ Status Model::Impl::map(const std::vector<Slot>& slots) {
   return {};
 }
 
+Status Model::Impl::place(const std::vector<Slot>& slots, const LoadOptions& options) {
+  std::vector<Slot> resident;
+  HCACHE_RETURN_IF_ERROR(stream(slots, options, resident));
+  std::vector<Slot> to_fill;
+  for (Device* device : devices) {
+    std::vector<Slot> own;
+    std::copy_if(resident.begin(), resident.end(), std::back_inserter(own),
+                 [device](const Slot& slot) { return slot.device == device; });
+    HCACHE_RETURN_IF_ERROR(place_on(*device, own, options, to_fill));
+  }
+  return upload(to_fill, options.progress);
+}
+
 // Decides for every weight between the mapping, a repacked buffer and the device's plain memory,
-// then allocates and fills.
-Status Model::Impl::place(const std::vector<Slot>& all, const LoadOptions& options) {
-  std::vector<Slot> slots;
-  HCACHE_RETURN_IF_ERROR(stream(all, options, slots));
+// and allocates.
+Status Model::Impl::place_on(Device& device, const std::vector<Slot>& slots,
+                             const LoadOptions& options, std::vector<Slot>& to_fill) {
   ggml_backend_dev_props props{};
   ggml_backend_dev_get_props(device.dev(), &props);
   const size_t buffer_alignment = ggml_backend_buft_get_alignment(device.buffer_type());
@@ -446,7 +508,6 @@ Status Model::Impl::place(const std::vector<Slot>& all, const LoadOptions& optio
                          : std::vector<ggml_backend_buffer_type_t>();
 
   std::vector<Slot> in_mapping;
-  std::vector<Slot> to_fill;
   std::map<ggml_backend_buffer_type_t, std::vector<Slot>> by_type;
   for (const Slot& slot : slots) {
     const auto fits = [&](ggml_backend_buffer_type_t t) { return takes_matrix(device, t, slot); };
@@ -461,7 +522,7 @@ Status Model::Impl::place(const std::vector<Slot>& all, const LoadOptions& optio
     }
   }
 
-  if (!in_mapping.empty()) HCACHE_RETURN_IF_ERROR(map(in_mapping));
+  if (!in_mapping.empty()) HCACHE_RETURN_IF_ERROR(map(device, in_mapping));
   for (const auto& [type, group] : by_type) {
     ggml_context* ctx = new_context(group.size());
     size_t bytes = 0;
@@ -477,7 +538,7 @@ Status Model::Impl::place(const std::vector<Slot>& all, const LoadOptions& optio
     ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     to_fill.insert(to_fill.end(), group.begin(), group.end());
   }
-  return upload(to_fill, options.progress);
+  return {};
 }
 
 Status Model::Impl::upload(const std::vector<Slot>& slots, const Progress& progress) {
@@ -495,7 +556,7 @@ Status Model::Impl::upload(const std::vector<Slot>& slots, const Progress& progr
   for (const Slot& slot : slots) {
     const auto bytes = slot_bytes(slot);
     // Repacked layouts take whole tensors only; other devices report progress by the chunk.
-    const size_t chunk = device.is_cpu() ? bytes.size() : kUploadChunk;
+    const size_t chunk = slot.device->is_cpu() ? bytes.size() : kUploadChunk;
     for (size_t at = 0; at < bytes.size(); at += chunk) {
       const size_t size = std::min(chunk, bytes.size() - at);
       ggml_backend_tensor_set(*slot.target, bytes.data() + at, at, size);
@@ -511,14 +572,19 @@ Model::~Model() = default;
 Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& device,
                                            const LoadOptions& options) {
   HCACHE_ASSIGN_OR_RETURN(auto file, GgufFile::open(path, *options.env));
-  auto impl = std::make_unique<Impl>(device, std::move(file), *options.env);
+  auto impl = std::make_unique<Impl>(std::move(file), *options.env);
   HCACHE_ASSIGN_OR_RETURN(impl->spec, read_architecture(*impl->file));
   HCACHE_ASSIGN_OR_RETURN(impl->hparams, read_hparams(*impl->file, *impl->spec));
-  TensorReader reader(*impl->file, *impl->spec, impl->hparams, device);
+  HCACHE_RETURN_IF_ERROR(impl->place_layers(options, device).with_context(impl->file->path()));
+  TensorReader reader(*impl->file, *impl->spec, impl->hparams, impl->layer_devices);
   HCACHE_RETURN_IF_ERROR(reader.read(impl->weights, impl->token_embd, impl->position_embd));
   HCACHE_RETURN_IF_ERROR(impl->place(reader.slots(), options));
-  for (LayerWeights& l : impl->weights.layers)
-    l.rope_factors = impl->weights.layers[0].rope_factors;
+  for (size_t i = 0; i < impl->layer_devices.size(); ++i) {
+    const auto first =
+        std::find(impl->layer_devices.begin(), impl->layer_devices.end(), impl->layer_devices[i]);
+    impl->weights.layers[i].rope_factors =
+        impl->weights.layers[static_cast<size_t>(first - impl->layer_devices.begin())].rope_factors;
+  }
   return std::unique_ptr<Model>(new Model(std::move(impl)));
 }
 
@@ -526,7 +592,6 @@ const std::string& Model::path() const { return impl_->file->path(); }
 const HParams& Model::hparams() const { return impl_->hparams; }
 const DecoderSpec& Model::spec() const { return *impl_->spec; }
 const Weights& Model::weights() const { return impl_->weights; }
-Device& Model::device() const { return impl_->device; }
 const StreamedWeights* Model::streamed() const {
   return impl_->streamed == nullptr ? nullptr : &impl_->streamed->weights;
 }
@@ -535,15 +600,22 @@ std::string Model::describe_places() const {
   const int n_layer = impl_->hparams.n_layer;
   const StreamedWeights* streamed = this->streamed();
   if (streamed == nullptr) {
-    return fmt::format("all {} layers on {}", n_layer, impl_->device.name());
+    std::string names;
+    for (const Device* device : impl_->devices) {
+      names += (names.empty() ? "" : ", ") + device->name();
+    }
+    return fmt::format("all {} layers on {}", n_layer, names);
   }
   const bool in_host = streamed->place == WeightPlace::kHost;
   return fmt::format(
       "{} of {} layers on {}, {} streamed from {} ({} for a step) through {} slots of {}",
-      streamed->first_layer, n_layer, impl_->device.name(), n_layer - streamed->first_layer,
-      in_host ? "host memory" : "disk", format_bytes(streamed->n_bytes()),
-      std::min<size_t>(2, streamed->layers.size()), format_bytes(streamed->slot_bytes));
+      streamed->first_layer, n_layer, impl_->devices.front()->name(),
+      n_layer - streamed->first_layer, in_host ? "host memory" : "disk",
+      format_bytes(streamed->n_bytes()), std::min<size_t>(2, streamed->layers.size()),
+      format_bytes(streamed->slot_bytes));
 }
+Device& Model::device(int layer) const { return *impl_->layer_devices[static_cast<size_t>(layer)]; }
+const std::vector<Device*>& Model::devices() const { return impl_->devices; }
 
 Status Model::embed_tokens(std::span<const int32_t> tokens, float* out) const {
   const HParams& h = impl_->hparams;

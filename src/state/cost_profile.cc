@@ -393,12 +393,27 @@ constexpr int kProfileVersion = 3;
 
 std::string profile_key(const Engine& engine, const std::string& content_digest,
                         const StateTypes& state_types) {
-  const model::Device& device = engine.model().device();
+  const model::Model& model = engine.model();
+  // One device says all; of several, each with its layers.
+  const bool several = model.devices().size() > 1;
+  std::string names;
+  std::string kernels;
+  std::string threads;
+  std::string attention;
+  for (const auto& [begin, end] : engine.stage_ranges()) {
+    const model::Device& device = model.device(begin);
+    const char* plus = names.empty() ? "" : "+";
+    names += several ? fmt::format("{}{}[{},{})", plus, device.name(), begin, end) : device.name();
+    kernels += plus + device.kernel_identity();
+    threads += fmt::format("{}{}", plus, device.n_threads());
+    attention += fmt::format("{}{}", plus, engine.uses_own_attention(begin) ? "own" : "ggml");
+    if (!several) break;
+  }
   return fmt::format(
       "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
-      kProfileVersion, content_digest, device.name(), device.kernel_identity(), device.n_threads(),
-      ggml_type_name(engine.options().kv_type), describe(state_types),
-      engine.uses_own_attention() ? "own" : "ggml", engine.options().max_batch_rows);
+      kProfileVersion, content_digest, names, kernels, threads,
+      ggml_type_name(engine.options().kv_type), describe(state_types), attention,
+      engine.options().max_batch_rows);
 }
 
 Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,

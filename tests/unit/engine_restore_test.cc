@@ -21,13 +21,15 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 // --- Devices and queues ----------------------------------------------------------------------
 
 struct Setting {
-  bool rpc = false;
+  enum Devices { kCpu, kRpc, kCpuAndRpc } devices = kCpu;  // of both: a layer on the CPU
   enum Queues { kOwn, kLateCopies, kLate } queues = kOwn;
   std::vector<int> stages = {};
+  [[nodiscard]] bool rpc() const { return devices != kCpu; }
   [[nodiscard]] bool late() const { return queues != kOwn; }
   [[nodiscard]] std::string name() const {
     constexpr const char* kNames[] = {"Own", "LateCopies", "Late"};
-    std::string name = std::string(rpc ? "Rpc" : "Cpu") + kNames[queues];
+    constexpr const char* kDevices[] = {"Cpu", "Rpc", "CpuAndRpc"};
+    std::string name = std::string(kDevices[devices]) + kNames[queues];
     for (const int n : stages) name += "_" + std::to_string(n);
     return name;
   }
@@ -37,7 +39,7 @@ struct Setting {
 class RestoreTest : public ::testing::TestWithParam<Setting> {
  protected:
   void SetUp() override {
-    if (GetParam().rpc) {
+    if (GetParam().rpc()) {
       const Result<hcache::testing::RpcServer*> server = hcache::testing::RpcServer::shared();
       ASSERT_TRUE(server.ok()) << server.status().to_string();
       device_ = (*server)->device();
@@ -46,7 +48,11 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
   [[nodiscard]] const model::Model& model(const std::string& path) const {
     static std::map<std::string, std::unique_ptr<LoadedModel>> loaded;
     std::unique_ptr<LoadedModel>& entry = loaded[device_ + " " + path];
-    if (entry == nullptr) entry = load_model(path, device_);
+    if (entry == nullptr) {
+      entry = GetParam().devices == Setting::kCpuAndRpc
+                  ? load_model(path, {open_device("cpu"), open_device(device_)}, {1, 2})
+                  : load_model(path, device_);
+    }
     return *entry->model;
   }
   [[nodiscard]] const model::Model& tiny(ggml_type type = GGML_TYPE_Q8_0,
@@ -133,7 +139,8 @@ TEST_P(RestoreTest, LoadedKvIsExactAndAnswersGoOn) {
 // (Elsewhere than on the CPU hidden is Q8_0 for all quantised weights: exact for those that consume
 // Q8_0.)
 TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
-  for (const ggml_type type : {GGML_TYPE_Q8_0, GetParam().rpc ? GGML_TYPE_Q4_0 : GGML_TYPE_Q4_1}) {
+  for (const ggml_type type :
+       {GGML_TYPE_Q8_0, GetParam().rpc() ? GGML_TYPE_Q4_0 : GGML_TYPE_Q4_1}) {
     SCOPED_TRACE(ggml_type_name(type));
     RecordingSink sink;
     const std::unique_ptr<Engine> e = engine(tiny(type));
@@ -168,7 +175,7 @@ TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
 // another one for less than eight rows, float weights for one. Layer 0 needs no saved state: its
 // hidden states are the tokens' embeddings.
 TEST_P(RestoreTest, SlicesOfAnySizeRebuildEveryWeightType) {
-  if (GetParam().rpc) GTEST_SKIP() << "exact on the CPU";
+  if (GetParam().rpc()) GTEST_SKIP() << "exact on the CPU";
   for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0,
                                GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K}) {
     SCOPED_TRACE(ggml_type_name(type));
@@ -441,15 +448,18 @@ TEST_P(RestoreTest, TheLateQueueIsLate) {
   EXPECT_EQ(stats_.uploads, 10);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, RestoreTest,
-                         ::testing::Values(Setting{}, Setting{.queues = Setting::kLateCopies},
-                                           Setting{.queues = Setting::kLate},
-                                           Setting{.stages = {1, 1, 1}}, Setting{.stages = {2, 1}},
-                                           Setting{.queues = Setting::kLate, .stages = {1, 2}},
-                                           Setting{.rpc = true},
-                                           Setting{.rpc = true, .queues = Setting::kLateCopies},
-                                           Setting{.rpc = true, .stages = {2, 1}}),
-                         [](const auto& info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(
+    All, RestoreTest,
+    ::testing::Values(Setting{}, Setting{.queues = Setting::kLateCopies},
+                      Setting{.queues = Setting::kLate}, Setting{.stages = {1, 1, 1}},
+                      Setting{.stages = {2, 1}},
+                      Setting{.queues = Setting::kLate, .stages = {1, 2}},
+                      Setting{.devices = Setting::kRpc},
+                      Setting{.devices = Setting::kRpc, .queues = Setting::kLateCopies},
+                      Setting{.devices = Setting::kRpc, .stages = {2, 1}},
+                      Setting{.devices = Setting::kCpuAndRpc},
+                      Setting{.devices = Setting::kCpuAndRpc, .queues = Setting::kLateCopies}),
+    [](const auto& info) { return info.param.name(); });
 
 }  // namespace
 }  // namespace hcache::engine

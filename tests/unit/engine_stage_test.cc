@@ -1,9 +1,11 @@
-// Several stages on one device give the bits of one: logits, arena, captured rows, restoration.
+// Several stages give the bits of one, on one device and on several: logits, arena, captured rows,
+// restoration.
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "engine_restore_testing.h"
+#include "rpc_server.h"
 
 namespace hcache::engine {
 namespace {
@@ -18,8 +20,11 @@ struct Outcome {
   std::vector<Row> restored_logits;
 };
 
-std::unique_ptr<Engine> staged(const model::Model& model, const std::vector<int>& stages) {
-  return make_engine(model, {.arena_tokens = 400, .max_batch_rows = 64, .stage_layers = stages});
+std::unique_ptr<Engine> staged(const model::Model& model, const std::vector<int>& stages,
+                               AttentionKind attention = AttentionKind::kAuto) {
+  return make_engine(
+      model,
+      {.arena_tokens = 400, .max_batch_rows = 64, .attention = attention, .stage_layers = stages});
 }
 
 // A layer from tokens, one from hidden states, the others from K and V; other steps run between.
@@ -42,9 +47,10 @@ void restore_each_way(Engine& e, const SavedRows& saved, std::span<const int32_t
   HCACHE_EXPECT_OK(e.release_sequence(other));
 }
 
-Outcome run(const model::Model& model, const std::vector<int>& stages) {
+Outcome run(const model::Model& model, const std::vector<int>& stages,
+            AttentionKind attention = AttentionKind::kAuto) {
   Outcome out;
-  const std::unique_ptr<Engine> e = staged(model, stages);
+  const std::unique_ptr<Engine> e = staged(model, stages, attention);
   const Tokens tokens = random_tokens(model, 50, 1);
   const Tokens more = random_tokens(model, 5, 2);
   RecordingSink sink;
@@ -65,6 +71,19 @@ Outcome run(const model::Model& model, const std::vector<int>& stages) {
   return out;
 }
 
+void expect_same(const Outcome& several, const Outcome& one) {
+  EXPECT_TRUE(same_rows(several.logits, one.logits));
+  EXPECT_TRUE(same_kv(several.kv, one.kv));
+  EXPECT_TRUE(same_kv(several.restored_kv, one.restored_kv));
+  EXPECT_TRUE(same_rows(several.restored_logits, one.restored_logits));
+  ASSERT_EQ(several.saved.layers.size(), one.saved.layers.size());
+  for (size_t i = 0; i < one.saved.layers.size(); ++i) {
+    EXPECT_EQ(several.saved.layers[i].hidden, one.saved.layers[i].hidden) << "layer " << i;
+    EXPECT_EQ(several.saved.layers[i].k, one.saved.layers[i].k) << "layer " << i;
+    EXPECT_EQ(several.saved.layers[i].v, one.saved.layers[i].v) << "layer " << i;
+  }
+}
+
 TEST(Stages, GiveTheBitsOfOne) {
   for (const auto& [arch, n_head_kv, type] :
        {std::tuple("llama", 2, GGML_TYPE_Q4_1), std::tuple("llama", 4, GGML_TYPE_F16),
@@ -82,16 +101,7 @@ TEST(Stages, GiveTheBitsOfOne) {
     for (const std::vector<int>& stages : cuts) {
       SCOPED_TRACE(std::to_string(stages.size()) + " stages");
       const Outcome several = run(model, stages);
-      EXPECT_TRUE(same_rows(several.logits, one.logits));
-      EXPECT_TRUE(same_kv(several.kv, one.kv));
-      EXPECT_TRUE(same_kv(several.restored_kv, one.restored_kv));
-      EXPECT_TRUE(same_rows(several.restored_logits, one.restored_logits));
-      ASSERT_EQ(several.saved.layers.size(), one.saved.layers.size());
-      for (size_t i = 0; i < one.saved.layers.size(); ++i) {
-        EXPECT_EQ(several.saved.layers[i].hidden, one.saved.layers[i].hidden) << "layer " << i;
-        EXPECT_EQ(several.saved.layers[i].k, one.saved.layers[i].k) << "layer " << i;
-        EXPECT_EQ(several.saved.layers[i].v, one.saved.layers[i].v) << "layer " << i;
-      }
+      expect_same(several, one);
     }
   }
 }
@@ -166,6 +176,64 @@ TEST(Stages, RestorationsInterleave) {
       }
     }
   }
+}
+
+// Each layer is computed where its weights are, whatever the device's number of threads.
+TEST(Devices, TwoCpusGiveTheBitsOfOne) {
+  for (const auto& [arch, n_head_kv, type, n_threads] :
+       {std::tuple("llama", 2, GGML_TYPE_Q4_1, 1), std::tuple("llama", 4, GGML_TYPE_F16, 1),
+        std::tuple("opt", 4, GGML_TYPE_Q8_0, 2)}) {
+    SCOPED_TRACE(std::string(arch) + " " + ggml_type_name(type));
+    const Outcome one = run(tiny_model(arch, n_head_kv, type), {});
+    const std::unique_ptr<LoadedModel> two =
+        load_model(tiny_model_path(arch, n_head_kv, type),
+                   {open_device("cpu", 1), open_device("cpu", n_threads)}, {1, 1});
+    ASSERT_EQ(two->model->devices().size(), 2U);
+    const std::unique_ptr<Engine> e = staged(*two->model, {});
+    EXPECT_EQ(e->stage_ranges().size(), 2U);
+    expect_same(run(*two->model, {}), one);
+  }
+}
+
+// With the same kernels on both ends answers don't depend on which layers are where.
+TEST(Devices, TwoServersAndACpuGiveTheBitsOfOneServer) {
+  const auto first = hcache::testing::RpcServer::shared();
+  const auto second = hcache::testing::RpcServer::second();
+  ASSERT_TRUE(first.ok() && second.ok());
+  const std::string path = tiny_model_path("llama", 2, GGML_TYPE_Q8_0);
+  const auto a = open_device((*first)->device());
+  const auto b = open_device((*second)->device());
+  const Outcome one = run(*load_model(path, (*first)->device())->model, {});
+  expect_same(run(*load_model(path, {a, b}, {2, 1})->model, {}), one);
+  expect_same(run(*load_model(path, {a, b}, {1, 2})->model, {1, 1, 1}), one);
+  expect_same(run(*load_model(path, {b, a}, {1, 1})->model, {}), one);
+  // The server has no repacked weights, so the CPU has none either.
+  model::LoadOptions options;
+  options.use_extra_buffers = false;
+  const auto cpu = open_device("cpu");
+  options.placement.devices = {cpu.get(), a.get(), b.get()};
+  const auto mixed = model::Model::load(path, *cpu, options).value();
+  ASSERT_EQ(mixed->devices().size(), 3U);
+  expect_same(run(*mixed, {}, AttentionKind::kGgml), one);
+}
+
+TEST(Devices, OurAttentionRunsWhereItApplies) {
+  const auto server = hcache::testing::RpcServer::shared();
+  ASSERT_TRUE(server.ok()) << server.status().to_string();
+  const auto mixed = load_model(tiny_model_path("llama", 2, GGML_TYPE_Q8_0),
+                                {open_device("cpu"), open_device((*server)->device())}, {2, 1});
+  const std::unique_ptr<Engine> e = staged(*mixed->model, {});
+  EXPECT_TRUE(e->uses_own_attention(1));
+  EXPECT_FALSE(e->uses_own_attention(2));
+  EXPECT_EQ(e->stage_ranges(), (std::vector<std::pair<int, int>>{{0, 2}, {2, 3}}));
+  const Result<std::unique_ptr<Engine>> forced =
+      Engine::create(*mixed->model, {.attention = AttentionKind::kOurs});
+  EXPECT_EQ(forced.status().code(), Code::kUnimplemented);
+  // Logits stay within what the two attention kernels differ by.
+  const Outcome one = run(tiny_model("llama", 2, GGML_TYPE_Q8_0), {});
+  const Outcome two = run(*mixed->model, {});
+  EXPECT_LT(mean_kl(one.logits, two.logits), 1e-4);
+  EXPECT_LT(mean_kl(one.restored_logits, two.restored_logits), 1e-4);
 }
 
 TEST(Stages, MustHaveAllLayers) {

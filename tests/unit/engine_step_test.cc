@@ -34,7 +34,7 @@ class InvarianceTest : public ::testing::TestWithParam<ModelCase> {};
 TEST_P(InvarianceTest, DecodeAndAnyChunkingEqualOnePrefill) {
   const model::Model& model = GetParam().get();
   const std::unique_ptr<Engine> engine = make_engine(model, small_arena(1024, 256));
-  ASSERT_TRUE(engine->uses_own_attention());
+  ASSERT_TRUE(engine->uses_own_attention(0));
   const int n = GetParam().n_tokens();
   const Tokens tokens = random_tokens(model, n, 1);
 
@@ -276,7 +276,7 @@ TEST_P(KvTypeTest, AnswersLikeAnF32Cache) {
     options.kv_type = type;
     options.attention = AttentionKind::kGgml;
     const std::unique_ptr<Engine> engine = make_engine(model, options);
-    EXPECT_FALSE(engine->uses_own_attention());
+    EXPECT_FALSE(engine->uses_own_attention(0));
     const SeqId seq = new_sequence(*engine);
     return append(*engine, seq, tokens, chunk);
   };

@@ -56,9 +56,18 @@ class TempDir {
   std::filesystem::path path_;
 };
 
-// A model and its device, which models on RPC share: a server serves one client at a time.
+// A device; those on RPC are shared: a server serves one client at a time.
+inline std::shared_ptr<model::Device> open_device(const std::string& name, int n_threads = 1) {
+  static std::map<std::string, std::shared_ptr<model::Device>> remote;
+  if (!name.starts_with("rpc:")) return model::Device::open(name, n_threads).value();
+  std::shared_ptr<model::Device>& shared = remote[name];
+  if (shared == nullptr) shared = model::Device::open(name, n_threads).value();
+  return shared;
+}
+
+// A model and its devices.
 struct LoadedModel {
-  std::shared_ptr<model::Device> device;
+  std::vector<std::shared_ptr<model::Device>> devices;
   std::unique_ptr<model::Model> model;
 };
 
@@ -66,15 +75,21 @@ inline std::unique_ptr<LoadedModel> load_model(const std::string& path,
                                                const std::string& device = "cpu",
                                                int n_threads = 1) {
   auto loaded = std::make_unique<LoadedModel>();
-  static std::map<std::string, std::shared_ptr<model::Device>> remote;
-  if (device.starts_with("rpc:")) {
-    std::shared_ptr<model::Device>& shared = remote[device];
-    if (shared == nullptr) shared = model::Device::open(device, n_threads).value();
-    loaded->device = shared;
-  } else {
-    loaded->device = model::Device::open(device, n_threads).value();
-  }
-  loaded->model = model::Model::load(path, *loaded->device).value();
+  loaded->devices = {open_device(device, n_threads)};
+  loaded->model = model::Model::load(path, *loaded->devices[0]).value();
+  return loaded;
+}
+
+// On several devices, which share the layers in these proportions.
+inline std::unique_ptr<LoadedModel> load_model(const std::string& path,
+                                               std::vector<std::shared_ptr<model::Device>> devices,
+                                               const std::vector<double>& split) {
+  auto loaded = std::make_unique<LoadedModel>();
+  loaded->devices = std::move(devices);
+  model::LoadOptions options;
+  for (const auto& device : loaded->devices) options.placement.devices.push_back(device.get());
+  options.placement.split = split;
+  loaded->model = model::Model::load(path, *loaded->devices[0], options).value();
   return loaded;
 }
 

@@ -41,8 +41,8 @@ std::string deep_model_path(const std::string& arch, int n_head_kv, ggml_type ty
 
 std::unique_ptr<LoadedModel> load(const std::string& path, const model::LoadOptions& options) {
   auto loaded = std::make_unique<LoadedModel>();
-  loaded->device = model::Device::open("cpu", 1).value();
-  auto model = model::Model::load(path, *loaded->device, options);
+  loaded->devices = {open_device("cpu", 1)};
+  auto model = model::Model::load(path, *loaded->devices[0], options);
   EXPECT_TRUE(model.ok()) << model.status().to_string();
   if (model.ok()) loaded->model = std::move(*model);
   return loaded;
@@ -383,7 +383,7 @@ TEST(WeightStream, AFileThatChangesIsAnError) {
     FaultEnv env;
     const auto loaded = load(copy_to(env, real), from_disk(env));
     HCACHE_EXPECT_OK(write_whole_file(env, "/m/model.gguf", "another file"));
-    const auto queue = make_device_copy_queue(*loaded->device);
+    const auto queue = make_device_copy_queue(*loaded->devices[0]);
     EXPECT_EQ(WeightStream::open(*loaded->model, *queue, false).status().code(),
               Code::kFailedPrecondition)
         << "replaced before the stream was opened";

@@ -1,6 +1,6 @@
 hcache_test(model_device_test unit/model_device_test.cc LIBS hcache_model)
 # These look behind the public headers.
-foreach(test weight_types loader corrupt tools)
+foreach(test weight_types loader corrupt tools placement)
   hcache_test(model_${test}_test unit/model_${test}_test.cc LIBS hcache_model_tools)
   target_include_directories(model_${test}_test PRIVATE ${CMAKE_SOURCE_DIR}/src/model)
 endforeach()

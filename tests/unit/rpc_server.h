@@ -12,12 +12,14 @@ namespace hcache::testing {
 class RpcServer {
  public:
   // kUnavailable when no server answers on any of a few ports within its time.
-  static Result<RpcServer*> shared(int n_threads = 1) {
-    // Never destroyed: ggml's client still frees remote buffers from a thread of its own while the
-    // test process exits. The server dies with the process.
-    static RpcServer* const server = new RpcServer(n_threads);
-    if (!server->process_.running()) return unavailable("the RPC test server does not start");
-    return server;
+  static Result<RpcServer*> shared() {
+    static RpcServer* const server = new RpcServer(1);
+    return running(server);
+  }
+  // Another one.
+  static Result<RpcServer*> second() {
+    static RpcServer* const server = new RpcServer(1);
+    return running(server);
   }
   RpcServer(const RpcServer&) = delete;
   RpcServer& operator=(const RpcServer&) = delete;
@@ -27,6 +29,13 @@ class RpcServer {
 
  private:
   static constexpr int kAttempts = 5;  // a port may be taken between choosing and using it
+
+  // Never destroyed: ggml's client still frees remote buffers from a thread of its own while the
+  // test process exits. The server dies with the process.
+  static Result<RpcServer*> running(RpcServer* server) {
+    if (!server->process_.running()) return unavailable("the RPC test server does not start");
+    return server;
+  }
 
   explicit RpcServer(int n_threads) {
     for (int attempt = 0; attempt < kAttempts; ++attempt) {

@@ -17,6 +17,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -41,8 +42,8 @@ struct EngineOptions {
   int max_batch_rows = 512;           // most rows (tokens) of one step
   AttentionKind attention = AttentionKind::kAuto;
   // Layers per stage: a run of layers with queues, an arena and buffers of its own. Steps go from
-  // stage to stage; what is computed does not depend on it. Empty: one stage. All stages are on the
-  // model's device.
+  // stage to stage; what is computed does not depend on it. A stage that spans several devices of
+  // the model is cut where the device changes. Empty: one stage per run of layers on one device.
   std::vector<int> stage_layers{};
 };
 
@@ -143,7 +144,10 @@ class Engine {
   [[nodiscard]] const model::Model& model() const;
   [[nodiscard]] const EngineOptions& options() const;
   [[nodiscard]] int n_layer() const;
-  [[nodiscard]] bool uses_own_attention() const;
+  // Whether our attention kernel computes a layer.
+  [[nodiscard]] bool uses_own_attention(int layer) const;
+  // Layers [begin, end) of each stage, in their order.
+  [[nodiscard]] std::vector<std::pair<int, int>> stage_ranges() const;
 
   // --- Sequences ---------------------------------------------------------------------------
   Result<SeqId> create_sequence();

@@ -18,8 +18,8 @@ struct DeviceInfo {
   size_t memory_total = 0;  // bytes; 0 where unknown
 };
 
-// Owns two backend instances of one device: two queues (CUDA streams). On devices whose queue is
-// synchronous (CPU, RPC) both calls complete before they return.
+// Owns two backend instances of one device: two queues (CUDA streams). On the CPU, whose queue is
+// synchronous, calls complete before they return.
 //
 // Threading: compute() belongs to one thread (the engine's); copy() may be used by one other
 // thread at a time where the backend is thread safe (CUDA); on CPU it is not used by others.

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "model/device.h"
+#include "model/placement.h"
 #include "model/streamed_weights.h"
 
 namespace hcache::model {
@@ -106,6 +107,10 @@ struct LoadOptions {
   // Repacked or tiled weight layouts where they win (as libllama). Not where layers are streamed:
   // what is computed must not depend on how many of them are.
   bool use_extra_buffers = true;
+  // Where the layers go; without devices, and before those of them, to the device that load() is
+  // given. The output matrix is on the last layer's device.
+  Placement placement{};
+  // Others than resident take one device: kUnimplemented.
   WeightPlace weights = WeightPlace::kResident;
   uint64_t device_memory = 0;  // bytes of the device's memory to use; 0: what is free
   // What else will be taken of the device's memory, in bytes; null: nothing.
@@ -114,7 +119,7 @@ struct LoadOptions {
   Env* env = &Env::real();  // where files are; outlives the model
 };
 
-// Immutable after load; safe to read from any thread. The Device must outlive it.
+// Immutable after load; safe to read from any thread. The devices must outlive it.
 class Model {
  public:
   // Reads, validates and places a GGUF file. Every size, offset, type and shape is checked before
@@ -132,7 +137,11 @@ class Model {
   [[nodiscard]] const HParams& hparams() const;
   [[nodiscard]] const DecoderSpec& spec() const;
   [[nodiscard]] const Weights& weights() const;
-  [[nodiscard]] Device& device() const;
+  [[nodiscard]] Device& device(int layer) const;
+  // The first layer's.
+  [[nodiscard]] Device& device() const { return device(0); }
+  // Each that has a layer, in the order of the first one.
+  [[nodiscard]] const std::vector<Device*>& devices() const;
   // The layers whose weights are not on the device; null: all are.
   [[nodiscard]] const StreamedWeights* streamed() const;
   // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".
