@@ -6,54 +6,18 @@
 #include <numeric>
 #include <utility>
 
+#include "attention_choice.h"
+
 namespace hcache::engine {
 namespace {
 
 using model::Model;
 
-// Whether our kernel applies on a device, as the options say.
-Result<bool> choose_attention(const Model& model, const model::Device& device,
-                              const EngineOptions& options) {
-  const model::HParams& hp = model.hparams();
-  const AttentionShape shape = {.n_head = hp.n_head,
-                                .n_head_kv = hp.n_head_kv,
-                                .head_dim_k = hp.head_dim,
-                                .head_dim_v = hp.head_dim,
-                                .scale = hp.attention_scale};
-  const bool applies =
-      device.is_cpu() && options.kv_type == GGML_TYPE_F16 && attention_supports(shape);
-  if (options.attention == AttentionKind::kOurs && !applies) {
-    return unimplemented(
-        fmt::format("our attention kernel needs the CPU and "
-                    "an F16 KV cache (device {}, KV type "
-                    "{}); use --attention auto",
-                    device.name(), ggml_type_name(options.kv_type)));
-  }
-  return applies && options.attention != AttentionKind::kGgml;
-}
-
 Status check_options(const Model& model, const EngineOptions& options) {
-  const model::HParams& hp = model.hparams();
   if (options.arena_tokens < 1 || options.max_batch_rows < 1) {
     return invalid_argument("the arena and the batch need at least one token");
   }
-  switch (options.kv_type) {
-    case GGML_TYPE_F32:
-    case GGML_TYPE_F16:
-    case GGML_TYPE_BF16: break;
-    case GGML_TYPE_Q8_0:
-      if (hp.head_dim % ggml_blck_size(GGML_TYPE_Q8_0) != 0) {
-        return unimplemented(
-            fmt::format("a Q8_0 KV cache needs heads divisible "
-                        "by 32, this model's have {}; use f16",
-                        hp.head_dim));
-      }
-      break;
-    default:
-      return unimplemented(fmt::format("KV type {} is not supported; use f16, f32, bf16 or q8_0",
-                                       ggml_type_name(options.kv_type)));
-  }
-  return {};
+  return check_kv_type(model, options.kv_type);
 }
 
 // Layers per stage: as the options cut them, and wherever the device changes.

@@ -1,0 +1,342 @@
+#include "step_loop.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace hcache::engine {
+namespace {
+
+double seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+// The reads of `all` that are not among `some`; false where `some` has others.
+bool subtract_reads(const std::vector<PageLoad>& all, const std::vector<PageLoad>& some,
+                    std::vector<PageLoad>* rest) {
+  const auto key = [](const PageLoad& load) {
+    return std::tuple(load.read.file, load.read.offset, load.read.memory.data(),
+                      load.read.memory.size());
+  };
+  const auto reads_of = [&](const std::vector<PageLoad>& loads) {
+    std::vector<PageLoad> reads;
+    for (const PageLoad& load : loads) {
+      if (load.read.file != nullptr) reads.push_back(load);
+    }
+    std::sort(reads.begin(), reads.end(),
+              [&](const PageLoad& a, const PageLoad& b) { return key(a) < key(b); });
+    return reads;
+  };
+  const std::vector<PageLoad> needed = reads_of(all);
+  const std::vector<PageLoad> begun = reads_of(some);
+  size_t i = 0;
+  for (const PageLoad& load : needed) {
+    if (i < begun.size() && key(begun[i]) == key(load)) {
+      ++i;
+    } else {
+      rest->push_back(load);
+    }
+  }
+  return i == begun.size();
+}
+
+int64_t read_rows(const std::vector<PageLoad>& loads, size_t row_bytes) {
+  size_t n_bytes = 0;
+  for (const PageLoad& load : loads) n_bytes += load.read.memory.size();
+  return row_bytes == 0 ? 0 : static_cast<int64_t>(n_bytes / row_bytes);
+}
+
+}  // namespace
+
+StepInput::Tables StepLoop::tables_of(const StepInput& step, const MiniBatch& batch) {
+  StepInput::Tables tables;
+  for (const StepMember& member : batch.members) tables.push_back(step.tables[member.request]);
+  return tables;
+}
+
+LayerLoad StepLoop::load_of(const StepInput& step, int64_t task, uint64_t number) {
+  const auto n_batches = static_cast<int64_t>(step.plan.batches.size());
+  const MiniBatch& batch = step.plan.batches[task % n_batches];
+  return p_.buffers.loads(p_.buffers.at(number), static_cast<int>(task / n_batches), batch,
+                          tables_of(step, batch));
+}
+
+void StepLoop::begin_reads(Loading& loading, const std::vector<PageLoad>& act,
+                           const std::vector<PageLoad>& kv) {
+  std::vector<PageTransfer> act_reads = BatchBuffers::reads(act);
+  std::vector<PageTransfer> kv_reads = BatchBuffers::reads(kv);
+  if (act_reads.empty() && kv_reads.empty()) return;
+  loading.tickets.push_back(p_.io->load(std::move(act_reads), std::move(kv_reads)));
+}
+
+void StepLoop::begin_load(const StepInput& step, int64_t task, uint64_t number) {
+  p_.buffers.wait_for_landing(p_.buffers.at(number));
+  Loading loading{.load = load_of(step, task, number), .tickets = {}};
+  begin_reads(loading, loading.load.act, loading.load.kv);
+  loading_.push_back(std::move(loading));
+}
+
+bool StepLoop::adopt(Loading& loading, LayerLoad needed) {
+  LayerLoad rest;
+  const bool fits = subtract_reads(needed.act, loading.load.act, &rest.act) &&
+                    subtract_reads(needed.kv, loading.load.kv, &rest.kv);
+  if (!fits) return false;
+  loading.load = std::move(needed);
+  begin_reads(loading, rest.act, rest.kv);
+  return true;
+}
+
+// Loads that began in the step before serve this one where it is what was expected; blocks that
+// have come to the disk since are read besides.
+void StepLoop::adopt_loads(const StepInput& step) {
+  const auto n_tasks = static_cast<size_t>(p_.layout.n_layer) * step.plan.batches.size();
+  bool fits = loading_.size() <= n_tasks;
+  for (size_t i = 0; fits && i < loading_.size(); ++i) {
+    fits = adopt(loading_[i], load_of(step, static_cast<int64_t>(i), first_number_ + i));
+  }
+  if (!fits) drop_loads();
+}
+
+void StepLoop::drop_loads() {
+  for (const Loading& loading : loading_) {
+    for (const BlockIo::Ticket ticket : loading.tickets) {
+      p_.io->wait_kv(ticket, nullptr).ignore("nobody needs what was read");
+    }
+  }
+  loading_.clear();
+}
+
+Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<float>* logits,
+                     std::vector<int>* logits_of, StepTimes* times) {
+  const auto n_vocab = static_cast<size_t>(p_.model.hparams().n_vocab);
+  logits->resize(static_cast<size_t>(step.n_wanted) * n_vocab);
+  logits_of->clear();
+  p_.graphs.new_step();
+  act_inputs_of_ = -1;
+  const int64_t busy_ns = p_.io == nullptr ? 0 : p_.io->read_busy_ns();
+  const int64_t begin_ns = now_ns();
+  const Status status = run_tasks({step, logits, logits_of, times}, next);
+  if (status.ok()) {
+    p_.ring.flush();
+  } else {
+    drop_loads();
+    p_.ring.drop();
+  }
+  p_.stage.graphs().synchronize();
+  times->total_s = seconds(now_ns() - begin_ns);
+  if (p_.io != nullptr) times->link_busy_s = seconds(p_.io->read_busy_ns() - busy_ns);
+  return status;
+}
+
+Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
+  const auto n_batches = static_cast<int64_t>(run.step.plan.batches.size());
+  const int64_t n_tasks = p_.layout.n_layer * n_batches;
+  const int64_t n_next = p_.layout.n_layer * static_cast<int64_t>(next.plan.batches.size());
+  const auto n_buffers = static_cast<int64_t>(p_.buffers.size());
+  HCACHE_RETURN_IF_ERROR(p_.graphs.set_rows(run.step.x));
+  adopt_loads(run.step);
+  for (auto task = static_cast<int64_t>(loading_.size()); task < std::min(n_buffers, n_tasks);
+       ++task) {
+    begin_load(run.step, task, first_number_ + static_cast<uint64_t>(task));
+  }
+  for (int64_t task = 0; task < n_tasks; ++task) {
+    const auto layer = static_cast<int>(task / n_batches);
+    if (task % n_batches == 0 && p_.options.weights.acquire) {
+      const int64_t asked_ns = now_ns();
+      HCACHE_RETURN_IF_ERROR(p_.options.weights.acquire(layer));
+      run.times->weights_s += seconds(now_ns() - asked_ns);
+    }
+    const Status status = run_task(run, task);
+    if ((task % n_batches == n_batches - 1 || !status.ok()) && p_.options.weights.release) {
+      p_.options.weights.release(layer);
+    }
+    HCACHE_RETURN_IF_ERROR(status);
+    // Its buffer is the one of the task that comes after those which are being loaded.
+    const int64_t then = task + n_buffers;
+    const uint64_t number = first_number_ + static_cast<uint64_t>(then);
+    if (then < n_tasks) {
+      begin_load(run.step, then, number);
+    } else if (p_.io != nullptr && then - n_tasks < n_next) {
+      begin_load(next, then - n_tasks, number);
+    }
+  }
+  first_number_ += static_cast<uint64_t>(n_tasks);
+  return {};
+}
+
+Status StepLoop::wait(const Run& run, Loading& loading, bool all, BatchSample* sample) {
+  if (loading.tickets.empty()) return {};
+  const int64_t begin_ns = now_ns();
+  Status first;
+  for (const BlockIo::Ticket ticket : loading.tickets) {
+    LoadTimes load;
+    const Status status = all ? p_.io->wait_kv(ticket, &load) : p_.io->wait_act(ticket);
+    if (first.ok()) first = status;
+    sample->load_act_s += load.act_s;
+    sample->load_kv_s += load.kv_s;
+  }
+  if (all) loading.tickets.clear();
+  const double waited_s = seconds(now_ns() - begin_ns);
+  sample->wait_s += waited_s;
+  run.times->wait_s += waited_s;
+  return first;
+}
+
+Status StepLoop::run_task(const Run& run, int64_t task) {
+  const auto n_batches = static_cast<int64_t>(run.step.plan.batches.size());
+  const auto layer = static_cast<int>(task / n_batches);
+  const auto index = static_cast<int>(task % n_batches);
+  const MiniBatch& batch = run.step.plan.batches[index];
+  BatchBuffer& buffer = p_.buffers.at(first_number_ + static_cast<uint64_t>(task));
+  Loading& loading = loading_.front();
+  BatchSample sample{.layer = layer, .batch = index};
+  sample.read_act_tokens = read_rows(loading.load.act, p_.layout.row_bytes(BlockKind::kAct, layer));
+  sample.read_kv_tokens = read_rows(loading.load.kv, 2 * p_.layout.kv_row_bytes);
+
+  HCACHE_RETURN_IF_ERROR(wait(run, loading, false, &sample));
+  p_.buffers.upload(buffer, loading.load.act);
+  p_.buffers.before_compute(buffer);
+  HCACHE_RETURN_IF_ERROR(generate(run, layer, index, buffer, loading.load, &sample));
+  HCACHE_RETURN_IF_ERROR(wait(run, loading, true, &sample));
+  p_.buffers.upload(buffer, loading.load.kv);
+  p_.ring.send();  // behind the uploads, which must not wait for the graphs before
+  p_.buffers.before_compute(buffer);
+  loading_.pop_front();
+
+  const int64_t begin_ns = now_ns();
+  HCACHE_RETURN_IF_ERROR(forward(run, layer, batch, buffer));
+  p_.buffers.used(buffer);
+  if (p_.times_graphs) sample.forward_s = seconds(now_ns() - begin_ns);
+  for (const StepMember& member : batch.members) {
+    sample.rows += member.n_new;
+    sample.cells += member.n_past + member.n_new;
+    if (keeps(layer)) sample.kv_tokens += member.n_past - member.n_act;
+  }
+  run.times->read_bytes +=
+      static_cast<uint64_t>(sample.read_act_tokens) * p_.layout.row_bytes(BlockKind::kAct, layer) +
+      static_cast<uint64_t>(sample.read_kv_tokens) * 2 * p_.layout.kv_row_bytes;
+  run.times->samples.push_back(sample);
+  return {};
+}
+
+Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buffer,
+                          const LayerLoad& load, BatchSample* sample) {
+  if (!keeps(layer)) return {};
+  const MiniBatch& batch = run.step.plan.batches[index];
+  const std::vector<ActRun> runs = p_.buffers.act_runs(batch, tables_of(run.step, batch));
+  const int64_t n_rows = runs.empty() ? 0 : runs.back().first_row + runs.back().n_rows;
+  if (n_rows > 0 && act_inputs_of_ != index) {
+    std::vector<int32_t> positions;
+    std::vector<int64_t> cells;
+    for (const ActRun& r : runs) {
+      for (int64_t i = 0; i < r.n_rows; ++i) {
+        positions.push_back(static_cast<int32_t>(r.first_block * kBlockTokens + i));
+        cells.push_back(r.first_cell + i);
+      }
+    }
+    // Rows that are taken along for the kernel's choice.
+    positions.resize(positions.size() + static_cast<size_t>(p_.least_rows), 0);
+    p_.graphs.set_act_rows(positions, cells);
+    act_inputs_of_ = index;
+  }
+  const int64_t begin_ns = now_ns();
+  HCACHE_RETURN_IF_ERROR(p_.graphs.generate(layer, buffer, n_rows, load.act, load.kv));
+  sample->act_tokens = n_rows;
+  if (p_.times_graphs) sample->generate_s = seconds(now_ns() - begin_ns);
+  return {};
+}
+
+Status StepLoop::forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer) {
+  if (!keeps(layer)) {
+    for (const Piece& piece : batch.context) {
+      HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, true));
+    }
+  }
+  for (const Piece& piece : batch.fresh) {
+    HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, false));
+  }
+  return {};
+}
+
+void StepLoop::wanted_rows(const Run& run, const MiniBatch& batch, const Piece& piece,
+                           std::vector<int32_t>* rows) const {
+  for (const RowRange& range : piece.ranges) {
+    const StepMember& member = batch.members[range.member];
+    if (member.wants_logits && range.first_pos + range.n_rows == member.n_past + member.n_new) {
+      rows->push_back(range.first_row + range.n_rows - 1);
+      run.logits_of->push_back(member.request);
+    }
+  }
+}
+
+// Where the rows that a graph captured of a layer go.
+std::vector<StoreRing::Target> StepLoop::targets(const StepInput& step, int layer,
+                                                 const MiniBatch& batch, const Piece& piece,
+                                                 const CaptureLayout& layout) const {
+  std::vector<StoreRing::Target> targets;
+  for (const RowRange& range : piece.ranges) {
+    const auto& table = *step.tables[batch.members[range.member].request];
+    for (int64_t r = 0; r < range.n_rows;) {
+      const int64_t pos = range.first_pos + r;
+      const int64_t n = std::min<int64_t>(kBlockTokens - pos % kBlockTokens, range.n_rows - r);
+      const BlockStore::Id id = table[pos / kBlockTokens];
+      const size_t row_bytes = p_.layout.row_bytes(p_.store.kind(id), layer);
+      const auto add = [&](int part, int64_t offset) {
+        targets.push_back({.offset = static_cast<size_t>(offset) +
+                                     static_cast<size_t>(range.first_row + r) * row_bytes,
+                           .n_bytes = static_cast<size_t>(n) * row_bytes,
+                           .page = p_.store.host_page(id, layer, part) +
+                                   static_cast<size_t>(pos % kBlockTokens) * row_bytes});
+      };
+      if (p_.store.kind(id) == BlockKind::kAct) {
+        add(0, layout.act_offset);
+      } else {
+        add(0, layout.k_offset);
+        add(1, layout.v_offset);
+      }
+      r += n;
+    }
+  }
+  return targets;
+}
+
+Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, const Piece& piece,
+                           BatchBuffer& buffer, bool is_context) {
+  LayerGraphs::Forward forward;
+  forward.layer = layer;
+  forward.batch = &batch;
+  forward.piece = &piece;
+  forward.kv_only = is_context && layer == p_.layout.first_layer - 1;
+  const bool captures = !is_context && keeps(layer);
+  if (captures) {
+    bool act = false;
+    bool kv = false;
+    for (const RowRange& range : piece.ranges) {
+      const auto& table = *run.step.tables[batch.members[range.member].request];
+      const int64_t last = (range.first_pos + range.n_rows - 1) / kBlockTokens;
+      for (int64_t block = range.first_pos / kBlockTokens; block <= last; ++block) {
+        (p_.store.kind(table[block]) == BlockKind::kAct ? act : kv) = true;
+      }
+    }
+    forward.layout = p_.graphs.capture_layout(layer, piece.n_padded, act, kv);
+    forward.capture = p_.ring.next();
+  }
+  const size_t n_before = run.logits_of->size();
+  const bool last = layer == p_.layout.n_layer - 1;
+  if (last && !is_context) wanted_rows(run, batch, piece, &forward.wanted);
+  const size_t n_wanted = forward.wanted.size();
+  while (n_wanted > 0 && forward.wanted.size() < static_cast<size_t>(p_.least_rows)) {
+    forward.wanted.push_back(forward.wanted.back());
+  }
+  HCACHE_ASSIGN_OR_RETURN(const ggml_tensor* logits, p_.graphs.forward(buffer, forward));
+  if (logits != nullptr) {
+    const auto n_vocab = static_cast<size_t>(p_.model.hparams().n_vocab);
+    p_.stage.graphs().get(logits, run.logits->data() + n_before * n_vocab,
+                          n_wanted * n_vocab * sizeof(float));
+  }
+  if (captures) {
+    p_.ring.captured(forward.layout.n_bytes,
+                     targets(run.step, layer, batch, piece, forward.layout));
+  }
+  return {};
+}
+
+}  // namespace hcache::engine

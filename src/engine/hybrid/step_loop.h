@@ -1,0 +1,108 @@
+// Runs a step layer by layer, and within a layer mini-batch by mini-batch, while the blocks of the
+// mini-batches that follow are loaded and new rows are stored (HybridServe §4.2).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "batch_buffers.h"
+#include "block_io.h"
+#include "block_store.h"
+#include "engine/hybrid_engine.h"
+#include "hidden_types.h"
+#include "layer_graphs.h"
+#include "model/model.h"
+#include "stage.h"
+#include "step_plan.h"
+#include "store_ring.h"
+
+namespace hcache::engine {
+
+// A step to run: its plan, and the blocks of each request that a member may name.
+struct StepInput {
+  using Tables = std::vector<const std::vector<BlockStore::Id>*>;
+  StepPlan plan;
+  Tables tables;         // by StepMember::request
+  std::vector<float> x;  // the plan's rows before the first layer; of the step to run alone
+  int64_t n_wanted = 0;  // members that want logits
+};
+
+// What a loop works with; all of it outlives the loop.
+struct StepLoopParts {
+  const model::Model& model;
+  const HybridOptions& options;
+  const BlockLayout& layout;
+  Stage& stage;
+  CopyQueue& queue;
+  BlockStore& store;
+  BlockIo* io;  // null where no block lies on disk
+  BatchBuffers& buffers;
+  LayerGraphs& graphs;
+  StoreRing& ring;
+  int least_rows = 1;
+  bool times_graphs = false;  // graphs are done when a call returns
+};
+
+// Threading: the engine's thread.
+class StepLoop {
+ public:
+  explicit StepLoop(const StepLoopParts& parts) : p_(parts) {}
+  ~StepLoop() { drop_loads(); }
+  StepLoop(const StepLoop&) = delete;
+  StepLoop& operator=(const StepLoop&) = delete;
+
+  // Runs all layers. The rows of logits are put one behind the other into `logits`, in the order of
+  // `logits_of`, the requests. `next` is what the step after this one is likely to be: its first
+  // loads begin before this step ends. When it fails, nothing is under way any more.
+  Status run(const StepInput& step, const StepInput& next, std::vector<float>* logits,
+             std::vector<int>* logits_of, StepTimes* times);
+  // What was loaded for a step that will not come as expected is not used.
+  void drop_loads();
+
+ private:
+  // A (layer, mini-batch) whose loads have begun.
+  struct Loading {
+    LayerLoad load;
+    std::vector<BlockIo::Ticket> tickets;
+  };
+  struct Run {
+    const StepInput& step;
+    std::vector<float>* logits;
+    std::vector<int>* logits_of;
+    StepTimes* times;
+  };
+
+  static StepInput::Tables tables_of(const StepInput& step, const MiniBatch& batch);
+  LayerLoad load_of(const StepInput& step, int64_t task, uint64_t number);
+  void begin_load(const StepInput& step, int64_t task, uint64_t number);
+  void begin_reads(Loading& loading, const std::vector<PageLoad>& act,
+                   const std::vector<PageLoad>& kv);
+  void adopt_loads(const StepInput& step);
+  bool adopt(Loading& loading, LayerLoad needed);
+  Status run_tasks(const Run& run, const StepInput& next);
+  Status run_task(const Run& run, int64_t task);
+  Status generate(const Run& run, int layer, int batch, BatchBuffer& buffer, const LayerLoad& load,
+                  BatchSample* sample);
+  Status forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer);
+  Status run_piece(const Run& run, int layer, const MiniBatch& batch, const Piece& piece,
+                   BatchBuffer& buffer, bool is_context);
+  std::vector<StoreRing::Target> targets(const StepInput& step, int layer, const MiniBatch& batch,
+                                         const Piece& piece, const CaptureLayout& layout) const;
+  void wanted_rows(const Run& run, const MiniBatch& batch, const Piece& piece,
+                   std::vector<int32_t>* rows) const;
+  // Waits for a load, and counts the time.
+  Status wait(const Run& run, Loading& loading, bool all, BatchSample* sample);
+  [[nodiscard]] int64_t now_ns() const { return p_.options.env->monotonic_ns(); }
+  [[nodiscard]] bool keeps(int layer) const { return layer >= p_.layout.first_layer; }
+
+  const StepLoopParts p_;
+  uint64_t first_number_ = 0;    // of the step's first task: tasks are numbered through steps
+  std::deque<Loading> loading_;  // of tasks that have not been computed, in order
+  int act_inputs_of_ = -1;       // the mini-batch whose ACT rows' inputs the device has
+};
+
+}  // namespace hcache::engine

@@ -1,0 +1,203 @@
+// The batch engine (HybridServe §4): many sequences whose state does not fit the device, decoded
+// together at the speed of the link that their state comes over.
+//
+// The state of a sequence lies in blocks of 64 tokens, on the device, in host memory or on disk.
+// A KV block holds K and V; an ACT block holds the activation rows that W_k and W_v multiply, which
+// are smaller in a multi-head model, and from which K and V are generated again in every step. A
+// step runs layer by layer, and within a layer mini-batch by mini-batch: while one mini-batch is
+// computed, the blocks of the next are loaded into the other buffer, and new blocks are stored
+// behind it. So a layer's weights are read once for all sequences of a step.
+//
+//   HybridEngine& engine = ...;
+//   const RequestId id = engine.add(prompt, prompt.size() + 32).value();
+//   HybridStep step = engine.step().value();      // prefill, or a token of every sequence
+//   for (...) engine.append(step.rows[i].id, argmax(step.rows[i].logits));
+//
+// What a sequence answers does not depend on the kinds and places of its blocks, nor on what else
+// runs: on the CPU its logits are the same to the bit.
+//
+// Threading: one thread owns a HybridEngine.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "engine/compute_queue.h"
+#include "engine/engine.h"
+#include "model/model.h"
+
+namespace hcache::engine {
+
+inline constexpr int kBlockTokens = 64;
+
+enum class BlockKind : uint8_t { kKv, kAct };
+enum class BlockPlace : uint8_t { kDevice, kHost, kDisk };
+
+// An entry of a request's block table.
+struct BlockEntry {
+  BlockKind kind = BlockKind::kKv;
+  BlockPlace place = BlockPlace::kHost;
+  int64_t number = 0;  // of the place's blocks of this kind
+  int n_rows = 0;      // tokens it holds, at most kBlockTokens
+
+  friend bool operator==(const BlockEntry&, const BlockEntry&) = default;
+};
+
+// What a sequence asks of a step: what mini-batches are formed by.
+struct BatchMember {
+  int64_t act_tokens = 0;  // of its context in ACT blocks
+  int64_t kv_tokens = 0;   // and in KV blocks
+  int64_t new_rows = 0;    // to compute
+  int64_t cells = 0;       // that it takes of a buffer's
+};
+
+// Decisions that belong to policies. They are called by the engine's thread, between steps.
+struct HybridDecisions {
+  // The kind of a sequence's next block, given how many of each it has. Null: KV.
+  std::function<BlockKind(int64_t n_act, int64_t n_kv)> next_kind;
+  // Forms the mini-batches of a step: indices of members, each in exactly one, the cells of a
+  // mini-batch at most `max_cells`. Null: in order, as many as fit.
+  std::function<std::vector<std::vector<int>>(std::span<const BatchMember> members,
+                                              int64_t max_cells)>
+      form_batches;
+};
+
+// Where the weights of a layer are when a step computes it. The defaults: they are resident.
+struct LayerWeightsAccess {
+  std::function<Status(int layer)> acquire;  // blocks until they are there
+  std::function<void(int layer)> release;    // the layer's graphs have been given to the queue
+};
+
+struct HybridOptions {
+  // Tokens of one mini-batch: cells of each of the KV buffers, and rows of each of the ACT buffers.
+  // No sequence may be longer.
+  int64_t buffer_tokens = 8192;
+  int n_buffers = 2;             // mini-batches that may be loaded or computed at once, 2 or more
+  int max_batch_rows = 512;      // most rows of one graph
+  int64_t max_step_rows = 4096;  // most new rows of one step
+  ggml_type kv_type = GGML_TYPE_F16;
+  AttentionKind attention = AttentionKind::kAuto;
+  // The first layers whose state is not kept: it is recomputed from the tokens in every step.
+  int recomputed_layers = 0;
+
+  // Room for complete blocks, in bytes. Beside it the host holds a block per sequence, and those of
+  // a step that are on their way to the disk.
+  size_t device_bytes = 0;
+  size_t host_bytes = size_t{1} << 30;
+  size_t disk_bytes = 0;
+  std::string disk_dir;  // of the files, which have no name once they are open
+
+  HybridDecisions decisions{};
+  LayerWeightsAccess weights{};
+  Env* env = &Env::real();  // files, clock; outlives the engine
+};
+
+using RequestId = int64_t;
+
+// What was measured of one (layer, mini-batch) of a step.
+struct BatchSample {
+  int layer = 0;
+  int batch = 0;
+  int64_t act_tokens = 0;       // generated from activation rows
+  int64_t kv_tokens = 0;        // loaded
+  int64_t read_act_tokens = 0;  // of them, over the link
+  int64_t read_kv_tokens = 0;
+  int64_t rows = 0;       // computed
+  int64_t cells = 0;      // attended by decoding rows, all sequences together
+  double load_act_s = 0;  // of the link
+  double load_kv_s = 0;
+  double generate_s = 0;  // K and V from activation rows; 0 on devices that compute asynchronously
+  double forward_s = 0;   // the rest
+  double wait_s = 0;      // computing waited for loads
+};
+
+struct StepTimes {
+  double total_s = 0;
+  double wait_s = 0;       // computing waited for loads
+  double link_busy_s = 0;  // reads were under way
+  double weights_s = 0;    // computing waited for weights
+  uint64_t read_bytes = 0;
+  int64_t rows = 0;
+  int64_t context_tokens = 0;
+  int n_batches = 0;
+  bool decode_only = true;  // every sequence had one row
+  std::vector<BatchSample> samples;
+};
+
+struct RequestLogits {
+  RequestId id = -1;
+  std::span<const float> logits;  // n_vocab, behind the request's last token
+};
+
+// Valid until the engine's next step.
+struct HybridStep {
+  std::vector<RequestLogits> rows;  // of requests all of whose tokens are computed
+  StepTimes times;
+};
+
+// Bytes of blocks in use.
+struct HybridCacheUse {
+  size_t device_bytes = 0;
+  size_t host_bytes = 0;  // newest blocks included
+  size_t disk_bytes = 0;
+};
+
+class HybridEngine {
+ public:
+  // kUnimplemented: an architecture, device or type that has no way to do it; kResourceExhausted
+  // names the bytes that were wanted. The model, its device and the Env must outlive the engine.
+  // `make_queues` is for tests.
+  static Result<std::unique_ptr<HybridEngine>> create(const model::Model& model,
+                                                      const HybridOptions& options,
+                                                      const MakeQueues& make_queues = nullptr);
+  ~HybridEngine();
+  HybridEngine(const HybridEngine&) = delete;
+  HybridEngine& operator=(const HybridEngine&) = delete;
+
+  // A sequence that begins with `prompt` and will have at most `max_tokens`, for which room is
+  // reserved. kInvalidArgument: no tokens, or more than max_tokens. kOutOfRange: longer than the
+  // model's context or a buffer. kResourceExhausted: no room now; try again after a remove().
+  Result<RequestId> add(std::span<const int32_t> prompt, int64_t max_tokens);
+  // The sequence goes on with `token`, which the next step computes. kOutOfRange: max_tokens.
+  Status append(RequestId id, int32_t token);
+  // Its room is free at once.
+  Status remove(RequestId id);
+
+  // Computes tokens that are not computed yet: one of every sequence that has one, and pieces of
+  // longer ones as far as max_step_rows goes, in the order in which they were added. With nothing
+  // to compute: kFailedPrecondition. When it fails, sequences are as they were before, and the step
+  // may be tried again: kDataLoss and kResourceExhausted name the file.
+  Result<HybridStep> step();
+
+  // Whether every layer's activation rows can stand for K and V here: else no block can be ACT.
+  [[nodiscard]] bool can_keep_activations() const;
+  // Bytes of one token and layer: of K and V together, and of activation rows (the layers' mean).
+  [[nodiscard]] double kv_token_bytes() const;
+  [[nodiscard]] double act_token_bytes() const;
+  // Replaces the decisions from the next step on; blocks that exist keep their kinds.
+  void set_decisions(HybridDecisions decisions);
+
+  [[nodiscard]] const HybridOptions& options() const;
+  [[nodiscard]] int64_t length(RequestId id) const;    // tokens; 0 for an unknown request
+  [[nodiscard]] int64_t computed(RequestId id) const;  // of them
+  [[nodiscard]] std::vector<BlockEntry> blocks(RequestId id) const;
+  [[nodiscard]] HybridCacheUse cache_use() const;
+  // Waits for stores that are under way. The first error of one.
+  Status flush();
+
+ private:
+  struct Impl;
+  explicit HybridEngine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace hcache::engine

@@ -1,0 +1,122 @@
+// The batch engine: its logits are those of a resident run to the bit, whatever the kinds and
+// places of its blocks, the mini-batches and the buffers.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "engine_hybrid_testing.h"
+
+namespace hcache::engine::testing {
+namespace {
+
+constexpr size_t kPlenty = size_t{1} << 30;
+
+struct ModelCase {
+  const char* name;
+  int n_head_kv;
+  ggml_type type;
+};
+
+class HybridBits : public ::testing::TestWithParam<ModelCase> {
+ protected:
+  // Thirty-two requests of mixed lengths: from under a block to several.
+  void SetUp() override {
+    model_ = &tiny_model("llama", GetParam().n_head_kv, GetParam().type);
+    batch_ = mixed_batch(*model_, 32, 2, 230, 4);
+    expected_ = resident_replies(*model_, batch_);
+  }
+
+  HybridOptions options(double share) {
+    HybridOptions options;
+    options.buffer_tokens = 1024;
+    options.max_batch_rows = 96;
+    options.max_step_rows = 700;
+    options.decisions = act_share(share);
+    options.disk_dir = dir_.path().string();
+    return options;
+  }
+
+  void expect_same(const HybridOptions& options, const std::string& what) {
+    const auto engine = HybridEngine::create(*model_, options);
+    ASSERT_TRUE(engine.ok()) << engine.status().to_string();
+    EXPECT_TRUE(same_replies(expected_, hybrid_replies(**engine, batch_))) << what;
+    const HybridCacheUse use = (*engine)->cache_use();
+    HCACHE_EXPECT_OK((*engine)->flush());
+    EXPECT_EQ((*engine)->cache_use().disk_bytes, 0U) << what;
+    EXPECT_EQ(use.device_bytes, 0U) << what;
+  }
+
+  const model::Model* model_ = nullptr;
+  BatchOfRequests batch_;
+  Replies expected_;
+  TempDir dir_;
+};
+
+TEST_P(HybridBits, EveryKindInHostMemory) {
+  for (const double share : {0.0, 1.0, 0.5, 0.7}) {
+    expect_same(options(share), "share " + std::to_string(share));
+  }
+}
+
+TEST_P(HybridBits, EveryKindOnDisk) {
+  for (const double share : {0.0, 1.0, 0.6}) {
+    HybridOptions disk = options(share);
+    disk.host_bytes = 0;
+    disk.disk_bytes = kPlenty;
+    expect_same(disk, "share " + std::to_string(share));
+  }
+}
+
+TEST_P(HybridBits, EveryKindOnTheDevice) {
+  for (const double share : {0.0, 1.0, 0.6}) {
+    HybridOptions device = options(share);
+    device.host_bytes = 0;
+    device.device_bytes = kPlenty;
+    expect_same(device, "share " + std::to_string(share));
+  }
+}
+
+TEST_P(HybridBits, AllPlacesTogether) {
+  HybridOptions mixed = options(0.5);
+  mixed.device_bytes = 2 << 20;
+  mixed.host_bytes = 2 << 20;
+  mixed.disk_bytes = kPlenty;
+  mixed.n_buffers = 3;
+  expect_same(mixed, "all places");
+}
+
+TEST_P(HybridBits, LayersRecomputedFromTokens) {
+  for (const int n_layers : {1, 2, 3}) {
+    HybridOptions recomputed = options(0.5);
+    recomputed.recomputed_layers = n_layers;
+    recomputed.host_bytes = 0;
+    recomputed.disk_bytes = kPlenty;
+    expect_same(recomputed, std::to_string(n_layers) + " layers");
+  }
+}
+
+TEST_P(HybridBits, MiniBatchesOfAnyForm) {
+  HybridOptions one_each = options(0.5);
+  one_each.decisions.form_batches = [](std::span<const BatchMember> members, int64_t) {
+    std::vector<std::vector<int>> batches;
+    for (size_t i = 0; i < members.size(); ++i) batches.push_back({static_cast<int>(i)});
+    return batches;
+  };
+  expect_same(one_each, "one request each");
+  HybridOptions large = options(0.5);
+  large.buffer_tokens = 8192;
+  large.max_step_rows = 8192;
+  large.max_batch_rows = 1024;
+  expect_same(large, "all requests in one");
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, HybridBits,
+                         ::testing::Values(ModelCase{"MultiHeadF16", 4, GGML_TYPE_F16},
+                                           ModelCase{"GroupedF16", 2, GGML_TYPE_F16},
+                                           ModelCase{"MultiHeadQ8", 4, GGML_TYPE_Q8_0},
+                                           ModelCase{"GroupedQ8", 2, GGML_TYPE_Q8_0}),
+                         [](const auto& tested) { return std::string(tested.param.name); });
+
+}  // namespace
+}  // namespace hcache::engine::testing
