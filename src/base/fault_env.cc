@@ -39,6 +39,7 @@ struct FaultEnv::Node {
   std::vector<Pending> pending;
   std::set<std::uint64_t> blocks;  // that take space
   std::int64_t version = 0;        // changes of the content, in place of a time of change
+  std::weak_ptr<char> open;        // as long as any File of it lives
 
   static void apply(std::vector<std::byte>* content, std::uint64_t offset,
                     std::span<const std::byte> bytes) {
@@ -89,7 +90,10 @@ class FaultEnv::FaultFile final : public File {
         path_(std::move(path)),
         direct_(direct),
         writable_(writable),
-        generation_(generation) {}
+        generation_(generation),
+        open_(node_->open.lock()) {
+    if (open_ == nullptr) node_->open = open_ = std::make_shared<char>();
+  }
 
   Result<std::size_t> read_at(std::uint64_t offset, std::span<std::byte> out) override {
     MutexLock lock(env_.mutex_);
@@ -221,6 +225,7 @@ class FaultEnv::FaultFile final : public File {
   const bool direct_;
   const bool writable_;
   const std::uint64_t generation_;
+  std::shared_ptr<char> open_;
 };
 
 class FaultEnv::FaultLock final : public FileLock {
@@ -323,6 +328,10 @@ bool FaultEnv::vanished(const std::string& path) const {
 std::uint64_t FaultEnv::used_bytes() const {
   std::uint64_t sum = 0;
   for (const auto& [path, node] : names_) sum += node->blocks.size() * kBlockBytes;
+  // Files that have lost their names take space as long as they are open.
+  for (const auto& node : nameless_) {
+    if (!node->open.expired()) sum += node->blocks.size() * kBlockBytes;
+  }
   return sum;
 }
 
@@ -519,7 +528,11 @@ Status FaultEnv::remove_path(const std::string& path) {
     return not_found("cannot remove " + path);
   }
   HCACHE_RETURN_IF_ERROR(change());
-  names_.erase(path);
+  std::erase_if(nameless_, [](const auto& node) { return node->open.expired(); });
+  if (const auto named = names_.find(path); named != names_.end()) {
+    nameless_.push_back(named->second);
+    names_.erase(named);
+  }
   dirs_.erase(path);
   return {};
 }

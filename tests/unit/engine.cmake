@@ -7,6 +7,8 @@ hcache_test(engine_sequence_test unit/engine_sequence_test.cc LIBS hcache_engine
 hcache_test(engine_rows_test unit/engine_rows_test.cc LIBS hcache_engine hcache_model_tools)
 target_include_directories(engine_rows_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)
 hcache_test(engine_hybrid_test unit/engine_hybrid_test.cc LIBS hcache_engine hcache_model_tools)
+hcache_test(engine_hybrid_faults_test unit/engine_hybrid_faults_test.cc
+  LIBS hcache_engine hcache_model_tools)
 
 # Tests that link hcache_test_rpc may start the RPC server of rpc_server.h.
 add_executable(hcache_rpc_test_server unit/rpc_server_main.cc)

@@ -61,24 +61,35 @@ std::byte* BatchBuffers::landing(const BatchBuffer& buffer, const ggml_tensor* t
   return buffer.landing.data() + (data - static_cast<std::byte*>(buffer.k->data));
 }
 
+template <typename Visit>
+void BatchBuffers::visit_act(const MiniBatch& batch,
+                             std::span<const std::vector<BlockStore::Id>* const> blocks,
+                             const Visit& visit) const {
+  int64_t row = 0;
+  for (const bool complete : {true, false}) {
+    for (size_t m = 0; m < batch.members.size(); ++m) {
+      const StepMember& member = batch.members[m];
+      const int64_t n_complete = member.n_past / kBlockTokens;
+      const int64_t end = (member.n_past + kBlockTokens - 1) / kBlockTokens;
+      for (int64_t b = complete ? 0 : n_complete; b < (complete ? n_complete : end); ++b) {
+        const BlockStore::Id id = (*blocks[m])[b];
+        if (store_.kind(id) != BlockKind::kAct) continue;
+        const int64_t first = b * kBlockTokens;
+        const int64_t n = std::min<int64_t>(kBlockTokens, member.n_past - first);
+        visit(id, ActRun{.first_pos = first,
+                         .n_rows = n,
+                         .first_row = row,
+                         .first_cell = member.first_cell + first});
+        row += n;
+      }
+    }
+  }
+}
+
 std::vector<ActRun> BatchBuffers::act_runs(
     const MiniBatch& batch, std::span<const std::vector<BlockStore::Id>* const> blocks) const {
   std::vector<ActRun> runs;
-  int64_t row = 0;
-  for (size_t m = 0; m < batch.members.size(); ++m) {
-    const StepMember& member = batch.members[m];
-    for (int64_t first = 0; first < member.n_past; first += kBlockTokens) {
-      const int64_t block = first / kBlockTokens;
-      if (store_.kind((*blocks[m])[block]) != BlockKind::kAct) continue;
-      const int64_t n = std::min<int64_t>(kBlockTokens, member.n_past - first);
-      runs.push_back({.member = static_cast<int>(m),
-                      .first_block = block,
-                      .n_rows = n,
-                      .first_row = row,
-                      .first_cell = member.first_cell + first});
-      row += n;
-    }
-  }
+  visit_act(batch, blocks, [&](BlockStore::Id, const ActRun& run) { runs.push_back(run); });
   return runs;
 }
 
@@ -109,19 +120,17 @@ LayerLoad BatchBuffers::loads(BatchBuffer& buffer, int layer, const MiniBatch& b
                               std::span<const std::vector<BlockStore::Id>* const> blocks) const {
   LayerLoad load;
   if (layer < layout_.first_layer) return load;
-  int64_t act_row = 0;
+  visit_act(batch, blocks, [&](BlockStore::Id id, const ActRun& run) {
+    add_page(buffer, id, layer, 0, run.n_rows, buffer.act, run.first_row, &load.act);
+  });
   for (size_t m = 0; m < batch.members.size(); ++m) {
     const StepMember& member = batch.members[m];
     for (int64_t first = 0; first < member.n_past; first += kBlockTokens) {
       const BlockStore::Id id = (*blocks[m])[first / kBlockTokens];
       const int64_t n = std::min<int64_t>(kBlockTokens, member.n_past - first);
-      if (store_.kind(id) == BlockKind::kAct) {
-        add_page(buffer, id, layer, 0, n, buffer.act, act_row, &load.act);
-        act_row += n;
-      } else {
-        add_page(buffer, id, layer, 0, n, buffer.k, member.first_cell + first, &load.kv);
-        add_page(buffer, id, layer, 1, n, buffer.v, member.first_cell + first, &load.kv);
-      }
+      if (store_.kind(id) == BlockKind::kAct) continue;
+      add_page(buffer, id, layer, 0, n, buffer.k, member.first_cell + first, &load.kv);
+      add_page(buffer, id, layer, 1, n, buffer.v, member.first_cell + first, &load.kv);
     }
   }
   return load;

@@ -33,10 +33,9 @@ struct BatchBuffer {
   CopyQueue::Mark used = 0;      // behind the last graph that read it
 };
 
-// Where blocks of a mini-batch lie in its ACT buffer, and in the KV buffer what comes of them.
+// Where the rows of an ACT block lie in the ACT buffer, and in the KV buffer what comes of them.
 struct ActRun {
-  int member = 0;
-  int64_t first_block = 0;  // of the sequence
+  int64_t first_pos = 0;  // in the sequence
   int64_t n_rows = 0;
   int64_t first_row = 0;   // of the ACT buffer
   int64_t first_cell = 0;  // of the KV buffer
@@ -107,6 +106,11 @@ class BatchBuffers {
   Status allocate(BatchBuffer& buffer, const Shape& shape);
   // Where what is read for `offset` of a tensor arrives.
   [[nodiscard]] std::byte* landing(const BatchBuffer& buffer, const ggml_tensor* target) const;
+  // Visits the ACT blocks of a mini-batch in the order of their rows in the buffer: complete ones
+  // first, so that these lie at multiples of a block, where direct reads may arrive.
+  template <typename Visit>
+  void visit_act(const MiniBatch& batch, std::span<const std::vector<BlockStore::Id>* const> blocks,
+                 const Visit& visit) const;
   void add_page(const BatchBuffer& buffer, BlockStore::Id id, int layer, int part, int64_t n_rows,
                 ggml_tensor* target, int64_t row, std::vector<PageLoad>* loads) const;
 

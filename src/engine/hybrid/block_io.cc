@@ -95,6 +95,11 @@ size_t BlockIo::n_writing() const {
   return writes_.size();
 }
 
+uint64_t BlockIo::bytes_read() const {
+  MutexLock lock(mutex_);
+  return bytes_read_;
+}
+
 int64_t BlockIo::read_busy_ns() const {
   MutexLock lock(mutex_);
   return busy_ns_ + (busy_since_ns_ == 0 ? 0 : env_.monotonic_ns() - busy_since_ns_);
@@ -175,11 +180,8 @@ void BlockIo::complete(const IoCompletion& completion) {
   --(part.job->is_write ? n_writes_ : n_reads_);
   PageTransfer& t = part.transfer;
   Status status = completion.status;
-  if (status.ok() && completion.bytes < t.memory.size() && !part.job->is_write &&
-      completion.bytes == 0) {
-    status = data_loss(fmt::format("{} ends before byte {}: it was cut while a batch used it",
-                                   t.file->path(), t.offset + t.memory.size()));
-  }
+  if (status.ok() && completion.bytes == 0 && !part.job->is_write) status = check_end(t);
+  if (status.ok() && !part.job->is_write) bytes_read_ += completion.bytes;
   if (status.ok() && completion.bytes < t.memory.size() && !stop_) {
     // Direct transfers must begin at aligned addresses; what is transferred again is the same.
     size_t done = completion.bytes;
@@ -191,6 +193,14 @@ void BlockIo::complete(const IoCompletion& completion) {
   }
   if (!status.ok() && part.job->status.ok()) part.job->status = status;
   end_part(part);
+}
+
+// A read of no bytes: the end of the file, unless there is more of it.
+Status BlockIo::check_end(const PageTransfer& transfer) {
+  HCACHE_ASSIGN_OR_RETURN(const uint64_t size, transfer.file->size());
+  if (size > transfer.offset) return {};
+  return data_loss(fmt::format("{} ends before byte {}: it was cut while a batch used it",
+                               transfer.file->path(), transfer.offset + transfer.memory.size()));
 }
 
 void BlockIo::end_part(const Part& part) {

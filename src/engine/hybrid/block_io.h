@@ -67,6 +67,7 @@ class BlockIo {
 
   // Nanoseconds of the Env's clock in which reads were under way, so far.
   [[nodiscard]] int64_t read_busy_ns() const;
+  [[nodiscard]] uint64_t bytes_read() const;
 
  private:
   struct Job {
@@ -96,6 +97,7 @@ class BlockIo {
   // Gives the queue what it has room for.
   void submit() HCACHE_REQUIRES(mutex_);
   void complete(const IoCompletion& completion) HCACHE_REQUIRES(mutex_);
+  static Status check_end(const PageTransfer& transfer);
   void end_part(const Part& part) HCACHE_REQUIRES(mutex_);
   void account_busy() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool idle() const HCACHE_REQUIRES(mutex_);
@@ -118,6 +120,7 @@ class BlockIo {
   size_t n_reads_ HCACHE_GUARDED_BY(mutex_) = 0;  // of those under way
   size_t n_writes_ HCACHE_GUARDED_BY(mutex_) = 0;
   int64_t last_load_end_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_read_ HCACHE_GUARDED_BY(mutex_) = 0;
   int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = 0;  // 0: no read is under way
 

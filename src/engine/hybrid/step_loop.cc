@@ -112,6 +112,7 @@ Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<f
   p_.graphs.new_step();
   act_inputs_of_ = -1;
   const int64_t busy_ns = p_.io == nullptr ? 0 : p_.io->read_busy_ns();
+  const uint64_t bytes_read = p_.io == nullptr ? 0 : p_.io->bytes_read();
   const int64_t begin_ns = now_ns();
   const Status status = run_tasks({step, logits, logits_of, times}, next);
   if (status.ok()) {
@@ -122,7 +123,10 @@ Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<f
   }
   p_.stage.graphs().synchronize();
   times->total_s = seconds(now_ns() - begin_ns);
-  if (p_.io != nullptr) times->link_busy_s = seconds(p_.io->read_busy_ns() - busy_ns);
+  if (p_.io != nullptr) {
+    times->link_busy_s = seconds(p_.io->read_busy_ns() - busy_ns);
+    times->link_bytes = p_.io->bytes_read() - bytes_read;
+  }
   return status;
 }
 
@@ -228,7 +232,7 @@ Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buf
     std::vector<int64_t> cells;
     for (const ActRun& r : runs) {
       for (int64_t i = 0; i < r.n_rows; ++i) {
-        positions.push_back(static_cast<int32_t>(r.first_block * kBlockTokens + i));
+        positions.push_back(static_cast<int32_t>(r.first_pos + i));
         cells.push_back(r.first_cell + i);
       }
     }

@@ -104,9 +104,10 @@ class FaultEnv final : public Env {
   bool failing_syncs_ HCACHE_GUARDED_BY(mutex_) = false;
   std::string failing_reads_ HCACHE_GUARDED_BY(mutex_);
   std::set<std::string> vanished_ HCACHE_GUARDED_BY(mutex_);
-  std::set<std::string> dirs_ HCACHE_GUARDED_BY(mutex_);  // durable at once
-  Names names_ HCACHE_GUARDED_BY(mutex_);                 // as programs see them
-  Names durable_names_ HCACHE_GUARDED_BY(mutex_);         // as a power cut leaves them
+  std::set<std::string> dirs_ HCACHE_GUARDED_BY(mutex_);                   // durable at once
+  Names names_ HCACHE_GUARDED_BY(mutex_);                                  // as programs see them
+  std::vector<std::shared_ptr<Node>> nameless_ HCACHE_GUARDED_BY(mutex_);  // removed while open
+  Names durable_names_ HCACHE_GUARDED_BY(mutex_);  // as a power cut leaves them
   std::set<std::string> locks_ HCACHE_GUARDED_BY(mutex_);
   std::int64_t now_ns_ HCACHE_GUARDED_BY(mutex_) = 1'000'000'000;
 };
