@@ -96,6 +96,21 @@ TEST_P(HybridBits, LayersRecomputedFromTokens) {
   }
 }
 
+// Of each prompt a share holds nothing, the rest is KV and ACT by turns.
+TEST_P(HybridBits, TokensRecomputedThroughAllLayers) {
+  for (const double share : {0.5, 1.0}) {
+    HybridOptions tokens = options(0);
+    tokens.host_bytes = 0;
+    tokens.disk_bytes = kPlenty;
+    tokens.decisions.next_kind = [share](const BlockQuestion& asked) {
+      const auto n = static_cast<double>(asked.prompt_tokens / kBlockTokens);
+      if (static_cast<double>(asked.n_recomputed) < share * n) return BlockKind::kTokens;
+      return asked.n_act < asked.n_kv ? BlockKind::kAct : BlockKind::kKv;
+    };
+    expect_same(tokens, "share " + std::to_string(share));
+  }
+}
+
 TEST_P(HybridBits, MiniBatchesOfAnyForm) {
   HybridOptions one_each = options(0.5);
   one_each.decisions.form_batches = [](std::span<const BatchMember> members, int64_t) {

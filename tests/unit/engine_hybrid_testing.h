@@ -109,9 +109,9 @@ inline ::testing::AssertionResult same_replies(const Replies& a, const Replies& 
 // Decisions that give every sequence so large a share of ACT blocks.
 inline HybridDecisions act_share(double share) {
   HybridDecisions decisions;
-  decisions.next_kind = [share](int64_t n_act, int64_t n_kv) {
-    const auto n = static_cast<double>(n_act + n_kv + 1);
-    return static_cast<double>(n_act) + 0.5 < share * n ? BlockKind::kAct : BlockKind::kKv;
+  decisions.next_kind = [share](const BlockQuestion& asked) {
+    const auto n = static_cast<double>(asked.n_act + asked.n_kv + 1);
+    return static_cast<double>(asked.n_act) + 0.5 < share * n ? BlockKind::kAct : BlockKind::kKv;
   };
   return decisions;
 }

@@ -128,7 +128,7 @@ LayerLoad BatchBuffers::loads(BatchBuffer& buffer, int layer, const MiniBatch& b
     for (int64_t first = 0; first < member.n_past; first += kBlockTokens) {
       const BlockStore::Id id = (*blocks[m])[first / kBlockTokens];
       const int64_t n = std::min<int64_t>(kBlockTokens, member.n_past - first);
-      if (store_.kind(id) == BlockKind::kAct) continue;
+      if (store_.kind(id) != BlockKind::kKv) continue;
       add_page(buffer, id, layer, 0, n, buffer.k, member.first_cell + first, &load.kv);
       add_page(buffer, id, layer, 1, n, buffer.v, member.first_cell + first, &load.kv);
     }

@@ -8,7 +8,7 @@
 namespace hcache::engine {
 namespace {
 
-constexpr std::array kKinds = {BlockKind::kKv, BlockKind::kAct};
+constexpr std::array kKinds = {BlockKind::kKv, BlockKind::kAct};  // that hold anything
 
 const char* kind_name(BlockKind kind) { return kind == BlockKind::kKv ? "kv" : "act"; }
 
@@ -78,6 +78,7 @@ Status BlockStore::open_files() {
 }
 
 Result<int64_t> BlockStore::take_host(BlockKind kind) {
+  if (options_.layout.block_bytes(kind) == 0) return int64_t{0};
   std::vector<int64_t>& idle = idle_host_[index(kind)];
   std::vector<HostBuffer>& blocks = host_[index(kind)];
   if (!idle.empty()) {
@@ -86,7 +87,7 @@ Result<int64_t> BlockStore::take_host(BlockKind kind) {
     return number;
   }
   // Memory that blocks of the other kind have left goes back first.
-  const size_t other = 1 - index(kind);
+  const size_t other = index(kind == BlockKind::kKv ? BlockKind::kAct : BlockKind::kKv);
   if (!idle_host_[other].empty()) {
     host_[other][idle_host_[other].back()] = HostBuffer();
     empty_host_[other].push_back(idle_host_[other].back());
@@ -144,6 +145,7 @@ int64_t BlockStore::take_disk(BlockKind kind, int64_t neighbour) {
 }
 
 void BlockStore::give_back(BlockKind kind, BlockPlace place, int64_t number) {
+  if (options_.layout.block_bytes(kind) == 0) return;
   switch (place) {
     case BlockPlace::kHost: idle_host_[index(kind)].push_back(number); break;
     case BlockPlace::kDevice:

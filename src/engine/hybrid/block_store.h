@@ -33,7 +33,12 @@ struct BlockLayout {
 
   [[nodiscard]] static int parts(BlockKind kind) { return kind == BlockKind::kKv ? 2 : 1; }
   [[nodiscard]] size_t row_bytes(BlockKind kind, int layer) const {
-    return kind == BlockKind::kKv ? kv_row_bytes : act_row_bytes[layer];
+    switch (kind) {
+      case BlockKind::kKv: return kv_row_bytes;
+      case BlockKind::kAct: return act_row_bytes[layer];
+      case BlockKind::kTokens: break;
+    }
+    return 0;
   }
   [[nodiscard]] size_t page_bytes(BlockKind kind, int layer) const {
     return kBlockTokens * row_bytes(kind, layer);
@@ -145,12 +150,12 @@ class BlockStore {
   std::vector<Id> free_ids_;
   std::vector<Move> moving_;
 
-  std::array<std::vector<HostBuffer>, 2> host_;     // by kind
-  std::array<std::vector<int64_t>, 2> idle_host_;   // numbers that have memory
-  std::array<std::vector<int64_t>, 2> empty_host_;  // and those that have none
-  std::array<std::vector<std::unique_ptr<TensorPool>>, 2> device_blocks_;
-  std::array<std::vector<int64_t>, 2> idle_device_;
-  std::array<DiskPool, 2> disk_;
+  std::array<std::vector<HostBuffer>, kBlockKinds> host_;     // by kind
+  std::array<std::vector<int64_t>, kBlockKinds> idle_host_;   // numbers that have memory
+  std::array<std::vector<int64_t>, kBlockKinds> empty_host_;  // and those that have none
+  std::array<std::vector<std::unique_ptr<TensorPool>>, kBlockKinds> device_blocks_;
+  std::array<std::vector<int64_t>, kBlockKinds> idle_device_;
+  std::array<DiskPool, kBlockKinds> disk_;
   size_t settled_host_bytes_ = 0;  // of complete blocks
   size_t device_bytes_ = 0;        // of blocks in use
   size_t disk_bytes_ = 0;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <utility>
 
@@ -27,8 +28,9 @@ struct Request {
   int64_t n_done = 0;  // tokens whose state is kept
   int64_t max_tokens = 0;
   std::vector<BlockStore::Id> blocks;
-  int64_t n_of_kind[2] = {0, 0};  // of the blocks
-  int64_t n_complete = 0;         // blocks that have been given to their places
+  std::array<int64_t, kBlockKinds> n_of_kind{};  // of the blocks
+  int64_t prompt_tokens = 0;
+  int64_t n_complete = 0;  // blocks that have been given to their places
 };
 
 // From how many rows on every product of the model takes the kernel for many.
@@ -86,6 +88,7 @@ struct HybridEngine::Impl {
 
   // The members of the next step; `later`: of the one after it, if every sequence goes on.
   [[nodiscard]] std::vector<StepMember> members(bool later) const;
+  [[nodiscard]] BlockKind next_kind(const Request& request) const;
   Status add_blocks(Request& request, int64_t n_tokens);
   [[nodiscard]] StepLimits limits() const;
   Result<StepInput> input(std::span<const StepMember> members) const;
@@ -287,6 +290,7 @@ Result<RequestId> HybridEngine::Impl::add(std::span<const int32_t> prompt, int64
   Request& request = requests[++last_id];
   request.tokens.assign(prompt.begin(), prompt.end());
   request.max_tokens = max_tokens;
+  request.prompt_tokens = static_cast<int64_t>(prompt.size());
   return last_id;
 }
 
@@ -333,12 +337,13 @@ std::vector<StepMember> HybridEngine::Impl::members(bool later) const {
         if (n <= 0 || (pending == 1) != decoding) continue;
         room -= n;
         now[index] = n;
-        StepMember member{.request = index, .n_past = n_past, .n_new = n, .n_act = 0};
+        StepMember member{.request = index, .n_past = n_past, .n_new = n};
         member.wants_logits = n == pending;
         for (int64_t first = 0; first < n_past; first += kBlockTokens) {
-          if (store->kind(request.blocks[first / kBlockTokens]) == BlockKind::kAct) {
-            member.n_act += std::min<int64_t>(kBlockTokens, n_past - first);
-          }
+          const int64_t n_rows = std::min<int64_t>(kBlockTokens, n_past - first);
+          const BlockKind kind = store->kind(request.blocks[first / kBlockTokens]);
+          if (kind == BlockKind::kAct) member.n_act += n_rows;
+          if (kind == BlockKind::kTokens) member.n_tokens += n_rows;
         }
         chosen.push_back(member);
       }
@@ -353,12 +358,23 @@ std::vector<StepMember> HybridEngine::Impl::members(bool later) const {
   return chosen;
 }
 
+BlockKind HybridEngine::Impl::next_kind(const Request& request) const {
+  const auto n = [&](BlockKind kind) { return request.n_of_kind[static_cast<size_t>(kind)]; };
+  if (!options.decisions.next_kind) return BlockKind::kKv;
+  const BlockKind kind = options.decisions.next_kind({.n_act = n(BlockKind::kAct),
+                                                      .n_kv = n(BlockKind::kKv),
+                                                      .n_recomputed = n(BlockKind::kTokens),
+                                                      .prompt_tokens = request.prompt_tokens});
+  const bool only_tokens = n(BlockKind::kAct) + n(BlockKind::kKv) == 0;
+  const bool possible = kind == BlockKind::kAct      ? can_act
+                        : kind == BlockKind::kTokens ? only_tokens && layout.first_layer == 0
+                                                     : true;
+  return possible ? kind : BlockKind::kKv;
+}
+
 Status HybridEngine::Impl::add_blocks(Request& request, int64_t n_tokens) {
   while (static_cast<int64_t>(request.blocks.size()) * kBlockTokens < n_tokens) {
-    BlockKind kind = BlockKind::kKv;
-    if (can_act && options.decisions.next_kind) {
-      kind = options.decisions.next_kind(request.n_of_kind[1], request.n_of_kind[0]);
-    }
+    const BlockKind kind = next_kind(request);
     HCACHE_ASSIGN_OR_RETURN(const BlockStore::Id id, store->add(kind));
     request.blocks.push_back(id);
     ++request.n_of_kind[static_cast<size_t>(kind)];

@@ -212,7 +212,7 @@ Status StepLoop::run_task(const Run& run, int64_t task) {
   for (const StepMember& member : batch.members) {
     sample.rows += member.n_new;
     sample.cells += member.n_past + member.n_new;
-    if (keeps(layer)) sample.kv_tokens += member.n_past - member.n_act;
+    if (keeps(layer)) sample.kv_tokens += member.n_past - member.n_act - member.n_tokens;
   }
   run.times->read_bytes +=
       static_cast<uint64_t>(sample.read_act_tokens) * p_.layout.row_bytes(BlockKind::kAct, layer) +
@@ -249,7 +249,9 @@ Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buf
 }
 
 Status StepLoop::forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer) {
-  if (!keeps(layer)) {
+  // What is recomputed of the context goes through the first layers, or through all of them.
+  const bool recomputes = p_.layout.first_layer == 0 || !keeps(layer);
+  if (recomputes) {
     for (const Piece& piece : batch.context) {
       HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, true));
     }
@@ -292,7 +294,7 @@ std::vector<StoreRing::Target> StepLoop::targets(const StepInput& step, int laye
       };
       if (p_.store.kind(id) == BlockKind::kAct) {
         add(0, layout.act_offset);
-      } else {
+      } else if (p_.store.kind(id) == BlockKind::kKv) {
         add(0, layout.k_offset);
         add(1, layout.v_offset);
       }
@@ -308,7 +310,8 @@ Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, co
   forward.layer = layer;
   forward.batch = &batch;
   forward.piece = &piece;
-  forward.kv_only = is_context && layer == p_.layout.first_layer - 1;
+  const int end = p_.layout.first_layer == 0 ? p_.layout.n_layer : p_.layout.first_layer;
+  forward.kv_only = is_context && layer == end - 1;
   const bool captures = !is_context && keeps(layer);
   if (captures) {
     bool act = false;
@@ -317,11 +320,12 @@ Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, co
       const auto& table = *run.step.tables[batch.members[range.member].request];
       const int64_t last = (range.first_pos + range.n_rows - 1) / kBlockTokens;
       for (int64_t block = range.first_pos / kBlockTokens; block <= last; ++block) {
-        (p_.store.kind(table[block]) == BlockKind::kAct ? act : kv) = true;
+        act = act || p_.store.kind(table[block]) == BlockKind::kAct;
+        kv = kv || p_.store.kind(table[block]) == BlockKind::kKv;
       }
     }
     forward.layout = p_.graphs.capture_layout(layer, piece.n_padded, act, kv);
-    forward.capture = p_.ring.next();
+    if (forward.layout.n_bytes > 0) forward.capture = p_.ring.next();
   }
   const size_t n_before = run.logits_of->size();
   const bool last = layer == p_.layout.n_layer - 1;
@@ -336,7 +340,7 @@ Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, co
     p_.stage.graphs().get(logits, run.logits->data() + n_before * n_vocab,
                           n_wanted * n_vocab * sizeof(float));
   }
-  if (captures) {
+  if (forward.capture != nullptr) {
     p_.ring.captured(forward.layout.n_bytes,
                      targets(run.step, layer, batch, piece, forward.layout));
   }

@@ -88,7 +88,8 @@ Result<StepPlan> plan_step(std::span<const StepMember> members, const StepLimits
   std::vector<BatchMember> asked;
   for (const StepMember& m : members) {
     asked.push_back({.act_tokens = m.n_act,
-                     .kv_tokens = m.n_past - m.n_act,
+                     .kv_tokens = m.n_past - m.n_act - m.n_tokens,
+                     .recomputed_tokens = m.n_tokens,
                      .new_rows = m.n_new,
                      .cells = extent_cells(m.n_past + m.n_new)});
   }
@@ -108,7 +109,7 @@ Result<StepPlan> plan_step(std::span<const StepMember> members, const StepLimits
     PieceCutter fresh(limits, plan, batch.fresh);
     for (size_t m = 0; m < batch.members.size(); ++m) {
       const StepMember& member = batch.members[m];
-      if (limits.recompute) context.add(static_cast<int>(m), 0, member.n_past);
+      context.add(static_cast<int>(m), 0, limits.recompute ? member.n_past : member.n_tokens);
       fresh.add(static_cast<int>(m), member.n_past, member.n_past + member.n_new);
     }
     context.close();

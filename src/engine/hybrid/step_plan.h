@@ -18,6 +18,7 @@ struct StepMember {
   int64_t n_past = 0;         // tokens whose state is kept
   int64_t n_new = 0;          // tokens that the step computes behind them
   int64_t n_act = 0;          // of n_past, in ACT blocks
+  int64_t n_tokens = 0;       // the first of n_past, in blocks that hold nothing
   bool wants_logits = false;  // of its last row
   int64_t first_cell = 0;     // of its extent in the KV buffer; a multiple of kBlockTokens
 };

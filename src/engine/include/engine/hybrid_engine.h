@@ -39,7 +39,12 @@ namespace hcache::engine {
 
 inline constexpr int kBlockTokens = 64;
 
-enum class BlockKind : uint8_t { kKv, kAct };
+enum class BlockKind : uint8_t {
+  kKv,
+  kAct,
+  kTokens,  // nothing is kept: computed from the tokens again in every step, through all layers
+};
+inline constexpr int kBlockKinds = 3;
 enum class BlockPlace : uint8_t { kDevice, kHost, kDisk };
 
 // An entry of a request's block table.
@@ -54,16 +59,26 @@ struct BlockEntry {
 
 // What a sequence asks of a step: what mini-batches are formed by.
 struct BatchMember {
-  int64_t act_tokens = 0;  // of its context in ACT blocks
-  int64_t kv_tokens = 0;   // and in KV blocks
-  int64_t new_rows = 0;    // to compute
-  int64_t cells = 0;       // that it takes of a buffer's
+  int64_t act_tokens = 0;         // of its context in ACT blocks
+  int64_t kv_tokens = 0;          // in KV blocks
+  int64_t recomputed_tokens = 0;  // and in those that hold nothing
+  int64_t new_rows = 0;           // to compute
+  int64_t cells = 0;              // that it takes of a buffer's
+};
+
+// What the kind of a sequence's next block depends on.
+struct BlockQuestion {
+  int64_t n_act = 0;  // blocks that it has of each kind
+  int64_t n_kv = 0;
+  int64_t n_recomputed = 0;
+  int64_t prompt_tokens = 0;
 };
 
 // Decisions that belong to policies. They are called by the engine's thread, between steps.
 struct HybridDecisions {
-  // The kind of a sequence's next block, given how many of each it has. Null: KV.
-  std::function<BlockKind(int64_t n_act, int64_t n_kv)> next_kind;
+  // The kind of a sequence's next block. Null: KV. kTokens only before all others, and not beside
+  // recomputed layers: elsewhere it is taken for KV, and so is kAct where no rows can be kept.
+  std::function<BlockKind(const BlockQuestion&)> next_kind;
   // Forms the mini-batches of a step: indices of members, each in exactly one, the cells of a
   // mini-batch at most `max_cells`. Null: in order, as many as fit.
   std::function<std::vector<std::vector<int>>(std::span<const BatchMember> members,
@@ -122,9 +137,9 @@ struct BatchSample {
 
 struct StepTimes {
   double total_s = 0;
-  double wait_s = 0;       // computing waited for loads
-  double link_busy_s = 0;  // reads were under way
-  double weights_s = 0;    // computing waited for weights
+  double wait_s = 0;        // computing waited for loads
+  double link_busy_s = 0;   // reads were under way
+  double weights_s = 0;     // computing waited for weights
   uint64_t read_bytes = 0;  // that the step needed from disk
   uint64_t link_bytes = 0;  // read while it ran: of its own, and ahead for the next step
   int64_t rows = 0;
