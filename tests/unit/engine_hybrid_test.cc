@@ -68,6 +68,24 @@ TEST_P(HybridBits, EveryKindOnDisk) {
   }
 }
 
+// A layer's weights come from disk once a step, whatever the number of mini-batches.
+TEST_P(HybridBits, WeightsStreamedFromDisk) {
+  const auto device = model::Device::open("cpu", 2).value();
+  const auto streamed =
+      model::Model::load(model_->path(), *device, {.weights = model::WeightPlace::kDisk});
+  ASSERT_TRUE(streamed.ok()) << streamed.status().to_string();
+  ASSERT_NE((*streamed)->streamed(), nullptr);
+  EXPECT_EQ((*streamed)->streamed()->first_layer, 0);
+  for (const double share : {0.0, 0.6, 1.0}) {
+    HybridOptions disk = options(share);
+    disk.host_bytes = 0;
+    disk.disk_bytes = kPlenty;
+    const auto engine = HybridEngine::create(**streamed, disk);
+    ASSERT_TRUE(engine.ok()) << engine.status().to_string();
+    EXPECT_TRUE(same_replies(expected_, hybrid_replies(**engine, batch_))) << "share " << share;
+  }
+}
+
 TEST_P(HybridBits, EveryKindOnTheDevice) {
   for (const double share : {0.0, 1.0, 0.6}) {
     HybridOptions device = options(share);

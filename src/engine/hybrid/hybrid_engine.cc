@@ -156,6 +156,7 @@ Status HybridEngine::Impl::create(const MakeQueues& make_queues) {
                                                   .layout = layout,
                                                   .stage = stages->front(),
                                                   .queue = *queue,
+                                                  .weights = *weights,
                                                   .store = *store,
                                                   .io = io.get(),
                                                   .buffers = *buffers,
@@ -209,12 +210,7 @@ void HybridEngine::Impl::choose_activations() {
       can_act = false;
       break;
     }
-    if (options.weights.acquire && !options.weights.acquire(layer).ok()) {
-      can_act = false;
-      break;
-    }
     can_act = types->can_project(type, layer);
-    if (options.weights.release) options.weights.release(layer);
     layout.act_row_bytes[layer] = types->row_bytes(type);
   }
   if (!can_act) std::fill(layout.act_row_bytes.begin(), layout.act_row_bytes.end(), 0);

@@ -143,15 +143,13 @@ Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
   }
   for (int64_t task = 0; task < n_tasks; ++task) {
     const auto layer = static_cast<int>(task / n_batches);
-    if (task % n_batches == 0 && p_.options.weights.acquire) {
+    if (task % n_batches == 0) {
       const int64_t asked_ns = now_ns();
-      HCACHE_RETURN_IF_ERROR(p_.options.weights.acquire(layer));
+      HCACHE_RETURN_IF_ERROR(p_.weights.acquire(layer));
       run.times->weights_s += seconds(now_ns() - asked_ns);
     }
     const Status status = run_task(run, task);
-    if ((task % n_batches == n_batches - 1 || !status.ok()) && p_.options.weights.release) {
-      p_.options.weights.release(layer);
-    }
+    if (task % n_batches == n_batches - 1 || !status.ok()) p_.weights.release(layer);
     HCACHE_RETURN_IF_ERROR(status);
     // Its buffer is the one of the task that comes after those which are being loaded.
     const int64_t then = task + n_buffers;

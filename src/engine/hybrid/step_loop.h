@@ -13,6 +13,7 @@
 #include "block_io.h"
 #include "block_store.h"
 #include "engine/hybrid_engine.h"
+#include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "layer_graphs.h"
 #include "model/model.h"
@@ -38,6 +39,7 @@ struct StepLoopParts {
   const BlockLayout& layout;
   Stage& stage;
   CopyQueue& queue;
+  WeightStream& weights;
   BlockStore& store;
   BlockIo* io;  // null where no block lies on disk
   BatchBuffers& buffers;

@@ -6,7 +6,8 @@
 // are smaller in a multi-head model, and from which K and V are generated again in every step. A
 // step runs layer by layer, and within a layer mini-batch by mini-batch: while one mini-batch is
 // computed, the blocks of the next are loaded into the other buffer, and new blocks are stored
-// behind it. So a layer's weights are read once for all sequences of a step.
+// behind it. So a layer's weights are read once for all sequences of a step, where the model
+// streams them (weight_stream.h).
 //
 //   HybridEngine& engine = ...;
 //   const RequestId id = engine.add(prompt, prompt.size() + 32).value();
@@ -86,12 +87,6 @@ struct HybridDecisions {
       form_batches;
 };
 
-// Where the weights of a layer are when a step computes it. The defaults: they are resident.
-struct LayerWeightsAccess {
-  std::function<Status(int layer)> acquire;  // blocks until they are there
-  std::function<void(int layer)> release;    // the layer's graphs have been given to the queue
-};
-
 struct HybridOptions {
   // Tokens of one mini-batch: cells of each of the KV buffers, and rows of each of the ACT buffers.
   // No sequence may be longer.
@@ -112,7 +107,6 @@ struct HybridOptions {
   std::string disk_dir;  // of the files, which have no name once they are open
 
   HybridDecisions decisions{};
-  LayerWeightsAccess weights{};
   Env* env = &Env::real();  // files, clock; outlives the engine
 };
 
