@@ -238,6 +238,7 @@ Status serve(const ServeArgs& args) {
   options.runtime.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
+  tell_places(line, &options.runtime);
   const auto url = [&](uint16_t port) {
     const bool bracketed = args.host.find(':') != std::string::npos;
     return fmt::format("http://{}{}{}:{}", bracketed ? "[" : "", args.host, bracketed ? "]" : "",

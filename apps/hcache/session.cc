@@ -55,6 +55,8 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   if (args.kv_type == "f16") o.engine.kv_type = GGML_TYPE_F16;
   if (args.kv_type == "bf16") o.engine.kv_type = GGML_TYPE_BF16;
   if (args.kv_type == "q8_0") o.engine.kv_type = GGML_TYPE_Q8_0;
+  HCACHE_ASSIGN_OR_RETURN(o.weights, model::parse_weight_place(args.weights));
+  o.device_memory = args.device_memory;
   if (args.attention == "ours") o.engine.attention = engine::AttentionKind::kOurs;
   if (args.attention == "ggml") o.engine.attention = engine::AttentionKind::kGgml;
   o.state_dir = args.state.state_dir;
@@ -89,6 +91,7 @@ Result<state::RuntimeOptions> opened_options(const RuntimeArgs& args, ThrottledE
   options.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
+  tell_places(line, &options);
   slow_to(link, env, &options);
   return options;
 }
@@ -125,6 +128,14 @@ Result<Link> parse_link(const std::string& text) {
     HCACHE_ASSIGN_OR_RETURN(link.rate, parse_rate(text));
   }
   return link;
+}
+
+void tell_places(ProgressLine& line, state::RuntimeOptions* options) {
+  options->on_model = [&line](const model::Model& model) {
+    if (model.streamed() == nullptr) return;
+    line.finish();
+    fmt::print(stderr, "hcache: weights: {}\n", model.describe_places());
+  };
 }
 
 void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options) {

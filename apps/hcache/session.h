@@ -28,6 +28,17 @@ struct RuntimeArgs : Options {
                         "room for the KV cache, shared by all sequences");
   int batch = integer(&batch, "-b,--batch", "TOKENS", engine::EngineOptions().max_batch_rows,
                       {1, 65536}, "most tokens of one step");
+  std::string weights =
+      choice(&weights, "--weights", "auto",
+             {{"auto", "on the device where they fit, else in host memory, else on disk"},
+              {"resident", "all on the device"},
+              {"host", "in host memory, brought layer by layer while the one before computes"},
+              {"disk", "in the model's file, read layer by layer while the one before computes"}},
+             "where the layers' weights are");
+  uint64_t device_memory =
+      bytes(&device_memory, "--device-memory", 0,
+            "of the device, for weights, KV cache and buffers; as many layers stay as fit, with "
+            "--weights host or disk too; 0: what is free");
   std::string kv_type =
       choice(&kv_type, "--kv-type", "f16", "f32|f16|bf16|q8_0", "type of the KV cache");
   std::string attention =
@@ -92,6 +103,9 @@ struct Link {
   [[nodiscard]] double bytes_per_s(const state::CostProfile& profile) const;
 };
 [[nodiscard]] Result<Link> parse_link(const std::string& text);
+// The runtime that is opened with these options says where its model's weights are, if they are not
+// all on the device; `line` must outlive it.
+void tell_places(ProgressLine& line, state::RuntimeOptions* options);
 // The runtime that is opened with these options slows `env`, which must outlive it, to the link.
 void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options);
 

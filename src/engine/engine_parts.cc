@@ -58,6 +58,23 @@ Result<std::unique_ptr<WeightStream>> open_weights(
 
 }  // namespace
 
+uint64_t estimate_device_bytes(const model::HParams& hp, const EngineOptions& options) {
+  constexpr uint64_t kOther = 48 << 20;  // the token table, graphs, allocators
+  constexpr int kStagedSlices = 4;
+  const auto rows = static_cast<uint64_t>(options.max_batch_rows);
+  const auto n_layer = static_cast<uint64_t>(hp.n_layer);
+  const uint64_t cells = static_cast<uint64_t>(options.arena_tokens) + 2 * AttentionOp::kKvPadding;
+  const uint64_t arena = n_layer * cells * 2 * ggml_row_size(options.kv_type, hp.n_embd_kv());
+  const auto width = static_cast<uint64_t>(hp.n_embd);
+  const uint64_t activations =
+      rows * sizeof(float) *
+      (6 * width + 3 * static_cast<uint64_t>(hp.n_ff) + 3 * static_cast<uint64_t>(hp.n_embd_q()));
+  const uint64_t logits = static_cast<uint64_t>(hp.n_vocab) * sizeof(float) * 16;
+  const uint64_t captured = n_layer * rows * width * sizeof(uint16_t);
+  const uint64_t staged = kStagedSlices * rows * width * sizeof(float);
+  return arena + activations + logits + captured + staged + kOther;
+}
+
 Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
                                                          const EngineOptions& options,
                                                          const MakeQueues& make_queues,

@@ -33,6 +33,7 @@ constexpr int64_t kMaxRows = 512;    // of one step or slice
 // 312 TFLOP/s over 32 GB/s: the A100 of HCache table 2 on its PCIe link.
 constexpr double kPaperFlopsPerByte = 312e12 / 32e9;
 constexpr double kLinkGuess = 1e9;       // bytes/s of disks that were not measured yet
+constexpr double kUploadGuess = 1e10;    // bytes/s to a device that was not measured
 constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
 constexpr double kMinObservedS = 0.02;   // of projecting: less says little about its speed
@@ -67,6 +68,7 @@ class Measurement {
     }
   }
   ~Measurement() {
+    engine_.weights().set_read_ahead(true);
     if (seq_ >= 0) engine_.release_sequence(seq_).ignore("it exists");
   }
   Measurement(const Measurement&) = delete;
@@ -74,6 +76,8 @@ class Measurement {
 
   Status open() {
     start_ns_ = env_.monotonic_ns();
+    // What computing takes is measured with the weights on the device; see with_weights().
+    engine_.weights().set_read_ahead(false);
     const int64_t room =
         std::min<int64_t>(engine_.arena_free_cells(), engine_.model().hparams().n_ctx_train);
     max_rows_ = std::min({kMaxRows, room / 4, int64_t{engine_.options().max_batch_rows}});
@@ -208,7 +212,20 @@ class Measurement {
   }
 
   // Layers before the last one, which is special: it serves only the rows whose logits are wanted.
-  [[nodiscard]] int plain_layers() const { return std::max(1, engine_.n_layer() - 1); }
+  [[nodiscard]] int plain_layers() const {
+    const model::StreamedWeights* streamed = engine_.model().streamed();
+    const int n = std::max(1, engine_.n_layer() - 1);
+    // Of layers that are streamed two at a time are on the device.
+    return streamed == nullptr ? n : std::min(n, std::max(2, streamed->first_layer));
+  }
+  // Brings the weights of layers [begin, end) to the device.
+  Status fetch_weights(int begin, int end) {
+    for (int layer = begin; layer < end; ++layer) {
+      const engine::HeldWeights held(engine_.weights(), layer, model::LayerPart::kAll);
+      HCACHE_RETURN_IF_ERROR(held.status());
+    }
+    return {};
+  }
   // Through how many layers a sample goes; several, so that caches hold no more than in real use.
   [[nodiscard]] int sample_layers(double layer_s) const {
     const double wanted = layer_s > 0 ? kSampleS / layer_s : kMaxLayers;
@@ -246,6 +263,7 @@ class Measurement {
     double before_s = 0;
     if (n_layer > 1) {
       HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, n_layer - 2));
+      HCACHE_RETURN_IF_ERROR(fetch_weights(n_layer - 2, n_layer));
       HCACHE_RETURN_IF_ERROR(engine_.synchronize());
       HCACHE_ASSIGN_OR_RETURN(before_s, time_range(step, n_layer - 2, n_layer - 1));
     }
@@ -257,6 +275,7 @@ class Measurement {
   // Layer by layer, as a restore runs the rows that follow the history.
   Status time_layers(int64_t rows, int64_t position, Curve* out) {
     const int layers = sample_layers(estimate_s(shallow_, rows));
+    HCACHE_RETURN_IF_ERROR(fetch_weights(0, layers));
     HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(rows, position));
     double total_s = 0;
     for (int layer = 0; layer < layers; ++layer) {
@@ -272,6 +291,7 @@ class Measurement {
     Samples& out = project_[rows];
     const int layers = sample_layers(out.empty() ? 0 : out.typical());
     const int n_rows = static_cast<int>(rows);
+    HCACHE_RETURN_IF_ERROR(fetch_weights(0, layers));
     double total_s = 0;
     for (int layer = 0; layer < layers; ++layer) {
       int64_t begun = env_.monotonic_ns();
@@ -410,10 +430,12 @@ std::string profile_key(const Engine& engine, const std::string& content_digest,
     if (!several) break;
   }
   return fmt::format(
-      "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}",
+      "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}{}",
       kProfileVersion, content_digest, names, kernels, threads,
       ggml_type_name(engine.options().kv_type), describe(state_types), attention,
-      engine.options().max_batch_rows);
+      engine.options().max_batch_rows,
+      // Other kernels: nothing is repacked.
+      model.streamed() == nullptr ? "" : " weights=plain");
 }
 
 Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,
@@ -470,6 +492,42 @@ void observe_project_time(CostProfile& profile, double seconds, double predicted
                                      1 / kMaxScale, kMaxScale);
 }
 
+namespace {
+
+// Bytes/s at which weights come to the device.
+double weight_rate(const CostProfile& profile, const Engine& engine, double max_read_bytes_per_s) {
+  if (engine.model().streamed()->place == model::WeightPlace::kHost) {
+    return profile.upload_bytes_per_s > 0 ? profile.upload_bytes_per_s : kUploadGuess;
+  }
+  const engine::WeightStats seen = engine.weights().stats();
+  double rate = kLinkGuess;
+  if (seen.read_s > kMinObservedS) rate = static_cast<double>(seen.bytes) / seen.read_s;
+  return max_read_bytes_per_s > 0 ? std::min(rate, max_read_bytes_per_s) : rate;
+}
+
+// The curve, but nowhere below `least`.
+template <typename F>
+policy::CostCurve at_least(const policy::CostCurve& curve, F&& least) {
+  std::vector<policy::CostCurve::Point> points;
+  for (int64_t rows = 1; rows <= kMaxRows; rows *= 2) {
+    points.push_back({rows, std::max(curve.at(rows), least(rows))});
+  }
+  return policy::CostCurve::table(std::move(points)).value();
+}
+
+// A streamed layer takes as long as its weights need to come, if that is longer than computing.
+// Every step reads all of them; a restore reads those of K and V once for all its slices, which is
+// spread over the rows of a history of middling length.
+policy::LayerCosts with_weights(policy::LayerCosts layer, double all_s, double kv_s) {
+  constexpr double kHistoryRows = 4096;
+  layer.dense = at_least(layer.dense, [&](int64_t) { return all_s; });
+  layer.project = at_least(
+      layer.project, [&](int64_t rows) { return kv_s * static_cast<double>(rows) / kHistoryRows; });
+  return layer;
+}
+
+}  // namespace
+
 policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& engine,
                                    double max_read_bytes_per_s) {
   policy::RestoreCosts costs;
@@ -484,6 +542,17 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   costs.layers.assign(static_cast<size_t>(costs.n_layer), layer);
   costs.layers.back().dense =
       layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
+  if (engine.model().streamed() != nullptr) {
+    const double rate = weight_rate(profile, engine, max_read_bytes_per_s);
+    const auto seconds = [&](int l, model::LayerPart part) {
+      return static_cast<double>(engine.weights().layer_bytes(l, part)) / rate;
+    };
+    for (int l = engine.model().streamed()->first_layer; l < costs.n_layer; ++l) {
+      policy::LayerCosts& streamed = costs.layers[static_cast<size_t>(l)];
+      streamed = with_weights(streamed, seconds(l, model::LayerPart::kAll),
+                              seconds(l, model::LayerPart::kKv));
+    }
+  }
   costs.link.bytes_per_s = profile.read_bytes_per_s > 0 ? profile.read_bytes_per_s : kLinkGuess;
   if (max_read_bytes_per_s > 0) {
     costs.link.bytes_per_s = std::min(costs.link.bytes_per_s, max_read_bytes_per_s);

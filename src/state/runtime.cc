@@ -104,7 +104,13 @@ Status RuntimeImpl::init() {
   model::LoadOptions load;
   load.progress = report("loading the model");
   load.env = &env_;
+  load.weights = options_.weights;
+  load.device_memory = options_.device_memory;
+  load.other_bytes = [this](const model::HParams& hparams) {
+    return engine::estimate_device_bytes(hparams, options_.engine);
+  };
   HCACHE_ASSIGN_OR_RETURN(model_, model::Model::load(options_.model_path, *device_, load));
+  if (options_.on_model) options_.on_model(*model_);
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
 

@@ -28,4 +28,5 @@ hcache_test(engine_hidden_type_test unit/engine_hidden_type_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
 hcache_test(engine_oracle_test unit/engine_oracle_test.cc
   LIBS hcache_engine hcache_model_tools hcache::llama)
-hcache_test(engine_weights_test unit/engine_weights_test.cc LIBS hcache_engine hcache_model_tools)
+hcache_test(engine_weights_test unit/engine_weights_test.cc
+  LIBS hcache_engine hcache_model_tools hcache_test_rpc)

@@ -206,6 +206,32 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
   EXPECT_DOUBLE_EQ(scaled.finish_s, 2 * costs.finish_s);
 }
 
+// Computing is measured with the weights at hand; what bringing them takes is added for the layers
+// that are streamed.
+TEST_F(RealModel, StreamedLayersTakeAsLongAsTheirWeights) {
+  model::LoadOptions load;
+  load.weights = model::WeightPlace::kDisk;
+  const auto streamed = model::Model::load(HCACHE_TEST_MODEL, *device_, load).value();
+  const auto e =
+      engine::Engine::create(*streamed, {.arena_tokens = 700, .max_batch_rows = 128}).value();
+  const StateTypes types = parse_state_type("native", *e).value();
+  EXPECT_THAT(profile_key(*e, "digest", types), HasSubstr("weights=plain"));
+  const Result<CostProfile> p = measure_cost_profile(Env::real(), *e, "key", types, {});
+  ASSERT_TRUE(p.ok()) << p.status().to_string();
+  constexpr double kSlow = 1e6;  // bytes/s, slower than any kernel
+  const policy::RestoreCosts costs = restore_costs(*p, *e, kSlow);
+  EXPECT_TRUE(policy::validate(costs).ok()) << policy::validate(costs).to_string();
+  for (const int l : {0, 29}) {
+    const double all_s =
+        static_cast<double>(e->weights().layer_bytes(l, model::LayerPart::kAll)) / kSlow;
+    EXPECT_DOUBLE_EQ(costs.layer(l).dense.at(1), all_s);
+    EXPECT_DOUBLE_EQ(costs.layer(l).dense.at(128), all_s);
+    EXPECT_GT(costs.layer(l).project.at(128), p->layer.project.at(128));
+    EXPECT_LT(costs.layer(l).project.at(128), all_s);
+  }
+  EXPECT_TRUE(policy::plan_save(costs, {}, nullptr).ok());
+}
+
 TEST_F(RealModel, MeasuringCanBeCancelled) {
   const auto e = engine({.arena_tokens = 256, .max_batch_rows = 64});
   const Result<CostProfile> p =

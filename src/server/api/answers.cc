@@ -195,7 +195,8 @@ Json props_answer(const ServerProps& props) {
           {"chat_template", props.chat_template},
           {"bos_token", props.bos_text},
           {"eos_token", props.eos_text},
-          {"build_info", props.build}};
+          {"build_info", props.build},
+          {"weights", props.weights}};
 }
 
 Json slots_answer(std::span<const SlotState> slots) {

@@ -157,6 +157,7 @@ Json EndpointTable::props() const {
   props.bos_text = text_of(tokenizer.bos());
   props.eos_text = text_of(tokenizer.eos());
   props.build = "hcache " HCACHE_VERSION;
+  props.weights = service_.runtime().model().describe_places();
   return api::props_answer(props);
 }
 

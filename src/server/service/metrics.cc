@@ -115,6 +115,14 @@ struct Metrics::Impl {
       gauge("hcache_remote_events", "What happened with the remote store so far");
   prometheus::Gauge& read_ahead =
       gauge("hcache_read_ahead_bytes", "Read from disks for requests that waited, so far").Add({});
+  prometheus::Gauge& weights_streamed =
+      gauge("hcache_weights_streamed_bytes",
+            "Weights of layers that are not on the device brought there, so far")
+          .Add({});
+  prometheus::Gauge& weights_wait =
+      gauge("hcache_weights_wait_seconds", "Steps waited for weights to be read, so far").Add({});
+  prometheus::Gauge& weights_errors =
+      gauge("hcache_weights_read_errors", "Reads of weights that failed, so far").Add({});
   prometheus::Gauge& checksum_failures =
       gauge("hcache_checksum_failures", "Saved pages that failed their check when read, so far")
           .Add({});
@@ -215,6 +223,9 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
     set(impl_->remote_events, {{"event", "failure"}}, remote->failures);
   }
   impl_->read_ahead.Set(static_cast<double>(snapshot.bytes_read_ahead));
+  impl_->weights_streamed.Set(static_cast<double>(snapshot.weights.bytes));
+  impl_->weights_wait.Set(snapshot.weights.wait_s);
+  impl_->weights_errors.Set(static_cast<double>(snapshot.weights.read_errors));
   impl_->checksum_failures.Set(static_cast<double>(snapshot.store.checksum_failures));
   impl_->sessions.Set(static_cast<double>(snapshot.store.sessions));
   set(impl_->connections, {{"state", "open"}}, snapshot.http.connections_open);

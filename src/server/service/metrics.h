@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "engine/weight_stream.h"
 #include "http/server.h"
 #include "scheduler/request.h"
 #include "scheduler/scheduler.h"
@@ -21,6 +22,7 @@ struct MetricsSnapshot {
   state::SaverStats saver;  // zeros without a saver
   http::Counters http;
   uint64_t bytes_read_ahead = 0;
+  engine::WeightStats weights;
 };
 
 class Metrics {

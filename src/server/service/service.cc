@@ -140,6 +140,7 @@ std::string Service::metrics_text() {
   if (const http::Server* http = http_.load(std::memory_order_acquire); http != nullptr) {
     snapshot.http = http->counters();
   }
+  snapshot.weights = runtime().engine().weights().stats();
   snapshot.bytes_read_ahead = serving_->bytes_read_ahead();
   return metrics_.text(snapshot);
 }

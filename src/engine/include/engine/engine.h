@@ -47,6 +47,11 @@ struct EngineOptions {
   std::vector<int> stage_layers{};
 };
 
+// About what an engine with these options takes of its device's memory: the arena, and the largest
+// step's activations, captured rows and inputs. Without the weights.
+[[nodiscard]] uint64_t estimate_device_bytes(const model::HParams& hparams,
+                                             const EngineOptions& options);
+
 // One sequence's rows in a step.
 struct BatchItem {
   SeqId seq = -1;

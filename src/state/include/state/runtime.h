@@ -28,6 +28,8 @@ struct RuntimeOptions {
   std::string device = "cpu";
   int n_threads = 0;  // 0: all cores
   engine::EngineOptions engine;
+  model::WeightPlace weights = model::WeightPlace::kAuto;
+  uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
   std::string state_dir;                // profiles, digests; created (0700)
   std::vector<std::string> store_dirs;  // empty: state_dir/store
   uint64_t store_quota_bytes = 0;       // 0: no quota
@@ -46,6 +48,8 @@ struct RuntimeOptions {
   // corrected.
   std::optional<CostProfile> profile;
   ProgressFn progress;
+  // Told the model as soon as it is loaded.
+  std::function<void(const model::Model&)> on_model;
   // Told the profile as soon as it is known, before anything is restored.
   std::function<void(const CostProfile&)> on_profile;
 };

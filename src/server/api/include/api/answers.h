@@ -67,6 +67,7 @@ struct ServerProps {
   std::string bos_text;
   std::string eos_text;
   std::string build;
+  std::string weights;  // where they are
 };
 [[nodiscard]] Json props_answer(const ServerProps& props);
 
