@@ -63,6 +63,12 @@ class BenchScripts(unittest.TestCase):
                         self.work / "peer.json")
         self.assertEqual({"engine", "short", "stream", "restart"} - set(self.results("peer.json")), set())
 
+    def test_weights(self):
+        self.run_script("bench/weights.py", "--quick", "--work", self.work)
+        rows = self.results("weights.json")["rows"]
+        self.assertEqual([row["batch"] for row in rows], [1, 2])
+        self.assertTrue(all(row["bytes_read"] > 0 for row in rows))
+
     def test_sweep(self):
         self.run_script("bench/sweep.py", "--quick", "--work", self.work, "--json",
                         self.work / "sweep.json")
