@@ -101,6 +101,11 @@ tsan: deps  ## Build and run the tests under the thread sanitizer
 cuda: deps  ## Build with ggml's CUDA backend (HCACHE_CUDA_ARCHS, default 90)
 	@scripts/build.sh cuda
 
+.PHONY: vulkan
+vulkan: deps  ## Build with ggml's Vulkan backend, for GPUs of any vendor
+	@scripts/deps.sh vulkan
+	@scripts/build.sh vulkan hcache
+
 .PHONY: print-model
 print-model: build-deps  ## Print the default model's path, fetching it if needed
 	@$(PYTHON) scripts/third_party.py model

@@ -1,5 +1,6 @@
 # ggml and llama.cpp as imported targets:
-#   hcache::ggml    ggml with its CPU and RPC backends (and CUDA where HCACHE_CUDA is on)
+#   hcache::ggml    ggml with its CPU and RPC backends (and CUDA where HCACHE_CUDA is on, Vulkan where
+#                   HCACHE_VULKAN is)
 #   hcache::llama   libllama and llama.cpp's common library; its headers are <llama.h> and,
 #                   for common, "chat.h", "sampling.h", <nlohmann/json.hpp> (llama.cpp's copy)
 # and the variable
@@ -18,7 +19,7 @@ find_package(Threads REQUIRED)
 set(_third_party ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/scripts/third_party.py)
 # What decides about the library must re-run the configuration.
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-             ${CMAKE_SOURCE_DIR}/scripts/third_party.py)
+             ${CMAKE_SOURCE_DIR}/scripts/third_party.py ${CMAKE_SOURCE_DIR}/scripts/vulkan_sdk.py)
 
 # Runs third_party.py and returns what it prints; its progress and errors go to the terminal.
 function(_hcache_third_party out)
@@ -43,13 +44,16 @@ else()
     string(REPLACE ";" "," _archs "${HCACHE_CUDA_ARCHS}")
     list(APPEND _options --cuda ${_archs})
   endif()
+  if(HCACHE_VULKAN)
+    list(APPEND _options --vulkan)
+  endif()
   _hcache_third_party(_prefix llama ${_options})
   _hcache_third_party(HCACHE_CPU_TARGETS cpu-target)
 endif()
 if(HCACHE_PORTABLE)
-  if(HCACHE_LLAMA_PREFIX OR HCACHE_SANITIZE OR HCACHE_CUDA)
-    message(FATAL_ERROR "HCACHE_PORTABLE goes with none of HCACHE_LLAMA_PREFIX, HCACHE_SANITIZE and "
-                        "HCACHE_CUDA")
+  if(HCACHE_LLAMA_PREFIX OR HCACHE_SANITIZE OR HCACHE_CUDA OR HCACHE_VULKAN)
+    message(FATAL_ERROR "HCACHE_PORTABLE goes with none of HCACHE_LLAMA_PREFIX, HCACHE_SANITIZE, "
+                        "HCACHE_CUDA and HCACHE_VULKAN")
   endif()
   _hcache_third_party(_kernels kernels ${_compilers})
   _hcache_third_party(HCACHE_CPU_TARGETS cpu-target --portable)
@@ -104,6 +108,13 @@ if(HCACHE_CUDA)
   find_package(CUDAToolkit REQUIRED)
   _hcache_import(ggml-cuda hcache_lib_ggml-base CUDA::cudart CUDA::cublas CUDA::cuda_driver)
   list(APPEND _backends hcache_lib_ggml-cuda)
+endif()
+if(HCACHE_VULKAN)
+  _hcache_third_party(_loader vulkan-loader)
+  add_library(hcache_lib_vulkan UNKNOWN IMPORTED GLOBAL)
+  set_target_properties(hcache_lib_vulkan PROPERTIES IMPORTED_LOCATION ${_loader})
+  _hcache_import(ggml-vulkan hcache_lib_ggml-base hcache_lib_vulkan)
+  list(APPEND _backends hcache_lib_ggml-vulkan)
 endif()
 _hcache_import(ggml ${_backends} hcache_lib_ggml-base)
 add_library(hcache::ggml INTERFACE IMPORTED GLOBAL)

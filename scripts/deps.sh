@@ -1,8 +1,12 @@
 #!/bin/bash
-# deps.sh [build | PACKAGE...]: installs the Debian packages that building and testing need, those
-# that building the program needs (build), or those named, when running as root or where sudo asks
-# for no password; otherwise prints the exact line to run and fails. All output goes to stderr, so
-# that callers may capture what a later step prints.
+# deps.sh [GROUP | PACKAGE...]: installs the Debian packages of a group, or those named, when running
+# as root or where sudo asks for no password; otherwise prints the exact line to run and fails. Groups:
+#   (none)        what building and testing need
+#   build         what building the program needs
+#   vulkan        what ggml's Vulkan backend needs beside that
+#   vulkan-test   what testing it needs beside that
+# The last two are empty on Debian 12, for which scripts/vulkan_sdk.py fetches newer ones. All output
+# goes to stderr, so that callers may capture what a later step prints.
 set -euo pipefail
 exec 1>&2
 
@@ -25,6 +29,10 @@ test=(
 packages=("${build[@]}" "${test[@]}")
 if [ "${1:-}" = build ]; then
   packages=("${build[@]}")
+elif [[ ${1:-} == vulkan* ]]; then
+  grep -qs '^VERSION_CODENAME=bookworm$' /etc/os-release && exit 0
+  packages=(libvulkan-dev glslc spirv-headers)
+  [ "$1" = vulkan ] || packages+=(mesa-vulkan-drivers)
 elif [ $# -gt 0 ]; then
   packages=("$@")
 fi

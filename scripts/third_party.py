@@ -5,6 +5,8 @@
   third_party.py llama [options]         ggml, libllama and llama.cpp's common library
   third_party.py kernels [options]       ggml's CPU kernels for every CPU target, to load at run time
   third_party.py peer  [options]         llama-server and llama-bench from the same tree
+  third_party.py vulkan-loader           the library that programs with Vulkan link with
+  third_party.py lavapipe                Mesa's software device for Vulkan, and where its libraries lie
   third_party.py hiredis                 the sources of the Redis client's C library
   third_party.py model                   the default model
 
@@ -18,19 +20,18 @@ certificates apply; every download is pinned by its SHA-256.
 """
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import zipfile
 from pathlib import Path
+
+import vulkan_sdk
+from build_cache import Failure, Progress, cache_dir, locked, run_logged, say, sha256_of
 
 LLAMA_PACKAGE = "llama-cpp-python"
 LLAMA_VERSION = "0.3.36"
@@ -87,95 +88,6 @@ SANITIZER_FLAGS = {
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
     "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-g1"],
 }
-
-
-class Failure(Exception):
-    """What the user is told; the message names the remedy where there is one."""
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """One line on stderr: rewritten on a terminal, printed every ten seconds elsewhere."""
-
-    def __init__(self, title):
-        self.title = title
-        self.start = time.monotonic()
-        self.printed = self.start - 10
-        self.tty = sys.stderr.isatty()
-
-    def update(self, text):
-        now = time.monotonic()
-        line = f"{self.title}: {text} ({now - self.start:.0f} s)"
-        if self.tty and now - self.printed >= 0.1:
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-            self.printed = now
-        elif not self.tty and now - self.printed >= 10:
-            say(line)
-            self.printed = now
-
-    def done(self):
-        if self.tty:
-            print("\r\033[K", end="", file=sys.stderr)
-        say(f"{self.title}: done in {time.monotonic() - self.start:.0f} s")
-
-
-def cache_dir():
-    chosen = os.environ.get("HCACHE_CACHE_DIR")
-    if not chosen:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        chosen = Path(base) / "hcache"
-    path = Path(chosen).expanduser().absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-@contextlib.contextmanager
-def locked(name):
-    """Holds the cache's lock of that name; waits, and says so, while another build holds it."""
-    with open(cache_dir() / f".{name}.lock", "w", encoding="ascii") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"{name}: waiting for another build that holds the cache")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def run_logged(command, log, progress, env=None):
-    """Runs a command into the log; ninja's [done/total] becomes the progress line."""
-    with open(log, "ab") as sink:
-        sink.write(("$ " + " ".join(map(str, command)) + "\n").encode())
-        sink.flush()
-        begin = sink.tell()
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env)
-        state = "working"
-        try:
-            while process.poll() is None:
-                time.sleep(0.2)
-                with open(log, "rb") as source:
-                    source.seek(max(begin, os.path.getsize(log) - 4096))
-                    if steps := re.findall(rb"\[(\d+/\d+)\]", source.read()):
-                        state = steps[-1].decode()
-                progress.update(state)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-    if process.returncode != 0:
-        lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = "\n".join("  " + line for line in lines[-40:])
-        raise Failure(f"{progress.title} failed; the end of {log}:\n{shown}")
 
 
 def pip_download(package, version, sha256, kind, progress):
@@ -371,16 +283,25 @@ class LlamaBuild(Build):
             options["GGML_CUDA_NCCL"] = "OFF"
             # Attention kernels for the types that HCache's KV arena may have.
             options["GGML_CUDA_FA_QUANTS"] = "f16-f16;bf16-bf16;q8_0-q8_0"
+        self.places = {}
+        if args.vulkan:
+            sdk = vulkan_sdk.find_sdk()
+            self.places = sdk.cmake_options()
+            options["GGML_VULKAN"] = "ON"
+            options["HCACHE_VULKAN_SDK"] = sdk.identity
         digest = self.key(options)
         flavour = args.sanitize or "release"
         if args.cuda:
             flavour += "-cuda"
+        if args.vulkan:
+            flavour += "-vulkan"
         self.place(f"llama-{LLAMA_VERSION}-{target}-{flavour}-{digest}")
 
     def configure_and_compile(self, targets, progress, tools=False):
         onoff = "ON" if tools else "OFF"
+        places = [f"-D{name}={path}" for name, path in self.places.items()]
         return self.compile(targets, progress, f"-DLLAMA_BUILD_TOOLS={onoff}",
-                            f"-DLLAMA_BUILD_SERVER={onoff}")
+                            f"-DLLAMA_BUILD_SERVER={onoff}", *places)
 
     def ensure_library(self):
         if self.prefix.exists():
@@ -534,6 +455,10 @@ def main():
             continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
         sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
+        sub.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend")
+    verbs.add_parser("vulkan-loader", help="print the path of Vulkan's loader, to link with")
+    verbs.add_parser("lavapipe", help="print the description of Mesa's software device, and the folder "
+                                      "of the libraries that it needs")
     verbs.add_parser("hiredis", help="fetch hiredis, print where its sources are")
     verbs.add_parser("model", help="fetch the default model, print its path")
     args = parser.parse_args()
@@ -551,6 +476,11 @@ def main():
             print("\n".join(map(str, LlamaBuild(args).ensure_peer())))
         elif args.verb == "hiredis":
             print(ensure_hiredis())
+        elif args.verb == "vulkan-loader":
+            print(vulkan_sdk.find_sdk().library)
+        elif args.verb == "lavapipe":
+            icd, libraries = vulkan_sdk.find_lavapipe()
+            print(icd, libraries or "", sep="\n")
         else:
             print(ensure_model())
     except Failure as failure:

@@ -18,7 +18,7 @@ struct ModelOptions : Options {
                           "GGUF model; default: $HCACHE_MODEL, else the one that `make` fetched");
   std::string device =
       text(&device, "--device", "NAME", "cpu",
-           "where to compute: cpu, cuda:N, rpc:HOST:PORT; `list` prints what there is");
+           "where to compute: cpu, cuda:N, vulkan:N, rpc:HOST:PORT; `list` prints what there is");
   int threads =
       integer(&threads, "-t,--threads", "N", 0, {0, 4096}, "CPU threads; 0: one per core");
 };

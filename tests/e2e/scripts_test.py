@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What the build's scripts decide: which sources are compiled together, what the manual page says."""
+"""What the build's scripts decide: which sources are compiled together, what the manual page says,
+which Vulkan SDK is used."""
 
 import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 import man_page  # noqa: E402
 import unity_groups  # noqa: E402
+import vulkan_sdk  # noqa: E402
 
 
 class UnityGroups(unittest.TestCase):
@@ -67,6 +70,65 @@ class ManPage(unittest.TestCase):
 
     def test_text_is_no_request(self):
         self.assertEqual(man_page.escape(".x's \\ -y"), "\\&.x\\(aqs \\e \\-y")
+
+
+class VulkanSdk(unittest.TestCase):
+    """In a made-up root of a file system."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        patch = mock.patch.object(vulkan_sdk, "SYSTEM", self.root)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def write(self, path, text=""):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o755)
+
+    def install(self, headers):
+        """An SDK with headers of version 1.3.`headers`."""
+        self.write("usr/include/vulkan/vulkan_core.h", f"""
+// Version of this file
+#define VK_HEADER_VERSION {headers}
+#define VK_HEADER_VERSION_COMPLETE VK_MAKE_API_VERSION(0, 1, 3, VK_HEADER_VERSION)
+""")
+        self.write("usr/lib/x86_64-linux-gnu/libvulkan.so")
+        self.write("usr/share/cmake/SPIRV-Headers/SPIRV-HeadersConfig.cmake")
+        self.write("usr/bin/glslc", "#!/bin/sh\necho shaderc v2024\n")
+        path = mock.patch.dict("os.environ", {"PATH": f"{self.root}/usr/bin:/usr/bin:/bin"})
+        path.start()
+        self.addCleanup(path.stop)
+
+    def test_an_installed_one_is_used_if_it_is_recent(self):
+        self.install(275)
+        sdk = vulkan_sdk.find_sdk()
+        self.assertEqual(sdk.identity, "1.3.275 shaderc v2024")
+        for path in sdk.cmake_options().values():
+            self.assertTrue(path.exists(), path)
+        (self.root / "usr/lib/x86_64-linux-gnu/libvulkan.so").unlink()
+        self.assertIsNone(vulkan_sdk.system_sdk())
+        self.install(239)
+        self.assertIsNone(vulkan_sdk.system_sdk())
+
+    def test_elsewhere_than_on_debian_12_what_is_missing_is_named(self):
+        self.write("etc/os-release", "ID=debian\nVERSION_CODENAME=trixie\n")
+        with self.assertRaisesRegex(vulkan_sdk.Failure, "libvulkan-dev, glslc and spirv-headers"):
+            vulkan_sdk.find_sdk()
+        with self.assertRaisesRegex(vulkan_sdk.Failure, "mesa-vulkan-drivers"):
+            vulkan_sdk.find_lavapipe()
+        self.write("usr/share/vulkan/icd.d/lvp_icd.x86_64.json")
+        self.assertEqual(vulkan_sdk.find_lavapipe(),
+                         (self.root / "usr/share/vulkan/icd.d/lvp_icd.x86_64.json", None))
+
+    def test_the_mirror_is_the_one_that_apt_uses(self):
+        uris = ("'http://mirror.example/debian-security/dists/bookworm-security/InRelease' x 0\n"
+                "'http://mirror.example/debian/dists/bookworm/InRelease' y 0\n")
+        self.assertEqual(vulkan_sdk.mirror_of(uris, "bookworm"), "http://mirror.example/debian/")
+        self.assertIsNone(vulkan_sdk.mirror_of(uris, "trixie"))
 
 
 if __name__ == "__main__":

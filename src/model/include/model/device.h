@@ -1,4 +1,4 @@
-// A compute device behind ggml's backend interface: cpu, cuda:N, rpc:HOST:PORT.
+// A compute device behind ggml's backend interface: cpu, cuda:N, vulkan:N, rpc:HOST:PORT.
 #pragma once
 
 #include <ggml-backend.h>
@@ -18,8 +18,8 @@ struct DeviceInfo {
   size_t memory_total = 0;  // bytes; 0 where unknown
 };
 
-// Owns two backend instances of one device: two queues (CUDA streams). On the CPU, whose queue is
-// synchronous, calls complete before they return.
+// Owns two backend instances of one device: two queues (CUDA streams; Vulkan's two share one queue
+// of the driver). On the CPU, whose queue is synchronous, calls complete before they return.
 //
 // Threading: compute() belongs to one thread (the engine's); copy() may be used by one other
 // thread at a time where the backend is thread safe (CUDA); on CPU it is not used by others.

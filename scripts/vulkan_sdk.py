@@ -1,0 +1,240 @@
+"""What ggml's Vulkan backend is built with, and Mesa's software device (lavapipe) to test it on.
+
+The system's own headers, loader, shader compiler and driver where they are recent enough. Debian 12's
+headers are not: there newer ones are fetched from Debian's archive, from the mirror that apt is
+configured for, by apt with a state of its own, and unpacked into the cache. Nothing is installed.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_cache import Failure, Progress, cache_dir, locked, run_logged
+
+# VK_EXT_layer_settings, which ggml's C++ uses.
+LEAST_HEADERS = (1, 3, 275)
+
+RELEASE = "bookworm"
+BACKPORTS = f"{RELEASE}-backports"
+HEADERS_RELEASE = "trixie"
+# (package, version); the loader and the compiler are this release's own, since the later ones want
+# a later C library.
+SDK_PACKAGES = [
+    ("libvulkan1", "1.3.239.0-1"),
+    ("libvulkan-dev", "1.4.309.0-1"),
+    ("spirv-headers", "1.6.1+1.4.309.0-1"),
+    ("glslc", "2023.2-1"),
+    ("libshaderc1", "2023.2-1"),
+]
+LAVAPIPE_PACKAGES = [
+    ("mesa-vulkan-drivers", "25.0.7-2~bpo12+1"),
+    ("libdrm2", "2.4.123-1~bpo12+1"),
+    ("libdrm-amdgpu1", "2.4.123-1~bpo12+1"),
+    ("libdrm-common", "2.4.123-1~bpo12+1"),
+]
+# The program and the driver must share these.
+NEVER_UNPACKED = {"libc6", "libgcc-s1", "libstdc++6", "gcc-12-base"}
+GLSLC = "glslc"  # in the root of what is unpacked
+
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+# Where distributions put libraries and the descriptions of their drivers.
+LIBRARY_FOLDERS = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib"]
+ICD_FOLDERS = ["usr/share/vulkan/icd.d", "etc/vulkan/icd.d"]
+SYSTEM = Path("/")
+
+
+@dataclass
+class Sdk:
+    """Where the pieces are, and what names them in the key of a build."""
+
+    identity: str
+    include: Path
+    library: Path
+    glslc: Path
+    spirv_headers: Path
+
+    def cmake_options(self):
+        return {
+            "Vulkan_INCLUDE_DIR": self.include,
+            "Vulkan_LIBRARY": self.library,
+            "Vulkan_GLSLC_EXECUTABLE": self.glslc,
+            "SPIRV-Headers_DIR": self.spirv_headers,
+        }
+
+
+def header_version(include):
+    """(1, 3, 239) of the headers in a folder; () where there are none."""
+    try:
+        text = (include / "vulkan" / "vulkan_core.h").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    last = re.search(r"#define VK_HEADER_VERSION (\d+)", text)
+    first = re.search(
+        r"#define VK_HEADER_VERSION_COMPLETE VK_MAKE_API_VERSION\(0, (\d+), (\d+), VK_HEADER_VERSION\)",
+        text)
+    return (int(first[1]), int(first[2]), int(last[1])) if first and last else ()
+
+
+def first_existing(paths):
+    return next((path for path in paths if path.exists()), None)
+
+
+def system_sdk():
+    """The installed one; None where a piece is missing or too old."""
+    include = SYSTEM / "usr/include"
+    version = header_version(include)
+    library = first_existing(SYSTEM / folder / "libvulkan.so" for folder in LIBRARY_FOLDERS)
+    spirv = first_existing(SYSTEM / folder / "cmake/SPIRV-Headers"
+                           for folder in ["usr/share", *LIBRARY_FOLDERS])
+    glslc = shutil.which("glslc")
+    if version < LEAST_HEADERS or not (library and spirv and glslc):
+        return None
+    compiler = subprocess.run([glslc, "--version"], capture_output=True, text=True, check=True)
+    identity = ".".join(map(str, version)) + " " + " ".join(compiler.stdout.split())
+    return Sdk(identity, include, library, Path(glslc), spirv)
+
+
+def release_name():
+    try:
+        text = (SYSTEM / "etc/os-release").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"^VERSION_CODENAME=(\w+)$", text, re.M)
+    return found[1] if found else ""
+
+
+# ---- Debian's archive -----------------------------------------------------------------------
+
+
+def mirror_of(uris, release):
+    """The archive's address in what `apt-get update --print-uris` prints; None where it has none."""
+    found = re.search(rf"^'(\S+/)dists/{release}/(?:In)?Release'", uris, re.M)
+    return found[1] if found else None
+
+
+class Apt:
+    """apt with sources, lists and a cache of its own; nothing counts as installed."""
+
+    def __init__(self, folder, log, progress):
+        self.folder, self.log, self.progress = folder, log, progress
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True)
+        (folder / "status").touch()
+        uris = subprocess.run(["apt-get", "update", "--print-uris", f"-oDir::State::lists={folder}/none"],
+                              capture_output=True, text=True, check=False).stdout
+        mirror = mirror_of(uris, RELEASE)
+        if mirror is None:
+            raise Failure(f"apt has no source of {RELEASE}, from whose mirror the rest would come; add "
+                          "one to /etc/apt, or install Vulkan headers, glslc and spirv-headers yourself")
+        signed = f"[signed-by={KEYRING}] " if KEYRING.exists() else ""
+        (folder / "sources.list").write_text(
+            "".join(f"deb {signed}{mirror} {release} main\n"
+                    for release in (RELEASE, BACKPORTS, HEADERS_RELEASE)), encoding="utf-8")
+        self.run("update")
+
+    def run(self, *command, cwd=None):
+        options = {
+            "Dir::Etc::sourcelist": self.folder / "sources.list",
+            "Dir::Etc::sourceparts": "-",
+            "Dir::State::lists": self.folder / "lists",
+            "Dir::State::status": self.folder / "status",
+            "Dir::Cache": self.folder / "cache",
+            "Acquire::Languages": "none",
+            "APT::Default-Release": RELEASE,
+            "APT::Sandbox::User": "",
+            "Debug::NoLocking": "1",
+        }
+        full = ["apt-get", *(f"-o{name}={value}" for name, value in options.items()), *command]
+        try:
+            run_logged(full, self.log, self.progress, cwd=cwd)
+        except Failure as failure:
+            raise Failure(f"{failure}\nIf a version is no longer in the archive, name its successor in "
+                          f"{Path(__file__).name}.") from failure
+
+    def download(self, packages):
+        """Exactly these."""
+        target = self.folder / "debs"
+        target.mkdir()
+        self.run("download", *(f"{name}={version}" for name, version in packages), cwd=target)
+        return sorted(target.glob("*.deb"))
+
+    def download_with_needs(self, packages):
+        """These and all that they depend on."""
+        self.run("install", "--download-only", "--assume-yes", "--no-install-recommends",
+                 *(f"{name}={version}" for name, version in packages))
+        return sorted((self.folder / "cache/archives").glob("*.deb"))
+
+
+def fetched(name, packages, download, finish):
+    """The folder in the cache that holds the unpacked packages."""
+    digest = hashlib.sha256(repr(packages).encode()).hexdigest()[:12]
+    prefix = cache_dir() / f"{name}-{digest}"
+    with locked(name):
+        if prefix.exists():
+            return prefix
+        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+            raise Failure("apt-get or dpkg-deb is missing, which fetch and unpack Debian's packages")
+        progress = Progress(f"fetching {name} from Debian's archive (once)")
+        scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+        try:
+            (scratch / "apt").mkdir()
+            apt = Apt(scratch / "apt", cache_dir() / f"{name}.log", progress)
+            for file in download(apt, packages):
+                if file.name.split("_")[0] not in NEVER_UNPACKED:
+                    subprocess.run(["dpkg-deb", "-x", str(file), str(scratch / "root")], check=True)
+            finish(scratch / "root")
+            os.replace(scratch / "root", prefix)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        progress.done()
+    return prefix
+
+
+def add_compiler(root):
+    """A way to run the compiler with its library beside it, whatever the environment."""
+    script = root / GLSLC
+    script.write_text('#!/bin/sh\nroot=${0%/*}\nLD_LIBRARY_PATH=$root/' + LIBRARY_FOLDERS[0] +
+                      ' exec "$root/usr/bin/glslc" "$@"\n', encoding="ascii")
+    script.chmod(0o755)
+
+
+# ---- What the build and the tests ask for ---------------------------------------------------
+
+
+def find_sdk():
+    """The system's, or Debian's in the cache."""
+    installed = system_sdk()
+    if installed is not None:
+        return installed
+    if release_name() != RELEASE:
+        least = ".".join(map(str, LEAST_HEADERS))
+        raise Failure(f"Vulkan's headers of version {least} or later, its loader, glslc and the SPIR-V "
+                      "headers are not all installed; install the like of Debian's libvulkan-dev, glslc "
+                      "and spirv-headers")
+    root = fetched("vulkan-sdk", SDK_PACKAGES, Apt.download, add_compiler)
+    return Sdk(" ".join(f"{name}={version}" for name, version in SDK_PACKAGES),
+               root / "usr/include", root / LIBRARY_FOLDERS[0] / "libvulkan.so", root / GLSLC,
+               root / "usr/share/cmake/SPIRV-Headers")
+
+
+def find_icd(root):
+    """The description of lavapipe under a root; None where it is not there."""
+    return next((path for folder in ICD_FOLDERS for path in sorted((root / folder).glob("lvp_icd*.json"))),
+                None)
+
+
+def find_lavapipe():
+    """(description of the driver for the loader, folder of libraries that it needs or None)."""
+    if release_name() == RELEASE:
+        root = fetched("lavapipe", LAVAPIPE_PACKAGES, Apt.download_with_needs, lambda _: None)
+        return find_icd(root), root / LIBRARY_FOLDERS[0]
+    installed = find_icd(SYSTEM)
+    if installed is None:
+        raise Failure("Mesa's software device for Vulkan (lavapipe) is not installed; install the like of "
+                      "Debian's mesa-vulkan-drivers")
+    return installed, None
