@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
 
 namespace hcache::engine {
 namespace {
@@ -22,8 +23,11 @@ bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
 
 }  // namespace
 
-AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours)
+AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours,
+                         size_t kv_row_bytes)
     : graphs_(graphs) {
+  const size_t alignment = graphs.device().read_alignment();
+  view_cells_ = static_cast<int64_t>(alignment / std::gcd(alignment, kv_row_bytes));
   shape_ = {.n_head = hp.n_head,
             .n_head_kv = hp.n_head_kv,
             .head_dim_k = hp.head_dim,
@@ -60,7 +64,8 @@ Status AttentionOp::upload_masks() {
     Mask mask;
     const bool prefill = s.n_rows > 1;
     mask.group = prefill ? shape_.n_head / shape_.n_head_kv : 1;
-    mask.n_kv = round_up(s.n_past + s.n_rows, kKvPadding);
+    mask.lead = s.first_cell % view_cells_;
+    mask.n_kv = round_up(mask.lead + s.n_past + s.n_rows, kKvPadding);
     mask.n_rows =
         prefill ? std::max<int64_t>(static_cast<int64_t>(s.n_rows) * mask.group, kTiledRows) : 1;
     mask.tensor = ggml_new_tensor_2d(mask_tensors_->ctx, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
@@ -98,7 +103,7 @@ Status AttentionOp::upload_masks() {
     for (int64_t row = 0; row < mask.n_rows; ++row) {
       const int64_t token = row / mask.group;
       const int64_t visible = token < s.n_rows ? s.n_past + token + 1 : 1;
-      std::fill_n(values.begin() + row * mask.n_kv, visible, zero);
+      std::fill_n(values.begin() + row * mask.n_kv + mask.lead, visible, zero);
     }
     // In the compute queue, behind graphs that still read the masks of another step.
     graphs_.set(mask.tensor, values);
@@ -136,10 +141,10 @@ ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_ten
   const int64_t dim = shape_.head_dim_k;
   const int64_t n_head = shape_.n_head;
   const int64_t n_head_kv = shape_.n_head_kv;
-  const auto arena_view = [&](ggml_tensor* arena, const AttentionSegment& s, int64_t n_kv) {
-    return ggml_view_3d(ctx, arena, dim, n_kv, n_head_kv, arena->nb[1],
+  const auto arena_view = [&](ggml_tensor* arena, const AttentionSegment& s, const Mask& mask) {
+    return ggml_view_3d(ctx, arena, dim, mask.n_kv, n_head_kv, arena->nb[1],
                         ggml_row_size(arena->type, dim),
-                        static_cast<size_t>(s.first_cell) * arena->nb[1]);
+                        static_cast<size_t>(s.first_cell - mask.lead) * arena->nb[1]);
   };
 
   ggml_tensor* result = nullptr;
@@ -158,9 +163,9 @@ ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_ten
     const int64_t padding = mask.n_rows - group * s.n_rows;
     if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
 
-    ggml_tensor* out = ggml_flash_attn_ext(ctx, packed, arena_view(k_arena, s, mask.n_kv),
-                                           arena_view(v_arena, s, mask.n_kv), mask.tensor,
-                                           shape_.scale, 0.0F, 0.0F);
+    ggml_tensor* out =
+        ggml_flash_attn_ext(ctx, packed, arena_view(k_arena, s, mask), arena_view(v_arena, s, mask),
+                            mask.tensor, shape_.scale, 0.0F, 0.0F);
     // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
     ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, s.n_rows, out->nb[1],
                                          out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);

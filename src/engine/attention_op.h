@@ -19,7 +19,8 @@ namespace hcache::engine {
 // Threading: the engine's thread; the kernel itself uses the device's threads.
 class AttentionOp {
  public:
-  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours);
+  // kv_row_bytes: of a row of K or V in the arena.
+  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours, size_t kv_row_bytes);
   ~AttentionOp();
   AttentionOp(const AttentionOp&) = delete;
   AttentionOp& operator=(const AttentionOp&) = delete;
@@ -40,6 +41,7 @@ class AttentionOp {
     int64_t n_kv = 0;
     int64_t n_rows = 0;  // padded
     int group = 1;       // query heads packed as rows
+    int64_t lead = 0;    // masked cells before the sequence's first, where the view begins
   };
   Status upload_masks();
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
@@ -48,6 +50,7 @@ class AttentionOp {
 
   GraphRunner& graphs_;
   AttentionShape shape_;
+  int64_t view_cells_ = 1;  // on a multiple of so many cells a view of the arena may begin
   std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
   std::vector<AttentionSegment> segments_;
   std::vector<Mask> masks_;

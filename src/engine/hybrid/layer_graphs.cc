@@ -141,8 +141,8 @@ Status LayerGraphs::set_piece(const Forward& forward) {
     inputs_of_ = piece.index;
   }
   while (static_cast<int>(attention_.size()) <= piece.index) {
-    attention_.push_back(
-        std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(), own_attention_));
+    attention_.push_back(std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(),
+                                                       own_attention_, stage_.arena().row_bytes()));
   }
   if (!forward.wanted.empty()) stage_.graphs().set(stage_.output_rows(), forward.wanted);
   return attention_[piece.index]->set_batch(

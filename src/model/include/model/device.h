@@ -50,6 +50,9 @@ class Device {
   [[nodiscard]] ggml_backend_dev_t dev() const { return dev_; }
   [[nodiscard]] ggml_backend_t compute() const { return compute_; }
   [[nodiscard]] ggml_backend_t copy() const { return copy_; }
+  // On a multiple of how many bytes of a buffer what an attention kernel reads must begin: 1 where
+  // it may begin anywhere.
+  [[nodiscard]] size_t read_alignment() const;
   // The device's own memory.
   [[nodiscard]] ggml_backend_buffer_type_t buffer_type() const;
   // Host memory the device copies from and to fastest (pinned where the backend has it).
