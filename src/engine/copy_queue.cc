@@ -155,6 +155,7 @@ class EventCopyQueue : public CopyQueue {
     return record();
   }
   Mark mark_compute() override {
+    recycle();
     ggml_backend_event_record(marks_[++last_mark_ % kMarks], device_.compute());
     return last_mark_;
   }
@@ -186,9 +187,22 @@ class EventCopyQueue : public CopyQueue {
     ggml_backend_event_t event;
   };
   static constexpr size_t kMaxPending = 256;
+  static constexpr int kMaxRecorded = 1024;
   static constexpr size_t kMarks = 8;
 
+  // Some backends (Vulkan) keep what a recorded event, and the copies before it, were made of until
+  // somebody waits for the event and for the stream; now and then somebody must.
+  void recycle() {
+    if (++n_recorded_ < kMaxRecorded) return;
+    n_recorded_ = 0;
+    ggml_backend_synchronize(device_.compute());
+    wait(last_);
+    ggml_backend_synchronize(device_.copy());
+    for (ggml_backend_event_t mark : marks_) ggml_backend_event_synchronize(mark);
+  }
+
   Ticket record() {
+    recycle();
     if (pending_.size() >= kMaxPending) wait(pending_.front().ticket);
     ggml_backend_event_t event = nullptr;
     if (spare_.empty()) {
@@ -208,6 +222,7 @@ class EventCopyQueue : public CopyQueue {
   std::deque<Pending> pending_;  // oldest first; the copy stream completes in order
   std::vector<ggml_backend_event_t> spare_;
   Ticket last_ = 0;
+  int n_recorded_ = 0;  // events since the last recycle()
 };
 
 }  // namespace
