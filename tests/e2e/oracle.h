@@ -32,6 +32,9 @@ class Oracle {
     llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
     llama_model_params mp = llama_model_default_params();
     mp.n_gpu_layers = 0;
+    ggml_backend_dev_t none =
+        nullptr;  // the list's end: nothing is offloaded to a GPU of this build
+    mp.devices = &none;
     model_.reset(llama_model_load_from_file(path.c_str(), mp));
     EXPECT_NE(model_, nullptr) << path;
     if (model_ == nullptr) return;

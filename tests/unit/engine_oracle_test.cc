@@ -14,7 +14,11 @@ class Llama {
   explicit Llama(const std::string& path) {
     llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
     llama_backend_init();
-    model_ = llama_model_load_from_file(path.c_str(), llama_model_default_params());
+    llama_model_params model_params = llama_model_default_params();
+    ggml_backend_dev_t none =
+        nullptr;  // the list's end: nothing is offloaded to a GPU of this build
+    model_params.devices = &none;
+    model_ = llama_model_load_from_file(path.c_str(), model_params);
     llama_context_params params = llama_context_default_params();
     params.n_ctx = 1024;
     params.n_batch = 512;
