@@ -24,6 +24,7 @@ struct Kind {
   bool takes_trace;
 };
 constexpr std::array kKinds = {
+    Kind{"batch", simulate_batches, false},
     Kind{"overlap", simulate_overlap, false},
     Kind{"prefix-cache", simulate_prefix_caches, true},
     Kind{"serving", simulate_servers, true},

@@ -148,6 +148,7 @@ struct SimResults {
 };
 // `scenario`: what the file says. kInvalidArgument names the setting.
 [[nodiscard]] Result<SimResults> simulate_prefix_caches(const SimArgs& args, const Json& scenario);
+[[nodiscard]] Result<SimResults> simulate_batches(const SimArgs& args, const Json& scenario);
 [[nodiscard]] Result<SimResults> simulate_overlap(const SimArgs& args, const Json& scenario);
 [[nodiscard]] Result<SimResults> simulate_servers(const SimArgs& args, const Json& scenario);
 

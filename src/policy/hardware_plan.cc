@@ -37,6 +37,7 @@ constexpr std::array kModels = {
     ModelShape{"qwen3-8b", "Qwen3 8B", 36, 4096, 32, 8, 128, 12288, true, 0.70, false},
     ModelShape{"falcon-7b", "Falcon 7B", 32, 4544, 71, 1, 64, 18176, false, 0.70, false},
     ModelShape{"falcon-40b", "Falcon 40B", 60, 8192, 128, 8, 64, 32768, false, 0.70, false},
+    ModelShape{"opt-66b", "OPT 66B", 64, 9216, 72, 72, 128, 36864, false, 0.70, false},
     ModelShape{"opt-13b", "OPT 13B", 40, 5120, 40, 40, 128, 20480, false, 0.70, false},
     ModelShape{"opt-6.7b", "OPT 6.7B", 32, 4096, 32, 32, 128, 16384, false, 0.70, false},
     ModelShape{"smollm2-135m", "SmolLM2 135M", 30, 576, 9, 3, 64, 1536, true, 0.70, false},

@@ -116,6 +116,28 @@ class Sim(unittest.TestCase):
         self.assert_refused({**scenario, "cases": 1}, "cases")
         self.assert_refused({**scenario, "rates": [1]}, "rates")
 
+    def test_a_batch_with_its_context_in_host_memory(self):
+        scenario = {"kind": "batch", "model": "opt-30b", "batches": [32], "prompts": [512],
+                    "output": 8, "hardware": {"gemm_efficiency": 0.45},
+                    "systems": [{"mode": "kv"}, {"mode": "act"}, {"name": "best", "mode": "search"},
+                                {"mode": "fixed", "share": 0.5}],
+                    "cases": [{"name": "30B"}, {"name": "13B", "model": "opt-13b"}]}
+        rows = self.figures(scenario)["rows"]
+        self.assertEqual([(r["case"], r["system"]) for r in rows],
+                         [(c, s) for c in ("30B", "13B") for s in ("kv", "act", "best", "fixed")])
+        for kv, act, best, fixed in zip(*[iter(rows)] * 4, strict=True):
+            self.assertGreaterEqual(best["tokens_per_s"], kv["tokens_per_s"])
+            self.assertGreaterEqual(best["tokens_per_s"] * 1.001, act["tokens_per_s"])
+            self.assertEqual((kv["act_share"], act["act_share"], fixed["act_share"]), (0, 1, 0.5))
+            self.assertEqual((kv["act_gb"], act["kv_gb"]), (0, 0))
+        self.assertEqual(rows, self.figures(scenario)["rows"])
+        self.assert_refused({**scenario, "systems": [{"mode": "magic"}]}, "systems", "unmanaged")
+        self.assert_refused({**scenario, "systems": [{"mode": "kv", "share": 1}]}, "'share'")
+        self.assert_refused({**scenario, "prompts": [0]}, "'prompts' holds 0")
+        done = self.run_sim({**scenario, "hardware": {"host_gib": 40}})
+        self.assertEqual(done.returncode, 5, done.stderr)
+        self.assertIn("30B kv, batch 32", done.stderr)
+
     def test_a_machine_that_was_measured(self):
         curve = [[1, 1e-4], [512, 2e-2]]
         costs = {"layers": 2, "project": curve, "load_kv": {"base_s": 0, "per_row_s": 1e-8},

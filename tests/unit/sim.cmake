@@ -1,4 +1,4 @@
-foreach(part prefix_cache saved_chains serving shared_link trace workload)
+foreach(part batch prefix_cache saved_chains serving shared_link trace workload)
   hcache_test(sim_${part}_test unit/sim_${part}_test.cc LIBS hcache_sim)
 endforeach()
 # What the public headers don't show.
