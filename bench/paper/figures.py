@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Simulates the papers' figures and sets them beside what the papers print.
 
-    bench/paper/figures.py                    HCache's and CaR's, as tables (some minutes)
+    bench/paper/figures.py                    HCache's, CaR's and HybridServe's, as tables (some minutes)
     bench/paper/figures.py --only fig10       some
     bench/paper/figures.py --only attentionstore     AttentionStore's (some minutes a case)
+    bench/paper/figures.py --only hybridserve        HybridServe's (seconds)
     bench/paper/figures.py --png docs/img     also as plots (needs matplotlib)
     bench/paper/figures.py --quick            a few sessions each: proves the script
 
@@ -51,6 +52,17 @@ SPEEDUPS = {"LLaMA-13B": (0.85, 6.8, 4.0), "LLaMA-65B": (0.61, 2.6, 1.9),
 GPU_PRICE, DRAM_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082
 COSTS = {"LLaMA-13B": (0.70, 0.164), "LLaMA-65B": (0.43, 0.09),
          "LLaMA-70B": (0.66, 0.09), "Falcon-40B": (0.68, 0.09)}
+
+
+# HybridServe §5.2 to §5.5: how many times as fast over all prompts, and at a prompt of 1,920.
+HYBRID_OVER = {"FlexGen": 2.19, "act only": 1.35}
+ACT_OVER_FLEXGEN = 1.61
+HYBRID_OVER_FLEXGEN = {"OPT-6.7B": 2.05, "OPT-66B": 2.33}
+STEPS_OVER_ACT = {"OPT-6.7B": (1.23, None), "OPT-30B": (None, 1.6), "OPT-66B": (1.39, 1.56)}
+KV_TO_ACT = {"OPT-6.7B": 1.0, "OPT-30B": 2.0, "OPT-66B": 1.78}
+TRAFFIC_LESS = {32: 1.27, 64: 1.38}
+BUSY = {32: (0.082, 0.356), 128: (0.126, 0.782)}  # FlexGen, HybridServe
+TOKENS_SLOWER = {"OPT-30B": 1.45, "OPT-66B": 1.31}  # Fig. 4, half recomputed
 
 
 # Models whose weights a device does not hold.
@@ -280,6 +292,88 @@ def report_reload(rows: list[dict]) -> None:
     print("  the paper: about 30 % with long contexts, OPT-13B above 60 %")
 
 
+def by_system(rows: list[dict]) -> dict:
+    points: dict = {}
+    for row in rows:
+        points.setdefault((row["case"], row["batch"], row["prompt"]), {})[row["system"]] = row
+    return points
+
+
+def faster(systems: dict, one: str, other: str) -> float:
+    return systems[one]["tokens_per_s"] / systems[other]["tokens_per_s"]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def report_batches(rows: list[dict]) -> None:
+    points = by_system(rows)
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    print("\nhybridserve-fig12: tokens/s, batch 128, 128 new tokens")
+    print(f"{'model':>10} {'prompt':>6} " + " ".join(f"{name:>9}" for name in names))
+    for (case, _, prompt), systems in points.items():
+        print(f"{case:>10} {prompt:>6} "
+              + " ".join(f"{systems[name]['tokens_per_s']:>9.2f}" for name in names))
+    for system in ("hybrid", "search"):
+        for other, paper in HYBRID_OVER.items():
+            ratio = mean([faster(systems, system, other) for systems in points.values()])
+            print(f"  {system} over {other}, mean: {ratio:.2f}; the paper: {paper:.2f}")
+    ratio = mean([faster(systems, "act only", "FlexGen") for systems in points.values()])
+    print(f"  act only over FlexGen, mean: {ratio:.2f}; the paper: {ACT_OVER_FLEXGEN:.2f}")
+    for model, paper in HYBRID_OVER_FLEXGEN.items():
+        of_model = [systems for (case, *_), systems in points.items() if case == model]
+        print(f"  {model}: hybrid over FlexGen "
+              f"{mean([faster(systems, 'hybrid', 'FlexGen') for systems in of_model]):.2f}; "
+              f"the paper: {paper:.2f}")
+    print("hybridserve-fig15: prompt 1,920, tokens/s over act only; KV : ACT; the paper's in brackets")
+    for (case, _, prompt), systems in points.items():
+        if prompt != 1920:
+            continue
+        share = systems["search"]["act_share"]
+        steps = STEPS_OVER_ACT.get(case, (None, None))
+        print(f"{case:>10} 1:1 {faster(systems, '1:1', 'act only'):.2f} ({steps[0] or '-'}), "
+              f"policies {faster(systems, 'hybrid', 'act only'):.2f} ({steps[1] or '-'}), "
+              f"search {faster(systems, 'search', 'act only'):.2f}; "
+              f"KV : ACT {(1 - share) / share:.2f} ({KV_TO_ACT.get(case, '-')})")
+
+
+def report_traffic(rows: list[dict]) -> None:
+    points = by_system(rows)
+    print("\nhybridserve-fig13: GB to the device while generating, OPT-30B")
+    print(f"{'batch':>6} {'prompt':>6} {'FlexGen: weights':>16} {'KV':>7} {'hybrid: weights':>16} "
+          f"{'KV':>7} {'ACT':>7} {'all':>6} {'context':>8}")
+    context: dict = {}
+    for (_, batch, prompt), systems in points.items():
+        flexgen, hybrid = systems["FlexGen"], systems["hybrid"]
+        everything = [row["weights_gb"] + row["kv_gb"] + row["act_gb"] for row in (flexgen, hybrid)]
+        of_context = flexgen["kv_gb"] / max(1e-9, hybrid["kv_gb"] + hybrid["act_gb"])
+        context.setdefault(batch, []).append(everything[0] / everything[1])
+        print(f"{batch:>6} {prompt:>6} {flexgen['weights_gb']:>16.0f} {flexgen['kv_gb']:>7.0f} "
+              f"{hybrid['weights_gb']:>16.0f} {hybrid['kv_gb']:>7.0f} {hybrid['act_gb']:>7.0f} "
+              f"{everything[0] / everything[1]:>6.2f} {of_context:>8.2f}")
+    for batch, paper in TRAFFIC_LESS.items():
+        print(f"  batch {batch}: all traffic less by up to {max(context[batch]):.2f}; "
+              f"the paper: {paper:.2f}")
+    print("hybridserve-fig14: how busy computation is while generating, mean over the prompts")
+    for batch in context:
+        busy = [mean([systems[name]["compute_busy"] for (_, b, _), systems in points.items()
+                      if b == batch]) for name in ("FlexGen", "hybrid", "search")]
+        paper = "".join(f" {100 * share:.1f}" for share in BUSY.get(batch, ())) or " -"
+        print(f"  batch {batch}: FlexGen {100 * busy[0]:.1f} %, hybrid {100 * busy[1]:.1f} %, "
+              f"search {100 * busy[2]:.1f} %, hybrid over FlexGen {busy[1] / busy[0]:.2f}; "
+              f"the paper:{paper}")
+
+
+def report_tokens(rows: list[dict]) -> None:
+    print("\nhybridserve-fig4: generating with a share of the context computed again, over none")
+    for (case, batch, prompt), systems in by_system(rows).items():
+        ratios = ", ".join(f"{name}: {row['generate_s'] / systems['0']['generate_s']:.2f}"
+                           for name, row in systems.items())
+        print(f"  {case}, batch {batch}, prompt {prompt}: {ratios}; "
+              f"the paper, 0.5: {TOKENS_SLOWER[case]:.2f}")
+
+
 def plot(name: str, rows: list[dict], folder: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
@@ -338,6 +432,11 @@ def main() -> None:
         report_reload(simulate(args, "car-fig5"))
     if args.only in "attentionstore-fig18-20":
         report_overlap(simulate(args, "attentionstore-fig18"))
+    for name, report_figure in {"hybridserve-fig12": report_batches,
+                                "hybridserve-fig13": report_traffic,
+                                "hybridserve-fig4": report_tokens}.items():
+        if args.only in name:
+            report_figure(simulate(args, name))
     for name in HITS:
         if not args.only or args.only not in name:
             continue

@@ -88,6 +88,7 @@ class BenchScripts(unittest.TestCase):
     def test_figures(self):
         out = self.run_script("bench/paper/figures.py", "--quick", "--work", self.work)
         self.assertIn("hcache-fig9", out)
+        self.assertIn("hybridserve-fig14", out)
         for name in ("attentionstore-fig13", "attentionstore-fig23"):
             self.assertIn(name, self.run_script("bench/paper/figures.py", "--quick", "--only", name,
                                                 "--work", self.work))
