@@ -1,7 +1,9 @@
-# hcache_test(NAME source... [LIBS library...])
+# hcache_test(NAME source... [DEVICE] [LIBS library...])
 #
 # A GoogleTest program and its CTest entry. NAME begins with its module ("store_catalog_test"),
-# and that word is its label: `ctest -L store` runs one module's tests. Every test program knows
+# and that word is its label: `ctest -L store` runs one module's tests. DEVICE: it runs on the device
+# that HCACHE_TEST_DEVICE names (default: cpu), has the label `device` too, and is built by the target
+# device_tests. Every test program knows
 #   HCACHE_TEST_MODEL  the default model's path          HCACHE_TEST_DATA  the folder tests/
 #   HCACHE_PROGRAM     the path of the program `hcache`  (string literals)
 find_package(GTest REQUIRED)
@@ -15,9 +17,14 @@ set(HCACHE_TEST_TIMEOUT 600)
 if(HCACHE_SANITIZE STREQUAL "thread")
   set(HCACHE_TEST_TIMEOUT 1800)
 endif()
+if(HCACHE_VULKAN)
+  set(HCACHE_TEST_TIMEOUT 3600)  # a software device compiles its shaders on first use
+endif()
+
+add_custom_target(device_tests)
 
 function(hcache_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LIBS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "DEVICE" "" "LIBS")
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE ${arg_LIBS} GTest::gmock GTest::gtest_main)
   target_compile_definitions(${name} PRIVATE
@@ -26,6 +33,10 @@ function(hcache_test name)
     HCACHE_PROGRAM="${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/hcache")
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name} --gtest_brief=1)
-  string(REGEX MATCH "^[^_]+" label ${name})
-  set_tests_properties(${name} PROPERTIES LABELS ${label} TIMEOUT ${HCACHE_TEST_TIMEOUT})
+  string(REGEX MATCH "^[^_]+" labels ${name})
+  if(arg_DEVICE)
+    list(APPEND labels device)
+    add_dependencies(device_tests ${name})
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${labels}" TIMEOUT ${HCACHE_TEST_TIMEOUT})
 endfunction()

@@ -10,7 +10,9 @@ export VK_DRIVER_FILES=${found[0]} VK_ICD_FILENAMES=${found[0]}
 [ -n "${found[1]:-}" ] && export LD_LIBRARY_PATH=${found[1]}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # ggml passes over devices of the type CPU that nobody asked for.
 export GGML_VK_VISIBLE_DEVICES=0
-# LLVM takes minutes over ggml's larger shaders: it is told to optimise little, once.
+# Half-precision arithmetic is emulated: slow, and LLVM takes minutes over such a shader.
+export GGML_VK_DISABLE_F16=1
+# LLVM is told to optimise little, once.
 cache=${HCACHE_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/hcache}
 export GALLIVM_PERF=nopt MESA_SHADER_CACHE_DIR=$cache/lavapipe-shaders
 mkdir -p "$MESA_SHADER_CACHE_DIR"

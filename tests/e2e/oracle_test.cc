@@ -1,5 +1,6 @@
-// Our logits against libllama's: tiny random models of every architecture and weight type, and
-// SmolLM2 itself, over prefill in odd chunk sizes and decode.
+// Our logits against libllama's on the CPU: tiny random models of every architecture and weight
+// type, and SmolLM2 itself, over prefill in odd chunk sizes and decode. Ours run on
+// HCACHE_TEST_DEVICE.
 #include "oracle.h"
 
 #include <array>
@@ -9,6 +10,7 @@
 #include <random>
 
 #include "../unit/model_fixtures.h"
+#include "../unit/test_device.h"
 #include "engine/engine.h"
 
 namespace hcache::test {
@@ -47,7 +49,7 @@ Tokens random_tokens(int n, int n_vocab, unsigned seed) {
 class Ours {
  public:
   Ours(const std::string& path, const EngineOptions& options) {
-    device_ = model::test::open_cpu();
+    device_ = model::Device::open(hcache::testing::test_device(), 1).value();
     auto model = model::Model::load(path, *device_);
     EXPECT_TRUE(model.ok()) << model.status().to_string();
     model_ = std::move(model).value();
@@ -103,6 +105,14 @@ struct Case {
 };
 
 std::vector<Case> all_cases() {
+  // Few weight types: a device in software compiles its shaders for each.
+  if (!hcache::testing::on_cpu()) {
+    return {{{"llama", 4}, GGML_TYPE_F16},
+            {{"llama", 2}, GGML_TYPE_F32},
+            {{"llama", 2}, GGML_TYPE_Q8_0},
+            {{"llama", 1}, GGML_TYPE_Q4_1},
+            {{"qwen2", 2}, GGML_TYPE_F16}};
+  }
   std::vector<Case> out;
   for (const Shape& shape : kShapes) {
     for (const ggml_type type : kTypes) out.push_back({shape, type});
@@ -201,6 +211,7 @@ TEST(Oracle, RopeScalingAgrees) {
 
 // The multi-head twin answers as the original does.
 TEST(Oracle, ExpandedHeadsAnswerTheSame) {
+  if (!hcache::testing::on_cpu()) GTEST_SKIP() << "about the files, not the device";
   const model::test::TempDir dir;
   for (const char* arch : {"llama", "qwen2", "qwen3", "falcon"}) {
     for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q4_1}) {
@@ -219,6 +230,7 @@ TEST(Oracle, ExpandedHeadsAnswerTheSame) {
 
 // Padding for K-quants changes no answer: shown with F32, where nothing else changes one.
 TEST(Oracle, PaddedModelsAnswerTheSame) {
+  if (!hcache::testing::on_cpu()) GTEST_SKIP() << "about the files, not the device";
   const model::test::TempDir dir;
   auto options = model::test::tiny_options("llama", 3, GGML_TYPE_F32);
   options.shape.n_embd = 288;
@@ -283,6 +295,7 @@ TEST(Oracle, OptAgreesWithTransformers) {
 class DefaultModel : public ::testing::Test {
  protected:
   void SetUp() override {
+    if (!hcache::testing::on_cpu()) GTEST_SKIP() << "takes a fast device";
     ASSERT_TRUE(std::filesystem::exists(HCACHE_TEST_MODEL)) << "make print-model fetches it";
   }
 };

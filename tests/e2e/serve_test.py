@@ -2,6 +2,9 @@
 """`hcache serve` on the real default model: protocols, conversations that return, isolation, stop.
 
     serve_test.py HCACHE [-v] [name]
+
+On another device (HCACHE_TEST_DEVICE) with two random layers of its shape, and without what needs a
+fast device or a model that says something.
 """
 
 import http.client
@@ -21,11 +24,14 @@ import serving
 from serving import LOST, STATE_COMES_BACK, Conversation, Server, wait_until
 
 PROGRAM = sys.argv.pop(1)
-MODEL = serving.default_model()
+MODEL_FOLDER = tempfile.TemporaryDirectory()
+MODEL = serving.model_for_device(PROGRAM, MODEL_FOLDER.name)
+takes_a_fast_device = unittest.skipUnless(serving.DEVICE == "cpu", "takes a fast device")
 
 
 def start(folder: str, *options: str, **kwargs) -> Server:
-    return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "2", *options, **kwargs)
+    return Server(PROGRAM, "-m", MODEL, "--device", serving.DEVICE, "--state-dir", folder, "-t", "2",
+                  *options, **kwargs)
 
 
 def request_lines(server: Server) -> list:
@@ -34,6 +40,7 @@ def request_lines(server: Server) -> list:
             for line in server.errors().splitlines() if " info: request " in line]
 
 
+@takes_a_fast_device
 class Protocols(unittest.TestCase):
     """One server for all: they leave nothing behind that another one could see."""
 
@@ -226,6 +233,7 @@ class Protocols(unittest.TestCase):
         self.assertEqual(self.server.call("DELETE", "/v1/sessions/other")[0], 404)
 
 
+@takes_a_fast_device
 class Returning(unittest.TestCase):
     def test_text_that_does_not_tokenise_to_what_was_generated(self):
         # A reply whose tokens are forced apart by a grammar: "a" "b" "c", not "abc".
@@ -343,6 +351,7 @@ class Returning(unittest.TestCase):
 
 
 class Isolation(unittest.TestCase):
+    @takes_a_fast_device
     def test_keys_share_nothing(self):
         with tempfile.TemporaryDirectory() as folder, \
                 start(folder, "--ctx", "2048", "--api-key", "alpha,beta") as server:
@@ -364,6 +373,7 @@ class Isolation(unittest.TestCase):
             theirs = server.call("GET", f"/v1/sessions/{name}", headers={"x-api-key": "beta"})
             self.assertNotIn("text", theirs[1])
 
+    @takes_a_fast_device
     def test_a_key_keeps_to_its_quota(self):
         with tempfile.TemporaryDirectory() as folder:
             def talk(server, key, text, salt=""):
@@ -414,6 +424,7 @@ class Isolation(unittest.TestCase):
             self.assertGreater(cached(cache_salt="a"), 100)
 
 
+@takes_a_fast_device
 class Operating(unittest.TestCase):
     """What llama-server's flags, logs, metrics and browsers get."""
 
@@ -529,6 +540,7 @@ class Operating(unittest.TestCase):
             self.assertEqual(request_lines(server), [])
 
 
+@takes_a_fast_device
 class Starting(unittest.TestCase):
     def test_it_listens_while_the_model_loads(self):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as out:
@@ -586,6 +598,7 @@ class Starting(unittest.TestCase):
         self.assertEqual(capacity("--dram", "0")[0], 0)
 
 
+@takes_a_fast_device
 class Stopping(unittest.TestCase):
     def test_disconnects_free_the_server(self):
         with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:

@@ -23,6 +23,21 @@ def default_model() -> str:
     return out.stdout.strip()
 
 
+# As --device takes it; another one than the CPU may be a slow one.
+DEVICE = os.environ.get("HCACHE_TEST_DEVICE") or "cpu"
+
+
+def model_for_device(program: str, folder: str) -> str:
+    """The default model; off the CPU two random layers of its shape, with its vocabulary."""
+    if DEVICE == "cpu":
+        return default_model()
+    path = str(Path(folder) / "two-layers.gguf")
+    subprocess.run([program, "model", "synth", "--shape", "smollm2-135m", "--layers", "2", "--type",
+                    "q8_0", "--vocab-from", default_model(), "-o", path], check=True,
+                   stderr=subprocess.DEVNULL)
+    return path
+
+
 class Server:
     """`hcache serve` on a port of its own."""
 

@@ -22,7 +22,7 @@ add_dependencies(hcache_test_rpc hcache_rpc_test_server)
 
 hcache_test(engine_stage_test unit/engine_stage_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
-hcache_test(engine_restore_test unit/engine_restore_test.cc
+hcache_test(engine_restore_test unit/engine_restore_test.cc DEVICE
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
 hcache_test(engine_hidden_type_test unit/engine_hidden_type_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)

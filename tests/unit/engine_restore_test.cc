@@ -1,7 +1,7 @@
 // Capture and restoration: what the tap delivers is what the arena holds, and from it the arena is
 // rebuilt bit for bit. Run on the CPU and on a device whose memory the host can't touch, with the
 // device's own queues and with ones that complete late and out of order, in one stage and in
-// several.
+// several; or on HCACHE_TEST_DEVICE alone.
 #include <memory>
 #include <ostream>
 #include <string>
@@ -12,6 +12,7 @@
 #include "late_compute_queue.h"
 #include "late_copy_queue.h"
 #include "rpc_server.h"
+#include "test_device.h"
 
 namespace hcache::engine {
 namespace {
@@ -21,14 +22,18 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 // --- Devices and queues ----------------------------------------------------------------------
 
 struct Setting {
-  enum Devices { kCpu, kRpc, kCpuAndRpc } devices = kCpu;  // of both: a layer on the CPU
+  // Of both: a layer on the CPU. Given: test_device().
+  enum Devices { kCpu, kRpc, kCpuAndRpc, kGiven } devices = kCpu;
   enum Queues { kOwn, kLateCopies, kLate } queues = kOwn;
   std::vector<int> stages = {};
-  [[nodiscard]] bool rpc() const { return devices != kCpu; }
+  [[nodiscard]] bool rpc() const { return devices == kRpc || devices == kCpuAndRpc; }
   [[nodiscard]] bool late() const { return queues != kOwn; }
+  // The RPC server computes on its CPU. Of any other device it is not known whether the product of
+  // saved rows is the one that made K and V.
+  [[nodiscard]] bool exact() const { return devices != kGiven; }
   [[nodiscard]] std::string name() const {
     constexpr const char* kNames[] = {"Own", "LateCopies", "Late"};
-    constexpr const char* kDevices[] = {"Cpu", "Rpc", "CpuAndRpc"};
+    constexpr const char* kDevices[] = {"Cpu", "Rpc", "CpuAndRpc", "Given"};
     std::string name = std::string(kDevices[devices]) + kNames[queues];
     for (const int n : stages) name += "_" + std::to_string(n);
     return name;
@@ -39,6 +44,7 @@ struct Setting {
 class RestoreTest : public ::testing::TestWithParam<Setting> {
  protected:
   void SetUp() override {
+    if (GetParam().devices == Setting::kGiven) device_ = hcache::testing::test_device();
     if (GetParam().rpc()) {
       const Result<hcache::testing::RpcServer*> server = hcache::testing::RpcServer::shared();
       ASSERT_TRUE(server.ok()) << server.status().to_string();
@@ -47,7 +53,7 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
   }
   [[nodiscard]] const model::Model& model(const std::string& path) const {
     static std::map<std::string, std::unique_ptr<LoadedModel>> loaded;
-    std::unique_ptr<LoadedModel>& entry = loaded[device_ + " " + path];
+    std::unique_ptr<LoadedModel>& entry = loaded[std::to_string(GetParam().devices) + " " + path];
     if (entry == nullptr) {
       entry = GetParam().devices == Setting::kCpuAndRpc
                   ? load_model(path, {open_device("cpu"), open_device(device_)}, {1, 2})
@@ -75,6 +81,29 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
       }
       return queues;
     });
+  }
+
+  // Restored rows and what follows from them against the uninterrupted run's.
+  [[nodiscard]] static ::testing::AssertionResult restored_kv(const std::vector<Bytes>& actual,
+                                                              const std::vector<Bytes>& expected) {
+    if (GetParam().exact()) return same_kv(actual, expected);
+    double worst = 0;
+    for (size_t layer = 0; layer < expected.size(); ++layer) {
+      const Row was = widen(GGML_TYPE_F16, expected[layer]);
+      double largest = 0;
+      for (const float value : was) largest = std::max<double>(largest, std::abs(value));
+      const double d = max_difference(widen(GGML_TYPE_F16, actual.at(layer)), was) / largest;
+      worst = d <= worst ? worst : d;  // NaN counts
+    }
+    if (worst <= 0.02) return ::testing::AssertionSuccess() << worst;
+    return ::testing::AssertionFailure() << "a value is off by " << worst << " of the largest";
+  }
+  [[nodiscard]] static ::testing::AssertionResult continued(const std::vector<Row>& actual,
+                                                            const std::vector<Row>& expected) {
+    if (GetParam().exact()) return same_rows(actual, expected);
+    const double kl = mean_kl(expected, actual);
+    if (kl < 1e-3) return ::testing::AssertionSuccess() << kl;
+    return ::testing::AssertionFailure() << "mean KL " << kl;
   }
 
   std::string device_ = "cpu";
@@ -135,12 +164,38 @@ TEST_P(RestoreTest, LoadedKvIsExactAndAnswersGoOn) {
   HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
 }
 
+// More copies and marks than a backend should have to remember, each row written by several in
+// turn.
+TEST_P(RestoreTest, ManyCopiesKeepTheirOrder) {
+  RecordingSink sink;
+  const std::unique_ptr<Engine> e = engine(tiny());
+  HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapKv)));
+  const SeqId first = new_sequence(*e);
+  const SeqId second = new_sequence(*e);
+  append(*e, first, random_tokens(e->model(), 60, 1), 60, Output::kNone);
+  append(*e, second, random_tokens(e->model(), 60, 2), 60, Output::kNone);
+  HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
+  const SeqId seq = new_sequence(*e);
+  HCACHE_EXPECT_OK(e->reserve_rows(seq, 60));
+  UploadRing ring(*e);
+  for (const SeqId from : {first, second, first, second}) {
+    for (int layer = 0; layer < e->n_layer(); ++layer) {
+      restore_kv(*e, ring, sink.saved[from], seq, layer, 0, 60, 1);
+    }
+    // The next ones may not overtake these.
+    HCACHE_EXPECT_OK(e->trim_sequence(seq, 60));
+  }
+  EXPECT_TRUE(same_kv(read_kv(*e, seq), read_kv(*e, second)));
+}
+
 // Rows that were prefilled, decoded one by one and computed beside others; any slice size.
 // (Elsewhere than on the CPU hidden is Q8_0 for all quantised weights: exact for those that consume
 // Q8_0.)
 TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
-  for (const ggml_type type :
-       {GGML_TYPE_Q8_0, GetParam().rpc() ? GGML_TYPE_Q4_0 : GGML_TYPE_Q4_1}) {
+  const bool cpu = GetParam().devices == Setting::kCpu;
+  std::vector<ggml_type> types = {GGML_TYPE_Q8_0};
+  if (GetParam().exact()) types.push_back(cpu ? GGML_TYPE_Q4_1 : GGML_TYPE_Q4_0);
+  for (const ggml_type type : types) {
     SCOPED_TRACE(ggml_type_name(type));
     RecordingSink sink;
     const std::unique_ptr<Engine> e = engine(tiny(type));
@@ -163,8 +218,8 @@ TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
       }
       const std::vector<Row> rows = append(*e, seq, more, 1);
       HCACHE_EXPECT_OK(e->trim_sequence(seq, c.n));
-      EXPECT_TRUE(same_kv(read_kv(*e, seq), expected_kv)) << "slices of " << slice;
-      EXPECT_TRUE(same_rows(rows, expected)) << "slices of " << slice;
+      EXPECT_TRUE(restored_kv(read_kv(*e, seq), expected_kv)) << "slices of " << slice;
+      EXPECT_TRUE(continued(rows, expected)) << "slices of " << slice;
       HCACHE_EXPECT_OK(e->release_sequence(seq));
     }
     HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
@@ -175,7 +230,7 @@ TEST_P(RestoreTest, HiddenRowsRebuildTheArena) {
 // another one for less than eight rows, float weights for one. Layer 0 needs no saved state: its
 // hidden states are the tokens' embeddings.
 TEST_P(RestoreTest, SlicesOfAnySizeRebuildEveryWeightType) {
-  if (GetParam().rpc()) GTEST_SKIP() << "exact on the CPU";
+  if (GetParam().devices != Setting::kCpu) GTEST_SKIP() << "exact on the CPU";
   for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0,
                                GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K}) {
     SCOPED_TRACE(ggml_type_name(type));
@@ -258,8 +313,8 @@ TEST_P(RestoreTest, AMixedPlanRestoresWhileOthersDecode) {
       append(*e, running, std::span(running_tokens).subspan(3 * layer, 2), 1);
       HCACHE_EXPECT_OK(e->run_layers(step, layer, layer + 1));
     }
-    EXPECT_TRUE(same_rows(copy(e->finish(step).value()), expected));
-    EXPECT_TRUE(same_kv(read_kv(*e, seq), expected_kv));
+    EXPECT_TRUE(continued(copy(e->finish(step).value()), expected));
+    EXPECT_TRUE(restored_kv(read_kv(*e, seq), expected_kv));
     // What was captured of the interleaved step is what the arena holds.
     HCACHE_EXPECT_OK(e->synchronize());
     for (int layer = 0; layer < n_layer; ++layer) {
@@ -448,18 +503,21 @@ TEST_P(RestoreTest, TheLateQueueIsLate) {
   EXPECT_EQ(stats_.uploads, 10);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, RestoreTest,
-    ::testing::Values(Setting{}, Setting{.queues = Setting::kLateCopies},
-                      Setting{.queues = Setting::kLate}, Setting{.stages = {1, 1, 1}},
-                      Setting{.stages = {2, 1}},
-                      Setting{.queues = Setting::kLate, .stages = {1, 2}},
-                      Setting{.devices = Setting::kRpc},
-                      Setting{.devices = Setting::kRpc, .queues = Setting::kLateCopies},
-                      Setting{.devices = Setting::kRpc, .stages = {2, 1}},
-                      Setting{.devices = Setting::kCpuAndRpc},
-                      Setting{.devices = Setting::kCpuAndRpc, .queues = Setting::kLateCopies}),
-    [](const auto& info) { return info.param.name(); });
+std::vector<Setting> all_settings() {
+  if (!hcache::testing::on_cpu()) return {{.devices = Setting::kGiven}};
+  return {{},
+          {.queues = Setting::kLateCopies},
+          {.queues = Setting::kLate},
+          {.stages = {1, 1, 1}},
+          {.stages = {2, 1}},
+          {.queues = Setting::kLate, .stages = {1, 2}},
+          {.devices = Setting::kRpc},
+          {.devices = Setting::kRpc, .queues = Setting::kLateCopies},
+          {.devices = Setting::kRpc, .stages = {2, 1}}};
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RestoreTest, ::testing::ValuesIn(all_settings()),
+                         [](const auto& info) { return info.param.name(); });
 
 }  // namespace
 }  // namespace hcache::engine
