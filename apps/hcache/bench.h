@@ -1,4 +1,4 @@
-// What both benchmarks share: options, the machine, tokens to run on, and how results are told.
+// What the benchmarks share: options, the machine, tokens to run on, and how results are told.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/engine.h"
 #include "model/tokenizer.h"
 #include "session.h"
 #include "state/runtime.h"
@@ -67,18 +68,53 @@ struct ThroughputArgs : BenchArgs {
       texts(&captures, "--capture", "on|off,...", "off", "on|off", "save the state while running");
 };
 
+struct BatchBenchArgs : BenchArgs {
+  BatchBenchArgs();
+  [[nodiscard]] engine::AttentionKind attention() const;
+
+  std::string model_file =
+      text(&model_file, "-m,--model", "FILE", "",
+           "GGUF model; default: a multi-head F16 one of width 1,024 and eight layers, made up");
+  int64_t requests =
+      integer(&requests, "--requests", "N", 32, {1, 65536}, "sequences that are decoded together");
+  int64_t shortest =
+      integer(&shortest, "--shortest", "TOKENS", 256, {1}, "length of the shortest prompt");
+  int64_t longest = integer(&longest, "--longest", "TOKENS", 1024, {1},
+                            "length of the longest; the others lie between them, evenly");
+  int64_t new_tokens =
+      integer(&new_tokens, "--new", "TOKENS", 32, {2}, "tokens that every sequence gets");
+  std::vector<std::string> modes =
+      texts(&modes, "--modes", "MODE,...", "search,kv,act,unmanaged,policies,tokens",
+            "search|policies|unmanaged|fixed|kv|act|tokens",
+            "how the state is kept; search and policies choose by what was measured");
+  double share = number(&share, "--share", "SHARE", 0.5, {0, 1},
+                        "of ACT blocks with fixed, of recomputed tokens with tokens");
+  std::string link = text(&link, "--link", "RATE|balance|none", "balance",
+                          "slow real reads down to this (150MB/s); balance: as --balance says");
+  double balance =
+      number(&balance, "--balance", "RATIO", 0.85, {0.01, 100},
+             "the link at which generating K and V of a token takes so much of loading them");
+  int64_t buffer_tokens =
+      integer(&buffer_tokens, "--buffer", "TOKENS", 6144, {1280}, "tokens of a mini-batch");
+  int buffers = integer(&buffers, "--buffers", "N", 2, {2, 64},
+                        "mini-batches that may be loaded or computed at a time");
+};
+
 // Times the first token after a restart by every method (HCache §6), after comparing
 // the restored state and its continuation with the uninterrupted run's.
 [[nodiscard]] Status bench_restore(RestoreBenchArgs args);
 // Times prefill and decode at several depths, with and without saving the state.
 [[nodiscard]] Status bench_throughput(ThroughputArgs args);
+// Times steps of the batch engine for each way to keep the state (HybridServe §5), after comparing
+// their tokens.
+[[nodiscard]] Status bench_batch(BatchBenchArgs args);
 
 [[nodiscard]] double now_s();  // of the monotonic clock
 [[nodiscard]] double median(std::vector<double> v);
 // {"min", "median", "max"} of the values times `factor`.
 [[nodiscard]] Json spread(const std::vector<double>& v, double factor);
 
-[[nodiscard]] Json machine_json(const state::Runtime& runtime);
+[[nodiscard]] Json machine_json(const model::Device& device);
 void warn_of_debug_build();
 // Prints machine and table (unless the JSON goes to stdout), writes the JSON where it is wanted.
 [[nodiscard]] Status report(const BenchArgs& args, const Json& results,

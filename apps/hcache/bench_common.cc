@@ -26,8 +26,7 @@ Json spread(const std::vector<double>& v, double factor) {
           {"max", factor * *std::max_element(v.begin(), v.end())}};
 }
 
-Json machine_json(const state::Runtime& runtime) {
-  const model::Device& device = runtime.model().device();
+Json machine_json(const model::Device& device) {
   Json json = host_json();
   json["device"] = device.description();
   json["threads"] = device.n_threads();

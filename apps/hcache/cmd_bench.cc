@@ -1,5 +1,5 @@
-// hcache bench restore|throughput|serve. The first two verify or warm up before they time,
-// alternate between the rows that will be compared, and print the machine they ran on; the third
+// hcache bench restore|throughput|batch|serve. All but the last verify or warm up before they time,
+// alternate between the rows that will be compared, and print the machine they ran on; the last
 // loads a server.
 
 #include "bench.h"
@@ -20,6 +20,11 @@ RestoreBenchArgs::RestoreBenchArgs() {
                         "what is saved: with all, every method finds what it wants to read");
 }
 
+BatchBenchArgs::BatchBenchArgs() {
+  withhold({&runtime.model.path, &runtime.kv_type, &runtime.state.stores, &runtime.state_type,
+            &runtime.saver, &text_file});
+}
+
 ThroughputArgs::ThroughputArgs() { offer(runtime, {&runtime.save}); }
 
 void add_bench(CLI::App& app, Verb* verb) {
@@ -32,6 +37,11 @@ void add_bench(CLI::App& app, Verb* verb) {
   add_verb<ThroughputArgs>(*group, verb, "throughput",
                            "Time prefill and decode, with and without saving the state",
                            bench_throughput);
+  add_verb<BatchBenchArgs>(
+      *group, verb, "batch",
+      "Time a large batch whose state comes over a slow link, by every way to keep it; checks the "
+      "tokens first",
+      bench_batch);
   add_verb<ServeArgs>(*group, verb, "serve",
                       "Hold many conversations with a server at a time, and measure its answers",
                       bench_serve);

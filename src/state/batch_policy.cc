@@ -190,7 +190,7 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
   return measured;
 }
 
-BatchPolicy::BatchPolicy(BatchPolicyOptions options) : options_(std::move(options)) {}
+BatchPolicy::BatchPolicy(const BatchPolicyOptions& options) : options_(options) {}
 
 policy::HybridBatch BatchPolicy::batch(std::vector<int64_t> contexts) const {
   const policy::MiniBatchLimits limits{.kv_tokens = options_.buffer_tokens,
@@ -236,7 +236,8 @@ engine::HybridDecisions BatchPolicy::decisions() const {
   const bool tokens = options_.mode == policy::HybridMode::kTokens;
   decisions.next_kind = [plan = plan_, tokens,
                          share = options_.share](const engine::BlockQuestion& asked) {
-    const auto n_prompt = static_cast<double>(asked.prompt_tokens / engine::kBlockTokens);
+    const int64_t n_blocks = asked.prompt_tokens / engine::kBlockTokens;
+    const auto n_prompt = static_cast<double>(n_blocks);
     if (tokens && static_cast<double>(asked.n_recomputed) < std::floor(share * n_prompt)) {
       return BlockKind::kTokens;
     }

@@ -56,7 +56,7 @@ struct StepComparison {
 
 class BatchPolicy {
  public:
-  explicit BatchPolicy(BatchPolicyOptions options);
+  explicit BatchPolicy(const BatchPolicyOptions& options);
 
   // Chooses for a batch whose sequences have so many tokens each.
   Status plan(std::vector<int64_t> contexts);
