@@ -137,7 +137,7 @@ void BlockIo::run() {
 
 void BlockIo::submit() {
   const auto give = [&](std::deque<Part>& waiting, bool is_write) HCACHE_REQUIRES(mutex_) {
-    const Part part = std::move(waiting.front());
+    const Part part = waiting.front();
     waiting.pop_front();
     const uint64_t tag = ++last_tag_;
     const Status status = queue_->submit({.op = is_write ? IoOp::kWrite : IoOp::kRead,
@@ -175,7 +175,7 @@ void BlockIo::account_busy() {
 
 void BlockIo::complete(const IoCompletion& completion) {
   const auto found = under_way_.find(completion.tag);
-  Part part = std::move(found->second);
+  Part part = found->second;
   under_way_.erase(found);
   --(part.job->is_write ? n_writes_ : n_reads_);
   PageTransfer& t = part.transfer;
@@ -188,7 +188,7 @@ void BlockIo::complete(const IoCompletion& completion) {
     if (t.file->direct()) done -= done % kDirectAlignment;
     t.offset += done;
     t.memory = t.memory.subspan(done);
-    (part.job->is_write ? writes_waiting_ : reads_waiting_).push_front(std::move(part));
+    (part.job->is_write ? writes_waiting_ : reads_waiting_).push_front(part);
     return;
   }
   if (!status.ok() && part.job->status.ok()) part.job->status = status;
