@@ -616,6 +616,11 @@ std::string Model::describe_places() const {
 }
 Device& Model::device(int layer) const { return *impl_->layer_devices[static_cast<size_t>(layer)]; }
 const std::vector<Device*>& Model::devices() const { return impl_->devices; }
+const Device& Model::pinning_device() const {
+  const auto found = std::find_if(impl_->devices.begin(), impl_->devices.end(),
+                                  [](const Device* device) { return device->pins_host_memory(); });
+  return found != impl_->devices.end() ? **found : *impl_->devices.front();
+}
 
 Status Model::embed_tokens(std::span<const int32_t> tokens, float* out) const {
   const HParams& h = impl_->hparams;

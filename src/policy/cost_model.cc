@@ -89,6 +89,7 @@ Status validate(const RestoreCosts& costs) {
     if (layer.hidden_bytes < 0 || layer.kv_bytes < 0) {
       return invalid_argument("costs: negative bytes per token");
     }
+    HCACHE_RETURN_IF_ERROR(check_time(layer.upload_bytes_per_s, "upload_bytes_per_s"));
   }
   const LinkCosts& link = costs.link;
   if (!(link.bytes_per_s > 0)) {

@@ -40,6 +40,7 @@ SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method
   g.count = count;
   g.bytes = rows * (method == Method::kHidden ? layer.hidden_bytes : layer.kv_bytes);
   LinkCosts link = costs.link;
+  if (layer.upload_bytes_per_s > 0) link.upload_bytes_per_s = layer.upload_bytes_per_s;
   if (slowness != 1) {
     // An upload to the device is as fast as ever.
     link.bytes_per_s =
@@ -47,12 +48,11 @@ SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method
     link.request_s *= slowness;
   }
   g.io = link_s(link, g.bytes);
-  if (costs.link.upload_bytes_per_s > 0 && g.bytes > 0) {
+  if (link.upload_bytes_per_s > 0 && g.bytes > 0) {
     // Read and upload overlap across slices: the slower one is `io`, the faster one delays.
     LinkCosts read = link;
     read.upload_bytes_per_s = 0;
-    g.lag = std::min(link_s(read, g.bytes),
-                     static_cast<double>(g.bytes) / costs.link.upload_bytes_per_s);
+    g.lag = std::min(link_s(read, g.bytes), static_cast<double>(g.bytes) / link.upload_bytes_per_s);
   }
   g.compute =
       (method == Method::kHidden ? layer.project : layer.load_kv).at(rows) / costs.compute_share;

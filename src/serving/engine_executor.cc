@@ -278,7 +278,7 @@ Status EngineExecutor::restart(SeqId seq, Sequence& sequence) {
 // Rows whose projection fits the budget, by what it costs in the layer that costs most.
 int64_t EngineExecutor::slice_rows(double budget_s) const {
   const int64_t most = limits_.max_step_rows;
-  const double whole_s = runtime_.profile().layer.project.at(most);
+  const double whole_s = runtime_.profile().longest_project_s(most);
   if (whole_s <= budget_s) return most;
   const auto rows = static_cast<int64_t>(static_cast<double>(most) * budget_s / whole_s);
   return std::clamp(rows, std::min(kMinSliceRows, most), most);
@@ -286,9 +286,9 @@ int64_t EngineExecutor::slice_rows(double budget_s) const {
 
 // New tokens that run through a layer within the budget, without what they see of the history.
 int64_t EngineExecutor::follow_rows(double budget_s) const {
-  const policy::CostCurve& dense = runtime_.profile().layer.dense;
+  const state::CostProfile& profile = runtime_.profile();
   int64_t rows = limits_.max_step_rows;
-  while (rows >= kMinSliceRows && dense.at(rows) > budget_s) rows -= kMinSliceRows;
+  while (rows >= kMinSliceRows && profile.longest_dense_s(rows) > budget_s) rows -= kMinSliceRows;
   return std::max<int64_t>(rows, 0);
 }
 

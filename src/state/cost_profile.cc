@@ -21,7 +21,7 @@ using engine::Engine;
 using nlohmann::json;
 
 constexpr int kFormatVersion = 2;
-constexpr double kBudgetS = 5.0;     // of a measurement
+constexpr double kBudgetS = 5.0;     // of a measurement, all devices together
 constexpr double kPointShare = 0.3;  // a size that would take more of the budget is left out
 constexpr int kMaxPasses = 7;        // over all sizes; see Samples
 constexpr int kMaxAttempts = 4;      // at a sample that can't be true
@@ -56,12 +56,24 @@ class Samples {
   std::vector<double> values_;
 };
 
-// Runs pieces of steps and restores on a sequence whose rows are reserved and never grow, so that
-// nothing in the arena has to move.
+// A run of layers on one device.
+struct LayerRange {
+  int begin = 0;
+  int end = 0;
+};
+
+// Runs pieces of steps and restores through layers of one device, on a sequence whose rows are
+// reserved and never grow, so that nothing in the arena has to move.
 class Measurement {
  public:
-  Measurement(Env& env, Engine& engine, const StateTypes& state_types, const ProgressFn& progress)
-      : env_(env), engine_(engine), state_types_(state_types), progress_(progress) {
+  Measurement(Env& env, Engine& engine, const StateTypes& state_types, LayerRange range,
+              double budget_s, const ProgressFn& progress)
+      : env_(env),
+        engine_(engine),
+        state_types_(state_types),
+        range_(range),
+        budget_s_(budget_s),
+        progress_(progress) {
     // A layer that is kept as K and V alone is measured with what it would project without loss.
     for (ggml_type& type : state_types_) {
       if (type == GGML_TYPE_COUNT) type = GGML_TYPE_F32;
@@ -88,16 +100,16 @@ class Measurement {
     }
     size_t hidden_row = 0;
     size_t hidden_rows = 0;
-    for (int layer = 0; layer < engine_.n_layer(); ++layer) {
+    for (int layer = range_.begin; layer < range_.end; ++layer) {
       if (!engine_.can_project(state_types_[layer], layer)) {
         return unimplemented(fmt::format("device {} can't project hidden states saved as {}",
-                                         engine_.model().device().name(),
+                                         engine_.model().device(layer).name(),
                                          ggml_type_name(state_types_[layer])));
       }
       hidden_row = std::max(hidden_row, engine_.hidden_row_bytes(state_types_[layer]));
       hidden_rows += engine_.hidden_row_bytes(state_types_[layer]);
     }
-    hidden_bytes_ = static_cast<int64_t>(hidden_rows) / engine_.n_layer();
+    hidden_bytes_ = static_cast<int64_t>(hidden_rows) / (range_.end - range_.begin);
     HCACHE_ASSIGN_OR_RETURN(seq_, engine_.create_sequence());
     HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(seq_, depth_ + max_rows_));
 
@@ -108,7 +120,7 @@ class Measurement {
     host_.resize(row * static_cast<size_t>(max_rows_));
 
     ggml_backend_dev_props props;
-    ggml_backend_dev_get_props(engine_.model().device().dev(), &props);
+    ggml_backend_dev_get_props(engine_.model().device(range_.begin).dev(), &props);
     async_ = props.caps.async;
     return {};
   }
@@ -119,7 +131,7 @@ class Measurement {
     double last_pass_s = 0;
     for (int pass = 0; pass < kMaxPasses; ++pass) {
       const double begun_s = elapsed_s();
-      if (pass > 0 && begun_s + last_pass_s > kBudgetS) break;
+      if (pass > 0 && begun_s + last_pass_s > budget_s_) break;
       HCACHE_RETURN_IF_ERROR(one_row_pass(true));
       for (const int64_t rows : {16, 64, 128, 256, 512}) {
         if (rows > max_rows_) break;
@@ -139,7 +151,7 @@ class Measurement {
     return {};
   }
 
-  Status result(CostProfile* out) const {
+  Status result(StageCosts* out) const {
     std::vector<policy::CostCurve::Point> dense;
     std::vector<policy::CostCurve::Point> attention;
     for (const auto& [rows, samples] : shallow_) {
@@ -165,13 +177,16 @@ class Measurement {
     }
     out->layer.hidden_bytes = hidden_bytes_;
     out->layer.kv_bytes = static_cast<int64_t>(kv_bytes);
-    out->finish_s = finish_.typical();
+    out->n_layers = range_.end - range_.begin;
+    return {};
+  }
 
+  [[nodiscard]] double finish_s() const { return finish_.typical(); }
+  [[nodiscard]] double gemm_flops_per_s() const {
     const model::HParams& hp = engine_.model().hparams();
     const auto& [rows, samples] = *project_.rbegin();
-    out->gemm_flops_per_s = 4.0 * hp.n_embd * hp.n_embd_kv() * static_cast<double>(rows) /
-                            std::max(samples.typical(), 1e-9);
-    return {};
+    return 4.0 * hp.n_embd * hp.n_embd_kv() * static_cast<double>(rows) /
+           std::max(samples.typical(), 1e-9);
   }
 
  private:
@@ -181,7 +196,7 @@ class Measurement {
     return static_cast<double>(env_.monotonic_ns() - start_ns_) * 1e-9;
   }
   Status report() const {
-    if (progress_ && !progress_("measuring this machine", std::min(1.0, elapsed_s() / kBudgetS))) {
+    if (progress_ && !progress_("measuring this machine", std::min(1.0, elapsed_s() / budget_s_))) {
       return cancelled("the measurement was cancelled");
     }
     return {};
@@ -214,7 +229,7 @@ class Measurement {
   // Layers before the last one, which is special: it serves only the rows whose logits are wanted.
   [[nodiscard]] int plain_layers() const {
     const model::StreamedWeights* streamed = engine_.model().streamed();
-    const int n = std::max(1, engine_.n_layer() - 1);
+    const int n = std::max(1, std::min(range_.end, engine_.n_layer() - 1) - range_.begin);
     // Of layers that are streamed two at a time are on the device.
     return streamed == nullptr ? n : std::min(n, std::max(2, streamed->first_layer));
   }
@@ -239,7 +254,7 @@ class Measurement {
   }
   [[nodiscard]] bool too_slow(int64_t rows) const {
     if (shallow_.contains(rows)) return false;
-    return estimate_s(shallow_, rows) + estimate_s(deep_, rows) > kPointShare * kBudgetS;
+    return estimate_s(shallow_, rows) + estimate_s(deep_, rows) > kPointShare * budget_s_;
   }
 
   Result<engine::Step> prepare(int64_t rows, int64_t position) {
@@ -261,7 +276,7 @@ class Measurement {
     const int n_layer = engine_.n_layer();
     HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(1, depth_));
     double before_s = 0;
-    if (n_layer > 1) {
+    if (n_layer - 2 >= range_.begin) {
       HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, n_layer - 2));
       HCACHE_RETURN_IF_ERROR(fetch_weights(n_layer - 2, n_layer));
       HCACHE_RETURN_IF_ERROR(engine_.synchronize());
@@ -272,13 +287,16 @@ class Measurement {
     return report();
   }
 
-  // Layer by layer, as a restore runs the rows that follow the history.
+  // Layer by layer, as a restore runs the rows that follow the history; those of other devices that
+  // come before are not timed.
   Status time_layers(int64_t rows, int64_t position, Curve* out) {
     const int layers = sample_layers(estimate_s(shallow_, rows));
-    HCACHE_RETURN_IF_ERROR(fetch_weights(0, layers));
+    HCACHE_RETURN_IF_ERROR(fetch_weights(range_.begin, range_.begin + layers));
     HCACHE_ASSIGN_OR_RETURN(engine::Step step, prepare(rows, position));
+    HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, range_.begin));
+    HCACHE_RETURN_IF_ERROR(engine_.synchronize());
     double total_s = 0;
-    for (int layer = 0; layer < layers; ++layer) {
+    for (int layer = range_.begin; layer < range_.begin + layers; ++layer) {
       HCACHE_ASSIGN_OR_RETURN(const double s, time_range(step, layer, layer + 1));
       total_s += s;
     }
@@ -291,9 +309,9 @@ class Measurement {
     Samples& out = project_[rows];
     const int layers = sample_layers(out.empty() ? 0 : out.typical());
     const int n_rows = static_cast<int>(rows);
-    HCACHE_RETURN_IF_ERROR(fetch_weights(0, layers));
+    HCACHE_RETURN_IF_ERROR(fetch_weights(range_.begin, range_.begin + layers));
     double total_s = 0;
-    for (int layer = 0; layer < layers; ++layer) {
+    for (int layer = range_.begin; layer < range_.begin + layers; ++layer) {
       int64_t begun = env_.monotonic_ns();
       HCACHE_RETURN_IF_ERROR(
           engine_.stage_hidden(seq_, layer, 0, n_rows, state_types_[layer], host_.data()).status());
@@ -313,7 +331,7 @@ class Measurement {
     const int layers = sample_layers(0);
     const size_t bytes = engine_.kv_row_bytes() * static_cast<size_t>(rows);
     const int64_t begun = env_.monotonic_ns();
-    for (int layer = 0; layer < layers; ++layer) {
+    for (int layer = range_.begin; layer < range_.begin + layers; ++layer) {
       HCACHE_RETURN_IF_ERROR(
           engine_
               .load_kv(seq_, layer, 0, static_cast<int>(rows), host_.data(), host_.data() + bytes)
@@ -327,6 +345,8 @@ class Measurement {
   Env& env_;
   Engine& engine_;
   StateTypes state_types_;
+  LayerRange range_;
+  double budget_s_ = 0;
   int64_t hidden_bytes_ = 0;  // of a token's row, the layers' mean
   const ProgressFn& progress_;
   int64_t start_ns_ = 0;
@@ -370,6 +390,53 @@ Result<policy::CostCurve> curve_from_json(const json& j) {
   return policy::CostCurve::table(std::move(points));
 }
 
+json to_json(const policy::LayerCosts& layer) {
+  return {{"project", to_json(layer.project)},  {"load_kv", to_json(layer.load_kv)},
+          {"dense", to_json(layer.dense)},      {"attn_per_key", to_json(layer.attn_per_key)},
+          {"hidden_bytes", layer.hidden_bytes}, {"kv_bytes", layer.kv_bytes}};
+}
+
+// Throws json::exception on a wrong shape.
+Result<policy::LayerCosts> layer_from_json(const json& j) {
+  policy::LayerCosts layer;
+  HCACHE_ASSIGN_OR_RETURN(layer.project, curve_from_json(j.at("project")));
+  HCACHE_ASSIGN_OR_RETURN(layer.load_kv, curve_from_json(j.at("load_kv")));
+  HCACHE_ASSIGN_OR_RETURN(layer.dense, curve_from_json(j.at("dense")));
+  HCACHE_ASSIGN_OR_RETURN(layer.attn_per_key, curve_from_json(j.at("attn_per_key")));
+  layer.hidden_bytes = j.at("hidden_bytes").get<int64_t>();
+  layer.kv_bytes = j.at("kv_bytes").get<int64_t>();
+  if (layer.hidden_bytes < 1 || layer.kv_bytes < 1) return data_loss("no bytes per token");
+  return layer;
+}
+
+bool is_rate(double value) { return std::isfinite(value) && value >= 0; }
+
+// Throws json::exception on a wrong shape.
+Result<StageCosts> stage_from_json(const json& j) {
+  StageCosts stage;
+  HCACHE_ASSIGN_OR_RETURN(stage.layer, layer_from_json(j));
+  stage.n_layers = j.at("layers").get<int>();
+  stage.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
+  if (stage.n_layers < 1) return data_loss("a stage without layers");
+  if (!is_rate(stage.upload_bytes_per_s)) return data_loss("a figure below zero");
+  return stage;
+}
+
+// Stages of one device that follow each other cost the same.
+std::vector<LayerRange> device_ranges(const Engine& engine) {
+  std::vector<LayerRange> ranges;
+  for (const auto& [begin, end] : engine.stage_ranges()) {
+    const bool same =
+        begin > 0 && &engine.model().device(begin) == &engine.model().device(begin - 1);
+    if (same) {
+      ranges.back().end = end;
+    } else {
+      ranges.push_back({begin, end});
+    }
+  }
+  return ranges;
+}
+
 std::string profile_path(const std::string& dir, const std::string& key) {
   struct Tag;
   return join_path(dir, to_hex(Hasher("hcache.profile").add(key).finish<Id128<Tag>>()) + ".json");
@@ -381,12 +448,7 @@ Result<CostProfile> parse_profile(const std::string& text) {
     if (j.at("version").get<int>() != kFormatVersion) return data_loss("another format version");
     CostProfile p;
     p.key = j.at("key").get<std::string>();
-    HCACHE_ASSIGN_OR_RETURN(p.layer.project, curve_from_json(j.at("project")));
-    HCACHE_ASSIGN_OR_RETURN(p.layer.load_kv, curve_from_json(j.at("load_kv")));
-    HCACHE_ASSIGN_OR_RETURN(p.layer.dense, curve_from_json(j.at("dense")));
-    HCACHE_ASSIGN_OR_RETURN(p.layer.attn_per_key, curve_from_json(j.at("attn_per_key")));
-    p.layer.hidden_bytes = j.at("hidden_bytes").get<int64_t>();
-    p.layer.kv_bytes = j.at("kv_bytes").get<int64_t>();
+    HCACHE_ASSIGN_OR_RETURN(p.layer, layer_from_json(j));
     p.finish_s = j.at("finish_s").get<double>();
     p.compute_scale = j.at("compute_scale").get<double>();
     p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
@@ -394,12 +456,16 @@ Result<CostProfile> parse_profile(const std::string& text) {
     p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
     for (const double value :
          {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
-      if (!std::isfinite(value) || value < 0) return data_loss("a figure below zero");
+      if (!is_rate(value)) return data_loss("a figure below zero");
     }
     if (!(p.compute_scale >= 1 / kMaxScale && p.compute_scale <= kMaxScale)) {
       return data_loss("a scale of the costs out of its range");
     }
-    if (p.layer.hidden_bytes < 1 || p.layer.kv_bytes < 1) return data_loss("no bytes per token");
+    if (j.contains("stages")) {
+      for (const json& stage : j.at("stages")) {
+        HCACHE_ASSIGN_OR_RETURN(p.stages.emplace_back(), stage_from_json(stage));
+      }
+    }
     return p;
   } catch (const json::exception& e) {
     return data_loss(e.what());
@@ -407,6 +473,24 @@ Result<CostProfile> parse_profile(const std::string& text) {
 }
 
 }  // namespace
+
+bool CostProfile::is_synchronous() const {
+  return upload_bytes_per_s == 0 &&
+         std::all_of(stages.begin(), stages.end(),
+                     [](const StageCosts& stage) { return stage.upload_bytes_per_s == 0; });
+}
+
+double CostProfile::longest_project_s(int64_t rows) const {
+  double longest = layer.project.at(rows);
+  for (const StageCosts& stage : stages) longest = std::max(longest, stage.layer.project.at(rows));
+  return longest;
+}
+
+double CostProfile::longest_dense_s(int64_t rows) const {
+  double longest = layer.dense.at(rows);
+  for (const StageCosts& stage : stages) longest = std::max(longest, stage.layer.dense.at(rows));
+  return longest;
+}
 
 // Raised when what a profile measures changes, our own kernels included.
 constexpr int kProfileVersion = 3;
@@ -441,12 +525,25 @@ std::string profile_key(const Engine& engine, const std::string& content_digest,
 Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,
                                          const StateTypes& state_types,
                                          const ProgressFn& progress) {
-  Measurement measurement(env, engine, state_types, progress);
-  HCACHE_RETURN_IF_ERROR(measurement.open());
-  HCACHE_RETURN_IF_ERROR(measurement.run());
   CostProfile profile;
   profile.key = key;
-  HCACHE_RETURN_IF_ERROR(measurement.result(&profile));
+  const std::vector<LayerRange> ranges = device_ranges(engine);
+  const auto n_ranges = static_cast<double>(ranges.size());
+  for (const LayerRange& range : ranges) {
+    const auto n_done = static_cast<double>(profile.stages.size());
+    const ProgressFn of_all = [&](const std::string& what, double fraction) {
+      return !progress || progress(what, (n_done + fraction) / n_ranges);
+    };
+    Measurement measurement(env, engine, state_types, range, kBudgetS / n_ranges, of_all);
+    HCACHE_RETURN_IF_ERROR(measurement.open());
+    HCACHE_RETURN_IF_ERROR(measurement.run());
+    HCACHE_RETURN_IF_ERROR(measurement.result(&profile.stages.emplace_back()));
+    if (range.begin == 0) profile.gemm_flops_per_s = measurement.gemm_flops_per_s();
+    profile.finish_s = measurement.finish_s();  // the last one's
+  }
+  profile.layer = profile.stages.front().layer;
+  profile.upload_bytes_per_s = profile.stages.front().upload_bytes_per_s;
+  if (profile.stages.size() == 1) profile.stages.clear();
   return profile;
 }
 
@@ -461,19 +558,20 @@ Result<CostProfile> load_cost_profile(Env& env, const std::string& dir, const st
 
 Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& profile) {
   HCACHE_RETURN_IF_ERROR(env.make_dirs(dir));
-  const json j = {{"version", kFormatVersion},
-                  {"key", profile.key},
-                  {"project", to_json(profile.layer.project)},
-                  {"load_kv", to_json(profile.layer.load_kv)},
-                  {"dense", to_json(profile.layer.dense)},
-                  {"attn_per_key", to_json(profile.layer.attn_per_key)},
-                  {"hidden_bytes", profile.layer.hidden_bytes},
-                  {"kv_bytes", profile.layer.kv_bytes},
-                  {"compute_scale", profile.compute_scale},
-                  {"finish_s", profile.finish_s},
-                  {"read_bytes_per_s", profile.read_bytes_per_s},
-                  {"upload_bytes_per_s", profile.upload_bytes_per_s},
-                  {"gemm_flops_per_s", profile.gemm_flops_per_s}};
+  json j = to_json(profile.layer);
+  j["version"] = kFormatVersion;
+  j["key"] = profile.key;
+  j["compute_scale"] = profile.compute_scale;
+  j["finish_s"] = profile.finish_s;
+  j["read_bytes_per_s"] = profile.read_bytes_per_s;
+  j["upload_bytes_per_s"] = profile.upload_bytes_per_s;
+  j["gemm_flops_per_s"] = profile.gemm_flops_per_s;
+  for (const StageCosts& stage : profile.stages) {
+    json one = to_json(stage.layer);
+    one["layers"] = stage.n_layers;
+    one["upload_bytes_per_s"] = stage.upload_bytes_per_s;
+    j["stages"].push_back(std::move(one));
+  }
   return write_whole_file(env, profile_path(dir, profile.key), j.dump(2) + "\n");
 }
 
@@ -535,13 +633,25 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   // Only the row whose logits are wanted goes through the last layer's feed-forward block; the
   // others need no more than Q, K and V there.
   const model::HParams& hp = engine.model().hparams();
-  policy::LayerCosts layer = profile.layer;
-  layer.project = layer.project.scaled(profile.compute_scale);
-  layer.dense = layer.dense.scaled(profile.compute_scale);
-  layer.attn_per_key = layer.attn_per_key.scaled(profile.compute_scale);
-  costs.layers.assign(static_cast<size_t>(costs.n_layer), layer);
+  const auto scaled = [&](policy::LayerCosts layer) {
+    layer.project = layer.project.scaled(profile.compute_scale);
+    layer.dense = layer.dense.scaled(profile.compute_scale);
+    layer.attn_per_key = layer.attn_per_key.scaled(profile.compute_scale);
+    return layer;
+  };
+  for (const StageCosts& stage : profile.stages) {
+    policy::LayerCosts layer = scaled(stage.layer);
+    layer.upload_bytes_per_s = stage.upload_bytes_per_s;
+    costs.layers.insert(costs.layers.end(), static_cast<size_t>(stage.n_layers), layer);
+  }
+  if (profile.stages.empty()) {
+    costs.layers.assign(static_cast<size_t>(costs.n_layer), scaled(profile.layer));
+    costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
+  }
+  // What one row's feed-forward block takes in the last layer comes with the output.
+  const double last_row_s = costs.layers.back().dense.at(1);
   costs.layers.back().dense =
-      layer.project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
+      costs.layers.back().project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
   if (engine.model().streamed() != nullptr) {
     const double rate = weight_rate(profile, engine, max_read_bytes_per_s);
     const auto seconds = [&](int l, model::LayerPart part) {
@@ -557,12 +667,11 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   if (max_read_bytes_per_s > 0) {
     costs.link.bytes_per_s = std::min(costs.link.bytes_per_s, max_read_bytes_per_s);
   }
-  costs.link.upload_bytes_per_s = profile.upload_bytes_per_s;
   costs.link.start_s = kReadStartS;
   costs.slice_rows = std::min<int64_t>(kMaxRows, engine.options().max_batch_rows);
   costs.batch_rows = engine.options().max_batch_rows;
   costs.ring_bytes = static_cast<int64_t>(RestoreRun{}.ring_bytes);
-  costs.finish_s = profile.finish_s * profile.compute_scale + layer.dense.at(1);
+  costs.finish_s = profile.finish_s * profile.compute_scale + last_row_s;
   costs.re_tail_projects = true;
   return costs;
 }

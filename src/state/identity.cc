@@ -94,7 +94,7 @@ Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& eng
       return unimplemented(
           fmt::format("device {} can't project hidden states saved as {} with {} weights; choose "
                       "another --state-type",
-                      engine.model().device().name(), ggml_type_name(types.back()),
+                      engine.model().device(layer).name(), ggml_type_name(types.back()),
                       engine.model().type_name()));
     }
   }

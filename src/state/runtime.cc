@@ -76,7 +76,7 @@ class RuntimeImpl : public Runtime {
   }
   Env& env_;
   RuntimeOptions options_;
-  std::unique_ptr<model::Device> device_;
+  model::OpenDevices devices_;
   std::unique_ptr<model::Model> model_;
   std::unique_ptr<engine::Engine> engine_;
   AlignedBuffer dram_;  // pinned; empty: the store maps its own
@@ -100,8 +100,10 @@ Status RuntimeImpl::init() {
     };
   };
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.state_dir));
-  HCACHE_ASSIGN_OR_RETURN(device_, model::Device::open(options_.device, options_.n_threads));
+  HCACHE_ASSIGN_OR_RETURN(
+      devices_, model::open_devices(options_.device, options_.n_threads, options_.offload));
   model::LoadOptions load;
+  load.placement = devices_.placement;
   load.progress = report("loading the model");
   load.env = &env_;
   load.weights = options_.weights;
@@ -109,7 +111,8 @@ Status RuntimeImpl::init() {
   load.other_bytes = [this](const model::HParams& hparams) {
     return engine::estimate_device_bytes(hparams, options_.engine);
   };
-  HCACHE_ASSIGN_OR_RETURN(model_, model::Model::load(options_.model_path, *device_, load));
+  HCACHE_ASSIGN_OR_RETURN(model_,
+                          model::Model::load(options_.model_path, *devices_.devices.front(), load));
   if (options_.on_model) options_.on_model(*model_);
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
@@ -144,16 +147,16 @@ Status RuntimeImpl::open_store() {
   options.dram_policy = options_.evict;
   options.disk_policy = options_.evict;
   options.dram_place = options_.dram_place;
-  if (device_->pins_host_memory()) {
+  if (const model::Device& device = model_->pinning_device(); device.pins_host_memory()) {
     if (options.dram_bytes > 0 && options.dram_place.empty()) {
-      dram_ = pinned_memory(*device_, options.dram_bytes);
+      dram_ = pinned_memory(device, options.dram_bytes);
       if (dram_.size() == 0) {
         return resource_exhausted(
             fmt::format("no {} of host memory for saved state", format_bytes(options.dram_bytes)));
       }
       options.dram_memory = dram_.span();
     }
-    options.new_ring = [device = device_.get()](size_t n_bytes) {
+    options.new_ring = [device = &device](size_t n_bytes) {
       AlignedBuffer ring = pinned_memory(*device, n_bytes);
       return ring.size() > 0 ? std::move(ring) : AlignedBuffer(n_bytes);
     };
@@ -338,7 +341,7 @@ void RuntimeImpl::observe(const policy::RestoreRecord& record) {
     profile_dirty_ = true;
   }
   // Where uploads run beside compute, calls return before their work is done.
-  if (profile_.upload_bytes_per_s == 0 && record.predicted_project_s > 0) {
+  if (profile_.is_synchronous() && record.predicted_project_s > 0) {
     observe_project_time(profile_, record.project_busy_s, record.predicted_project_s);
     profile_dirty_ = true;
   }

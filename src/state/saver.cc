@@ -673,7 +673,8 @@ Result<std::unique_ptr<Saver>> Saver::create(Env& env, store::Store& store,
                                              const engine::Engine& engine,
                                              const SaverOptions& options) {
   HCACHE_ASSIGN_OR_RETURN(
-      auto ring, HostRing::create(engine.model().device().host_buffer_type(), options.ring_bytes));
+      auto ring,
+      HostRing::create(engine.model().pinning_device().host_buffer_type(), options.ring_bytes));
   return std::unique_ptr<Saver>(
       std::make_unique<SaverImpl>(env, store, std::move(ring), engine.options().kv_type, options));
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "model/model.h"
+#include "model/offload.h"
 #include "model/placement.h"
 #include "model_fixtures.h"
 
@@ -105,6 +106,57 @@ TEST_F(PlacementTest, OverridesThatDivideALayerAreRefused) {
   EXPECT_THAT(place(p, 4), HasSubstr("looked up on the host"));
   p.overrides = {{"blk\\.(", rest_.get()}};
   EXPECT_EQ(place_layers(p, 4, tensor_names(4)).status().code(), Code::kInvalidArgument);
+}
+
+TEST(OpenDevices, TheCpuIsOpenedOnce) {
+  for (const char* names : {"cpu", "none"}) {
+    const OpenDevices one = open_devices(names, 1).value();
+    ASSERT_EQ(one.devices.size(), 1U);
+    EXPECT_EQ(one.devices[0]->name(), "cpu");
+    EXPECT_EQ(one.placement.devices, (std::vector<Device*>{one.devices[0].get()}));
+    EXPECT_EQ(one.placement.rest, one.devices[0].get());
+  }
+  // No device but the CPU: it has the last layers as well as those before them.
+  Offload offload;
+  offload.n_layers = 99;
+  const OpenDevices partial = open_devices("cpu", 1, offload).value();
+  ASSERT_EQ(partial.devices.size(), 1U);
+  EXPECT_TRUE(partial.placement.devices.empty());
+  EXPECT_EQ(partial.placement.rest, partial.devices[0].get());
+  EXPECT_FALSE(open_devices("auto", 1).value().devices.empty());
+}
+
+TEST(OpenDevices, OverridesNameThem) {
+  Offload offload;
+  offload.override_tensors = {"blk\\.0\\.=CPU,blk\\.1\\.=cpu", "a=b=cpu"};
+  const OpenDevices open = open_devices("cpu", 1, offload).value();
+  ASSERT_EQ(open.placement.overrides.size(), 3U);
+  EXPECT_EQ(open.placement.overrides[0].pattern, "blk\\.0\\.");
+  EXPECT_EQ(open.placement.overrides[0].device, open.devices[0].get());
+  EXPECT_EQ(open.placement.overrides[2].pattern, "a=b");
+  for (const char* wrong : {"", "x", "=cpu", "x=", "x=CUDA7"}) {
+    offload.override_tensors = {wrong};
+    EXPECT_EQ(open_devices("cpu", 1, offload).code(), Code::kInvalidArgument) << wrong;
+  }
+  EXPECT_THAT(open_devices("cpu", 1, offload).status().message(), HasSubstr("cuda:7"));
+}
+
+TEST(OpenDevices, FlagsThatWouldDoNothingAreRefused) {
+  EXPECT_THAT(open_devices("cpu,cpu", 1).status().message(), HasSubstr("twice"));
+  EXPECT_EQ(open_devices("cpu,,cpu", 1).code(), Code::kInvalidArgument);
+  Offload offload;
+  offload.main_device = 1;
+  EXPECT_THAT(open_devices("cpu", 1, offload).status().message(), HasSubstr("--split-mode none"));
+  offload.one_device = true;
+  EXPECT_THAT(open_devices("cpu", 1, offload).status().message(), HasSubstr("names 1 devices"));
+  offload.main_device = 0;
+  EXPECT_TRUE(open_devices("cpu", 1, offload).ok());
+  offload.tensor_split = "1";
+  EXPECT_EQ(open_devices("cpu", 1, offload).code(), Code::kInvalidArgument);
+  offload.one_device = false;
+  EXPECT_TRUE(open_devices("cpu", 1, offload).ok());
+  offload.tensor_split = "1,2";
+  EXPECT_THAT(open_devices("cpu", 1, offload).status().message(), HasSubstr("2 parts for 1"));
 }
 
 TEST(TensorSplit, IsParsed) {

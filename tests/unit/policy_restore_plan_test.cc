@@ -441,6 +441,7 @@ TEST(Search, DoesNotDependOnTheUnitOfTime) {
     }
     slow.link.bytes_per_s /= 1000;
     slow.link.upload_bytes_per_s /= 1000;
+    for (LayerCosts& layer : slow.layers) layer.upload_bytes_per_s /= 1000;
     slow.link.request_s *= 1000;
     slow.link.start_s *= 1000;
     slow.finish_s *= 1000;

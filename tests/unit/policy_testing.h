@@ -62,6 +62,7 @@ class Random {
       layer.attn_per_key = curve(1e-8);
       layer.hidden_bytes = integer(100, 1500);
       layer.kv_bytes = integer(100, 2500);
+      if (coin(0.3)) layer.upload_bytes_per_s = real(2e8, 5e9);
       c.layers.push_back(layer);
     }
     c.link.bytes_per_s = real(2e8, 5e9);
@@ -165,9 +166,9 @@ inline double reference_makespan(const RestoreCosts& costs, const Plan& plan) {
           read += costs.link.request_s;
         }
         read = slow * (read + static_cast<double>(s.bytes) / costs.link.bytes_per_s);
-        double upload = costs.link.upload_bytes_per_s > 0
-                            ? static_cast<double>(s.bytes) / costs.link.upload_bytes_per_s
-                            : 0;
+        const double upload_rate =
+            layer.upload_bytes_per_s > 0 ? layer.upload_bytes_per_s : costs.link.upload_bytes_per_s;
+        double upload = upload_rate > 0 ? static_cast<double>(s.bytes) / upload_rate : 0;
         s.io = std::max(read, upload);
         s.lag = std::min(read, upload);
         s.compute = (hidden ? layer.project : layer.load_kv).at(n) / costs.compute_share;

@@ -76,6 +76,32 @@ TEST(CostProfileFile, RoundTrips) {
   EXPECT_DOUBLE_EQ(q->gemm_flops_per_s, p.gemm_flops_per_s);
 }
 
+// Each device's layers have costs of their own, which plans are made with.
+TEST(CostProfileFile, KeepsEachDevicesCosts) {
+  const TempDir dir;
+  CostProfile p = sample_profile();
+  for (const double factor : {1.0, 3.0}) {
+    StageCosts stage{.n_layers = 2, .layer = p.layer, .upload_bytes_per_s = factor > 1 ? 5e9 : 0};
+    stage.layer.project = p.layer.project.scaled(factor);
+    stage.layer.hidden_bytes += static_cast<int64_t>(factor);
+    p.stages.push_back(stage);
+  }
+  ASSERT_TRUE(save_cost_profile(Env::real(), dir.path(), p).ok());
+  const Result<CostProfile> q = load_cost_profile(Env::real(), dir.path(), p.key);
+  ASSERT_TRUE(q.ok()) << q.status().to_string();
+  ASSERT_EQ(q->stages.size(), 2U);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(q->stages[i].n_layers, 2);
+    expect_same(q->stages[i].layer.project, p.stages[i].layer.project);
+    expect_same(q->stages[i].layer.dense, p.stages[i].layer.dense);
+    EXPECT_EQ(q->stages[i].layer.hidden_bytes, p.stages[i].layer.hidden_bytes);
+    EXPECT_DOUBLE_EQ(q->stages[i].upload_bytes_per_s, p.stages[i].upload_bytes_per_s);
+  }
+  EXPECT_FALSE(q->is_synchronous());
+  EXPECT_TRUE(sample_profile().is_synchronous());
+  EXPECT_DOUBLE_EQ(q->longest_project_s(512), 3 * p.layer.project.at(512));
+}
+
 TEST(CostProfileFile, AnotherKeyIsAnotherProfile) {
   const TempDir dir;
   ASSERT_TRUE(save_cost_profile(Env::real(), dir.path(), sample_profile()).ok());
@@ -230,6 +256,42 @@ TEST_F(RealModel, StreamedLayersTakeAsLongAsTheirWeights) {
     EXPECT_LT(costs.layer(l).project.at(128), all_s);
   }
   EXPECT_TRUE(policy::plan_save(costs, {}, nullptr).ok());
+}
+
+// Two devices that differ in nothing but their layers: each is measured, and named in the key.
+TEST_F(RealModel, EachDeviceIsMeasured) {
+  const auto other = model::Device::open("cpu", 1).value();
+  model::LoadOptions options;
+  options.placement.devices = {device_.get(), other.get()};
+  options.placement.split = {2, 1};
+  const auto placed = model::Model::load(HCACHE_TEST_MODEL, *device_, options).value();
+  const auto e =
+      engine::Engine::create(*placed, {.arena_tokens = 512, .max_batch_rows = 64}).value();
+  const StateTypes types = parse_state_type("native", *e).value();
+  double last = 0;
+  const Result<CostProfile> p = measure_cost_profile(
+      Env::real(), *e, "key", types, [&](const std::string& /*what*/, double fraction) {
+        EXPECT_GE(fraction, last);
+        last = fraction;
+        return true;
+      });
+  ASSERT_TRUE(p.ok()) << p.status().to_string();
+  ASSERT_EQ(p->stages.size(), 2U);
+  EXPECT_EQ(p->stages[0].n_layers, 20);
+  EXPECT_EQ(p->stages[1].n_layers, 10);
+  EXPECT_TRUE(p->is_synchronous());
+  const policy::RestoreCosts costs = restore_costs(*p, *e, 0);
+  EXPECT_TRUE(policy::validate(costs).ok()) << policy::validate(costs).to_string();
+  for (const int layer : {0, 19, 20, 28}) {
+    const StageCosts& stage = p->stages[layer < 20 ? 0 : 1];
+    EXPECT_GT(stage.layer.project.at(64), 0);
+    EXPECT_DOUBLE_EQ(costs.layer(layer).project.at(64), stage.layer.project.at(64));
+    EXPECT_DOUBLE_EQ(costs.layer(layer).load_kv.at(64), stage.layer.load_kv.at(64));
+    EXPECT_DOUBLE_EQ(costs.layer(layer).dense.at(64), stage.layer.dense.at(64));
+  }
+  EXPECT_THAT(profile_key(*e, "m", types), HasSubstr("device=cpu[0,20)+cpu[20,30) "));
+  EXPECT_THAT(profile_key(*engine({.arena_tokens = 256, .max_batch_rows = 64}), "m", types),
+              HasSubstr("device=cpu kernels="));
 }
 
 TEST_F(RealModel, MeasuringCanBeCancelled) {

@@ -142,6 +142,8 @@ class Model {
   [[nodiscard]] Device& device() const { return device(0); }
   // Each that has a layer, in the order of the first one.
   [[nodiscard]] const std::vector<Device*>& devices() const;
+  // The first that pins host memory, for what is copied from and to all of them; else the first.
+  [[nodiscard]] const Device& pinning_device() const;
   // The layers whose weights are not on the device; null: all are.
   [[nodiscard]] const StreamedWeights* streamed() const;
   // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".

@@ -67,6 +67,8 @@ struct LayerCosts {
                            // take attn_per_key(n) * (h + (n + 1) / 2)
   int64_t hidden_bytes = 0;  // of one token in this layer, as stored
   int64_t kv_bytes = 0;      // of one token in this layer, as stored (K and V)
+  // LinkCosts', where layers are on devices of different kinds; 0: the link's.
+  double upload_bytes_per_s = 0;
 };
 
 // The path from the store into the device. Reads are the I/O resource.

@@ -2,8 +2,10 @@
 // in the state directory; the links' and the cores' speeds are corrected by what restores observe.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "base/env.h"
 #include "base/status.h"
@@ -16,6 +18,13 @@ namespace hcache::state {
 // Progress of a long step in [0, 1] with what is being done; returning false cancels.
 using ProgressFn = std::function<bool(const std::string& what, double fraction)>;
 
+// Where a model's layers are on several devices.
+struct StageCosts {
+  int n_layers = 0;
+  policy::LayerCosts layer;       // of each of them, as CostProfile's
+  double upload_bytes_per_s = 0;  // as CostProfile's
+};
+
 struct CostProfile {
   std::string key;                // what it was measured for; another key is another profile
   policy::LayerCosts layer;       // one for all layers; bytes per token for the native encodings
@@ -24,13 +33,23 @@ struct CostProfile {
   double read_bytes_per_s = 0;    // of the store's disks together; 0: not measured yet
   double upload_bytes_per_s = 0;  // host to device, where that runs beside compute; 0: it does not
   double gemm_flops_per_s = 0;    // of the K and V projection at 512 rows, for --link paper
+  // In the layers' order, which all of them are in; `layer` and the rates above are then the first
+  // stage's. Empty: one device has all layers.
+  std::vector<StageCosts> stages{};
+
+  // Whether a restore's calls return once their work is done, on every device.
+  [[nodiscard]] bool is_synchronous() const;
+  // Of a layer for so many rows, on the device where it takes longest.
+  [[nodiscard]] double longest_project_s(int64_t rows) const;
+  [[nodiscard]] double longest_dense_s(int64_t rows) const;
 };
 
 // The key of a profile: model digest, device and its kernels, threads, KV and state type.
 std::string profile_key(const engine::Engine& engine, const std::string& content_digest,
                         const StateTypes& state_types);
 
-// Runs real steps and projections on the engine (a few seconds; it needs an arena of at least
+// Runs real steps and projections on the engine, on each of its model's devices (a few seconds; it
+// needs an arena of at least
 // 2,048 free tokens, less gives a coarser profile). The engine's sequences are left as they were.
 Result<CostProfile> measure_cost_profile(Env& env, engine::Engine& engine, const std::string& key,
                                          const StateTypes& state_types, const ProgressFn& progress);

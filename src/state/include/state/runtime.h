@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "engine/engine.h"
 #include "model/model.h"
+#include "model/offload.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
 #include "state/cost_profile.h"
@@ -25,8 +26,9 @@ namespace hcache::state {
 
 struct RuntimeOptions {
   std::string model_path;
-  std::string device = "cpu";
-  int n_threads = 0;  // 0: all cores
+  std::string device = "cpu";  // one, or several with commas; see model::open_devices()
+  model::Offload offload;      // which of them has which layers
+  int n_threads = 0;           // 0: all cores
   engine::EngineOptions engine;
   model::WeightPlace weights = model::WeightPlace::kAuto;
   uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
