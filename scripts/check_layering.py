@@ -31,8 +31,10 @@ LADDER = {
     "server/api": {"base", "policy", "model"},
     "server/page": set(),
     "server/conversations": {"base", "model", "store"},
+    "server/batches": {"base", "server/api"},
     "server": {"base", "policy", "store", "model", "engine", "state", "scheduler", "serving",
-               "server/http", "server/api", "server/page", "server/conversations"},
+               "server/http", "server/api", "server/page", "server/conversations",
+               "server/batches"},
 }
 EVERYTHING = set(LADDER) | {"ggml", "llama"}
 # Headers are named after the last folder: "http/server.h" belongs to server/http.

@@ -12,6 +12,7 @@ namespace hcache::cli {
 void add_chat(CLI::App& app, Verb* verb);
 void add_run(CLI::App& app, Verb* verb);
 void add_serve(CLI::App& app, Verb* verb);
+void add_batch(CLI::App& app, Verb* verb);
 void add_bench(CLI::App& app, Verb* verb);
 void add_plan(CLI::App& app, Verb* verb);
 void add_profile(CLI::App& app, Verb* verb);

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "answer_args.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/memory.h"
@@ -63,23 +64,7 @@ struct ServeArgs : Options {
             "web origins that may call (https://app.example, or *); default: none");
   std::string log_requests = choice(&log_requests, "--log-requests", "on", "on|off",
                                     "one line to stderr for every request that has ended");
-  std::string alias =
-      text(&alias, "-a,--alias", "NAME", "", "the model's name for clients; default: its file's");
-  std::string chat_template =
-      text(&chat_template, "--chat-template", "JINJA", "",
-           "chat template to use instead of the model's own; chatml is known by its name");
-  std::string chat_template_file = text(&chat_template_file, "--chat-template-file", "FILE", "",
-                                        "or the one in this file", {.excludes = "--chat-template"});
-  std::string template_args =
-      text(&template_args, "--chat-template-kwargs", "JSON", "",
-           "variables of the chat template for requests that do not set them: "
-           "{\"enable_thinking\": false}");
-  int64_t seed = integer(&seed, "-s,--seed", "N", -1, {-1, 4294967295.0},
-                         "of requests that name none: the same seed gives the same answer; -1: "
-                         "another one for each");
-  int64_t max_new_tokens =
-      integer(&max_new_tokens, "-n,--max-tokens,--predict,--n-predict", "TOKENS", -1, {-1},
-              "end a reply after this many where a request names no limit; -1: when the room ends");
+  AnswerArgs answers{this};
   int parallel =
       integer(&parallel, "--parallel,--np", "N", 8, {1, 4096}, "most sequences in one step");
   int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
@@ -192,23 +177,10 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.http.cors_origins = args.cors;
   HCACHE_ASSIGN_OR_RETURN(o.http.api_keys, api_keys(args));
   o.salt_per_key = !args.shared_keys;
-  o.alias = args.alias;
-  o.chat_template = args.chat_template;
-  if (!o.chat_template.empty() && o.chat_template != "chatml" &&
-      o.chat_template.find('{') == std::string::npos) {
-    return invalid_argument(
-        fmt::format("--chat-template: '{}' is no Jinja template; of names only chatml is known",
-                    o.chat_template));
-  }
-  if (!args.chat_template_file.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(o.chat_template, read_whole_file(Env::real(), args.chat_template_file));
-  }
-  o.template_args = args.template_args;
+  HCACHE_RETURN_IF_ERROR(args.answers.apply(&o));
   HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
-  if (args.seed >= 0) o.seed = static_cast<uint32_t>(args.seed);
   o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
-  o.max_new_tokens = args.max_new_tokens;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_ASSIGN_OR_RETURN(o.runtime.evict.evict, policy::parse_evict_policy(args.evict_policy));

@@ -68,6 +68,7 @@ int run(int argc, char** argv) {
   hcache::cli::add_chat(app, &verb);
   hcache::cli::add_run(app, &verb);
   hcache::cli::add_serve(app, &verb);
+  hcache::cli::add_batch(app, &verb);
   hcache::cli::add_bench(app, &verb);
   hcache::cli::add_plan(app, &verb);
   hcache::cli::add_profile(app, &verb);

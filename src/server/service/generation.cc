@@ -304,6 +304,7 @@ void Generation::on_done(size_t index, const Outcome& outcome) {
   Choice& choice = choices_[index];
   ++n_done_;
   service_.metrics().observe(outcome);
+  if (options_.on_outcome) options_.on_outcome(outcome);
   if (service_.options().log_requests) {
     log::write(log::Level::kInfo, request_line(id_, index, key_, outcome));
   }
@@ -332,6 +333,8 @@ void Generation::end() {
 }
 
 void Generation::remember(const Choice& choice) {
+  const bool named = !request_.session_id.empty() || (!response_id_.empty() && request_.store);
+  if (options_.remember_named_only && !named) return;
   FinishedChain chain;
   chain.salt = salt_.id;
   // Of several replies to one prompt the first one is the conversation's.

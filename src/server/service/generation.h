@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,15 +21,26 @@
 
 namespace hcache::server {
 
+// What is different where nobody waits for the answer.
+struct GenerationOptions {
+  // Its conversation is remembered only where the request names it.
+  bool remember_named_only = false;
+  // May be empty. For every reply that was accepted, before the answer that it belongs to; on the
+  // writer's thread.
+  std::function<void(const scheduler::Outcome&)> on_outcome;
+};
+
 class Generation : public std::enable_shared_from_this<Generation> {
  public:
   Generation(Service& service, std::shared_ptr<http::Responder> responder,
-             api::GenerationRequest request, const Salt& salt, std::string key)
+             api::GenerationRequest request, const Salt& salt, std::string key,
+             GenerationOptions options = {})
       : service_(service),
         responder_(std::move(responder)),
         request_(std::move(request)),
         salt_(salt),
-        key_(std::move(key)) {}
+        key_(std::move(key)),
+        options_(std::move(options)) {}
 
   // Renders, tokenises and submits; what is wrong is answered at once.
   void start();
@@ -71,6 +83,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   api::GenerationRequest request_;
   const Salt salt_;
   const std::string key_;
+  const GenerationOptions options_;
   std::optional<model::ChatPrompt> chat_;
   std::string id_;           // the answer's, without its protocol's prefix
   std::string response_id_;  // of a response that later ones may go on from

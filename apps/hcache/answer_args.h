@@ -1,0 +1,37 @@
+// How requests in the server's protocols are answered: options of the verbs that take them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "options.h"
+#include "server/server.h"
+
+namespace hcache::cli {
+
+struct AnswerArgs : Options {
+  using Options::Options;
+
+  std::string alias =
+      text(&alias, "-a,--alias", "NAME", "", "the model's name for clients; default: its file's");
+  std::string chat_template =
+      text(&chat_template, "--chat-template", "JINJA", "",
+           "chat template to use instead of the model's own; chatml is known by its name");
+  std::string chat_template_file = text(&chat_template_file, "--chat-template-file", "FILE", "",
+                                        "or the one in this file", {.excludes = "--chat-template"});
+  std::string template_args =
+      text(&template_args, "--chat-template-kwargs", "JSON", "",
+           "variables of the chat template for requests that do not set them: "
+           "{\"enable_thinking\": false}");
+  int64_t seed = integer(&seed, "-s,--seed", "N", -1, {-1, 4294967295.0},
+                         "of requests that name none: the same seed gives the same answer; -1: "
+                         "another one for each");
+  int64_t max_new_tokens =
+      integer(&max_new_tokens, "-n,--max-tokens,--predict,--n-predict", "TOKENS", -1, {-1},
+              "end a reply after this many where a request names no limit; -1: when the room ends");
+
+  // Sets what they say. kInvalidArgument, kNotFound.
+  [[nodiscard]] Status apply(server::ServerOptions* options) const;
+};
+
+}  // namespace hcache::cli

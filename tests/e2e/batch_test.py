@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""`hcache batch` on the real default model: killed, interrupted, and as a server answers.
+
+    batch_test.py HCACHE [-v] [name]
+"""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import serving
+from serving import wait_until
+
+PROGRAM = sys.argv.pop(1)
+MODEL = serving.default_model()
+
+
+def chat(number: int) -> dict:
+    return {"messages": [{"role": "user", "content": f"Name {number + 2} animals."}],
+            "max_tokens": 10, "temperature": 0}
+
+
+def lines(count: int) -> str:
+    out = [{"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions",
+            "body": chat(n)} for n in range(count)]
+    return "".join(json.dumps(line) + "\n" for line in out)
+
+
+class Batch(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.input = self.folder / "in.jsonl"
+
+    def command(self, output: pathlib.Path, *options: str) -> list:
+        return [PROGRAM, "batch", str(self.input), "-o", str(output), "-m", MODEL, "--state-dir",
+                str(self.folder / "state"), "-t", "2", "--ctx", "1024", "--parallel", "2",
+                *options]
+
+    def run_batch(self, output: pathlib.Path, *options: str) -> subprocess.CompletedProcess:
+        return subprocess.run(self.command(output, *options), stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, timeout=500)
+
+    @staticmethod
+    def answers(output: pathlib.Path) -> dict:
+        """By custom_id; a second answer to the same request fails."""
+        found: dict = {}
+        for line in output.read_text().splitlines():
+            result = json.loads(line)
+            assert result["custom_id"] not in found, line
+            found[result["custom_id"]] = (
+                result["response"]["body"]["choices"][0]["message"]["content"])
+        return found
+
+    def end_early(self, output: pathlib.Path, how: int) -> int:
+        process = subprocess.Popen(self.command(output), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2, "results")
+        process.send_signal(how)
+        return process.wait(timeout=300)
+
+    def test_every_answer_is_there_once_whatever_happens(self):
+        self.input.write_text(lines(12))
+        undisturbed = self.folder / "undisturbed.jsonl"
+        done = self.run_batch(undisturbed)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        right = self.answers(undisturbed)
+        self.assertEqual(len(right), 12)
+
+        output = self.folder / "out.jsonl"
+        self.assertEqual(self.end_early(output, signal.SIGKILL), -signal.SIGKILL)
+        with output.open("a") as torn:
+            torn.write('{"id":"batch_req_')
+        self.assertEqual(self.end_early(output, signal.SIGINT), 130)
+        again = self.run_batch(output, "--json")
+        self.assertEqual(again.returncode, 0, again.stderr)
+        summary = json.loads(again.stdout)
+        self.assertGreaterEqual(summary["found"], 2)
+        self.assertEqual(summary["completed"], 12)
+        self.assertEqual(self.answers(output), right)
+        self.assertFalse(list(self.folder.glob("out.jsonl.*")))
+
+    def test_a_server_says_the_same_and_wrong_requests_have_their_errors(self):
+        wrong = {"custom_id": "w", "method": "POST", "url": "/v1/completions",
+                 "body": {"prompt": "x", "temperature": "hot"}}
+        messages = {"custom_id": "m", "params": {
+            "max_tokens": 6, "temperature": 0, "stream": True,
+            "messages": [{"role": "user", "content": "Hello"}]}}
+        self.input.write_text(lines(2) + json.dumps(wrong) + "\nnonsense\n" +
+                              json.dumps(messages) + "\n")
+        output = self.folder / "out.jsonl"
+        done = self.run_batch(output, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        summary = json.loads(done.stdout)
+        self.assertEqual([summary[k] for k in ("completed", "failed", "bad_lines")], [3, 2, 1])
+        results = {r["custom_id"]: r for r in map(json.loads, output.read_text().splitlines())}
+        self.assertEqual(results["w"]["response"]["status_code"], 400)
+        self.assertIn("temperature", results["w"]["response"]["body"]["error"]["message"])
+        self.assertEqual(results[None]["error"]["code"], "invalid_line")
+        self.assertIn("line 4", results[None]["error"]["message"])
+        with serving.Server(PROGRAM, "-m", MODEL, "--state-dir", str(self.folder / "other"), "-t",
+                            "2", "--ctx", "1024") as server:
+            for n in range(2):
+                said = server.post("/v1/chat/completions", chat(n))["choices"][0]["message"]
+                body = results[f"c{n}"]["response"]["body"]
+                self.assertEqual(body["choices"][0]["message"], said)
+            said = server.post("/v1/messages", {**messages["params"], "stream": False})
+            self.assertEqual(results["m"]["response"]["body"]["content"], said["content"])
+
+    def test_refusals_say_what_to_do(self):
+        self.input.write_text(lines(1) * 2)
+        output = self.folder / "out.jsonl"
+        twice = self.run_batch(output)
+        self.assertEqual(twice.returncode, 2)
+        self.assertIn("lines 1 and 2", twice.stderr)
+        self.input.write_text(lines(1))
+        output.write_text("mine\n")
+        there = self.run_batch(output)
+        self.assertEqual(there.returncode, 4)
+        self.assertIn("--restart", there.stderr)
+        self.assertEqual(output.read_text(), "mine\n")
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
