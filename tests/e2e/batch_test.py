@@ -21,7 +21,7 @@ MODEL = serving.default_model()
 
 def chat(number: int) -> dict:
     return {"messages": [{"role": "user", "content": f"Name {number + 2} animals."}],
-            "max_tokens": 10, "temperature": 0}
+            "max_tokens": 20, "temperature": 0}
 
 
 def lines(count: int) -> str:
@@ -58,9 +58,13 @@ class Batch(unittest.TestCase):
         return found
 
     def end_early(self, output: pathlib.Path, how: int) -> int:
+        def written() -> int:
+            return output.read_bytes().count(b"\n") if output.exists() else 0
+
+        before = written()
         process = subprocess.Popen(self.command(output), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 2, "results")
+        wait_until(lambda: written() >= before + 2, "results")
         process.send_signal(how)
         return process.wait(timeout=300)
 
