@@ -16,9 +16,26 @@ struct ModelOptions : Options {
   // As given; resolve_model() finds the default.
   std::string path = text(&path, "-m,--model", "FILE", "",
                           "GGUF model; default: $HCACHE_MODEL, else the one that `make` fetched");
-  std::string device =
-      text(&device, "--device", "NAME", "cpu",
-           "where to compute: cpu, cuda:N, vulkan:N, rpc:HOST:PORT; `list` prints what there is");
+  std::string device = text(
+      &device, "--device", "NAME", "cpu",
+      "where to compute: cpu, cuda:N, vulkan:N, rpc:HOST:PORT, or several with commas, which share "
+      "the "
+      "layers in this order; none: the CPU; auto: every accelerator, else the CPU; `list` prints "
+      "what there is");
+  int gpu_layers = integer(&gpu_layers, "--gpu-layers", "N", -1, {-1, 1 << 20},
+                           "the last N layers go to the devices of --device, those before to the "
+                           "CPU; -1: all");
+  std::string tensor_split =
+      text(&tensor_split, "--tensor-split", "N,...", "",
+           "proportions in which the devices share the layers, in their order; default: equal");
+  std::vector<std::string> override_tensors =
+      texts(&override_tensors, "--override-tensor", "PATTERN=DEVICE,...", "", "",
+            "layers whose tensors' names match the regular expression go to the device, whole "
+            "layers alone: 'blk\\.(0|1)\\.=cpu'");
+  std::string split_mode = choice(&split_mode, "--split-mode", "layer", "layer|none",
+                                  "layer: the devices share the layers; none: one has all");
+  int main_gpu = integer(&main_gpu, "--main-gpu", "N", 0, {0, 4096},
+                         "with --split-mode none: which of --device, from 0 on");
   int threads =
       integer(&threads, "-t,--threads", "N", 0, {0, 4096}, "CPU threads; 0: one per core");
 };

@@ -31,7 +31,7 @@ struct LlamaFlagRow {
 
 namespace reasons {
 constexpr std::string_view kAlways = "it is always so here";
-constexpr std::string_view kDevice = "the whole model is computed where --device says";
+constexpr std::string_view kDevice = "layers are placed whole: see --device and --gpu-layers";
 constexpr std::string_view kLoading = "how the weights are held follows from --device";
 constexpr std::string_view kPlacing = "the system places the threads";
 constexpr std::string_view kCaching = "the cache is managed without it";
@@ -209,17 +209,17 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--numa", Meaning::kIgnored, Value::kOne, reasons::kPlacing, "LLAMA_ARG_NUMA"},
     {"-dev,--device", Meaning::kOption, Value::kOne, "--device", "LLAMA_ARG_DEVICE"},
     {"--list-devices", Meaning::kListDevices, Value::kNone, ""},
-    {"-ot,--override-tensor", Meaning::kIgnored, Value::kOne,
-     reasons::kDevice, "LLAMA_ARG_OVERRIDE_TENSOR"},
+    {"-ot,--override-tensor", Meaning::kOption, Value::kOne,
+     "--override-tensor", "LLAMA_ARG_OVERRIDE_TENSOR"},
     {"-cmoe,--cpu-moe", Meaning::kIgnored, Value::kNone, reasons::kDevice, "LLAMA_ARG_CPU_MOE"},
     {"-ncmoe,--n-cpu-moe", Meaning::kIgnored, Value::kOne, reasons::kDevice, "LLAMA_ARG_N_CPU_MOE"},
     {"-ncffn,--n-cpu-ffn", Meaning::kIgnored, Value::kOne, reasons::kDevice, "LLAMA_ARG_N_CPU_FFN"},
-    {"-ngl,--gpu-layers,--n-gpu-layers", Meaning::kIgnored, Value::kOne,
-     reasons::kDevice, "LLAMA_ARG_N_GPU_LAYERS"},
-    {"-sm,--split-mode", Meaning::kIgnored, Value::kOne, reasons::kDevice, "LLAMA_ARG_SPLIT_MODE"},
-    {"-ts,--tensor-split", Meaning::kIgnored, Value::kOne,
-     reasons::kDevice, "LLAMA_ARG_TENSOR_SPLIT"},
-    {"-mg,--main-gpu", Meaning::kIgnored, Value::kOne, reasons::kDevice, "LLAMA_ARG_MAIN_GPU"},
+    {"-ngl,--gpu-layers,--n-gpu-layers", Meaning::kOption, Value::kOne,
+     "--gpu-layers", "LLAMA_ARG_N_GPU_LAYERS", "auto|all|-1"},
+    {"-sm,--split-mode", Meaning::kOption, Value::kOne, "--split-mode", "LLAMA_ARG_SPLIT_MODE"},
+    {"-ts,--tensor-split", Meaning::kOption, Value::kOne,
+     "--tensor-split", "LLAMA_ARG_TENSOR_SPLIT"},
+    {"-mg,--main-gpu", Meaning::kOption, Value::kOne, "--main-gpu", "LLAMA_ARG_MAIN_GPU"},
     {"-fit,--fit", Meaning::kIgnored, Value::kSwitch, "--ctx is taken as it is", "LLAMA_ARG_FIT"},
     {"-fitt,--fit-target", Meaning::kIgnored, Value::kOne,
      "--ctx is taken as it is", "LLAMA_ARG_FIT_TARGET"},

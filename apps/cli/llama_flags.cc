@@ -141,7 +141,7 @@ class Translator {
         break;
       case Meaning::kMebibytes: add_size(row, name, value); break;
       case Meaning::kTogether: together_[row.target] = value; break;
-      case Meaning::kRpc: return add_rpc(name, value);
+      case Meaning::kRpc: add_rpc(value); break;
       case Meaning::kListDevices: push("--device", "list"); break;
       case Meaning::kIgnored:
         out_.notes.push_back(fmt::format("{} is ignored: {}", name, row.target));
@@ -160,13 +160,14 @@ class Translator {
     out_.notes.push_back(fmt::format("{} -1 is ignored: it takes a size", name));
   }
 
-  Status add_rpc(std::string_view name, const std::string& servers) {
-    if (servers.find(',') != std::string::npos) {
-      return invalid_argument(fmt::format(
-          "{} {}: the model is computed on one device; name one server", name, servers));
-    }
-    push("--device", "rpc:" + servers);
-    return {};
+  // Servers with commas: each is a device.
+  void add_rpc(const std::string& servers) {
+    std::string devices;
+    any_item(servers, ',', [&](std::string_view server) {
+      devices += fmt::format("{}rpc:{}", devices.empty() ? "" : ",", server);
+      return false;
+    });
+    push("--device", devices);
   }
 
   void push(std::string_view option, std::string value) {

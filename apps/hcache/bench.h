@@ -114,7 +114,9 @@ struct BatchBenchArgs : BenchArgs {
 // {"min", "median", "max"} of the values times `factor`.
 [[nodiscard]] Json spread(const std::vector<double>& v, double factor);
 
-[[nodiscard]] Json machine_json(const model::Device& device);
+// The device, or each with how many layers it has.
+[[nodiscard]] std::string describe_devices(const model::Model& model);
+[[nodiscard]] Json machine_json(const model::Model& model);
 void warn_of_debug_build();
 // Prints machine and table (unless the JSON goes to stdout), writes the JSON where it is wanted.
 [[nodiscard]] Status report(const BenchArgs& args, const Json& results,

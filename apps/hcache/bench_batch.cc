@@ -452,15 +452,22 @@ Status bench_batch(BatchBenchArgs args) {
   std::vector<std::vector<std::string>> table;
   const auto run = [&]() -> Status {
     ProgressLine line;
-    HCACHE_ASSIGN_OR_RETURN(const auto device, model::Device::open(args.runtime.model.device,
-                                                                   args.runtime.model.threads));
+    HCACHE_ASSIGN_OR_RETURN(
+        const model::OpenDevices devices,
+        model::open_devices(args.runtime.model.device, args.runtime.model.threads,
+                            offload_options(args.runtime.model)));
+    model::LoadOptions load;
+    load.placement = devices.placement;
+    HCACHE_ASSIGN_OR_RETURN(load.weights, model::parse_weight_place(args.runtime.weights));
+    load.device_memory = args.runtime.device_memory;
     HCACHE_ASSIGN_OR_RETURN(const std::string path, model_path(args, dir, line));
-    HCACHE_ASSIGN_OR_RETURN(const auto model, model::Model::load(path, *device));
+    HCACHE_ASSIGN_OR_RETURN(const auto model,
+                            model::Model::load(path, *devices.devices.front(), load));
     ThrottledEnv env(Env::real());
     BatchBench bench(args, *model, env, dir);
     HCACHE_RETURN_IF_ERROR(bench.run(line));
     line.finish();
-    results = {{"machine", machine_json(*device)}};
+    results = {{"machine", machine_json(*model)}};
     results.update(bench.results());
     table = bench.table();
     return {};

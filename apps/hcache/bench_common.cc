@@ -26,9 +26,24 @@ Json spread(const std::vector<double>& v, double factor) {
           {"max", factor * *std::max_element(v.begin(), v.end())}};
 }
 
-Json machine_json(const model::Device& device) {
+std::string describe_devices(const model::Model& model) {
+  if (model.devices().size() == 1) return model.device().description();
+  std::string out;
+  for (const model::Device* device : model.devices()) {
+    int n_layers = 0;
+    for (int layer = 0; layer < model.hparams().n_layer; ++layer) {
+      n_layers += &model.device(layer) == device ? 1 : 0;
+    }
+    out += fmt::format("{}{} ({}, {} layers)", out.empty() ? "" : " + ", device->name(),
+                       device->description(), n_layers);
+  }
+  return out;
+}
+
+Json machine_json(const model::Model& model) {
+  const model::Device& device = model.device();
   Json json = host_json();
-  json["device"] = device.description();
+  json["device"] = describe_devices(model);
   json["threads"] = device.n_threads();
   json["kernels"] = device.kernel_identity();
   json["cpu_target"] = cpu_target();

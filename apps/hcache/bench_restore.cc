@@ -402,7 +402,7 @@ Status bench_restore(RestoreBenchArgs args) {
   }
   line.finish();
   HCACHE_ASSIGN_OR_RETURN(Json stored, store_json(args, runtime));
-  Json results = {{"machine", machine_json(runtime.model().device())},
+  Json results = {{"machine", machine_json(runtime.model())},
                   {"gemm_flops_per_s", runtime.profile().gemm_flops_per_s},
                   {"store", std::move(stored)},
                   {"rows", bench.json()}};

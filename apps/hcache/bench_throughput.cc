@@ -198,7 +198,7 @@ Status bench_throughput(ThroughputArgs args) {
   ThroughputBench bench(args, *serving, std::move(source));
   HCACHE_RETURN_IF_ERROR(bench.run(line));
   line.finish();
-  const Json machine = machine_json(serving->runtime().model().device());
+  const Json machine = machine_json(serving->runtime().model());
   Json rows = Json::array();
   std::vector<std::vector<std::string>> table;
   bench.results(&rows, &table);

@@ -9,7 +9,9 @@
 namespace hcache::cli {
 
 BenchArgs::BenchArgs() {
-  offer(runtime, {&runtime.model.path, &runtime.model.device, &runtime.model.threads,
+  offer(runtime, {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
+                  &runtime.model.tensor_split, &runtime.model.override_tensors,
+                  &runtime.model.split_mode, &runtime.model.main_gpu, &runtime.model.threads,
                   &runtime.batch, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
                   &runtime.state.stores, &runtime.state_type, &runtime.saver});
 }

@@ -37,7 +37,9 @@ struct PlanArgs : Options {
   PlanArgs() {
     text(&runtime.model.path, "-m,--model", "FILE|NAME", "",
          "GGUF model, or with --hardware a published shape: llama2-7b, llama2-13b, opt-30b, ...");
-    offer(runtime, {&runtime.model.device, &runtime.model.threads, &runtime.ctx, &runtime.batch,
+    offer(runtime, {&runtime.model.device, &runtime.model.gpu_layers, &runtime.model.tensor_split,
+                    &runtime.model.override_tensors, &runtime.model.split_mode,
+                    &runtime.model.main_gpu, &runtime.model.threads, &runtime.ctx, &runtime.batch,
                     &runtime.kv_type, &runtime.attention, &runtime.link, &runtime.save,
                     &runtime.state_type, &runtime.state.state_dir});
   }

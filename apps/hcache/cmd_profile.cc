@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "bench.h"
 #include "commands.h"
 #include "session.h"
 
@@ -16,9 +17,11 @@ struct ProfileArgs : Options {
 
   ProfileArgs() {
     offer(runtime,
-          {&runtime.model.path, &runtime.model.device, &runtime.model.threads, &runtime.ctx,
-           &runtime.batch, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
-           &runtime.state.stores, &runtime.state_type, &runtime.no_store});
+          {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
+           &runtime.model.tensor_split, &runtime.model.override_tensors, &runtime.model.split_mode,
+           &runtime.model.main_gpu, &runtime.model.threads, &runtime.ctx, &runtime.batch,
+           &runtime.kv_type, &runtime.attention, &runtime.state.state_dir, &runtime.state.stores,
+           &runtime.state_type, &runtime.no_store});
   }
 };
 
@@ -72,7 +75,7 @@ Status profile(const ProfileArgs& args) {
                       {"recompute_ms", policy::prefill_layer_s(p.layer, n, 0, batch) * 1e3}});
     }
     HCACHE_RETURN_IF_ERROR(write_json({{"model", model.path()},
-                                       {"device", model.device().description()},
+                                       {"device", describe_devices(model)},
                                        {"threads", model.device().n_threads()},
                                        {"key", p.key},
                                        {"layers", model.hparams().n_layer},
@@ -89,8 +92,7 @@ Status profile(const ProfileArgs& args) {
     return runtime->close();
   }
   fmt::print("model         {} ({} layers)\n", model.path(), model.hparams().n_layer);
-  fmt::print("device        {}, {} threads\n", model.device().description(),
-             model.device().n_threads());
+  fmt::print("device        {}, {} threads\n", describe_devices(model), model.device().n_threads());
   fmt::print("projection    {:.1f} GFLOP/s\n", p.gemm_flops_per_s / 1e9);
   fmt::print("restores      project in {:.2f} times the time measured below\n", p.compute_scale);
   fmt::print("store reads   {}\n",

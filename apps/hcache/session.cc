@@ -44,10 +44,19 @@ RuntimeArgs::RuntimeArgs(Options* parent) : Options(parent) {
            {.needs = "--remote"});
 }
 
+model::Offload offload_options(const ModelOptions& model) {
+  return {.n_layers = model.gpu_layers,
+          .tensor_split = model.tensor_split,
+          .override_tensors = model.override_tensors,
+          .one_device = model.split_mode == "none",
+          .main_device = model.main_gpu};
+}
+
 Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   state::RuntimeOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.model_path, resolve_model(args.model.path));
   o.device = args.model.device;
+  o.offload = offload_options(args.model);
   o.n_threads = args.model.threads;
   o.engine.arena_tokens = args.ctx;
   o.engine.max_batch_rows = args.batch;

@@ -11,6 +11,7 @@
 #include "base/throttled_env.h"
 #include "common_options.h"
 #include "model/chat.h"
+#include "model/offload.h"
 #include "model/sampler.h"
 #include "model/tokenizer.h"
 #include "serving/serving.h"
@@ -86,6 +87,8 @@ struct TalkArgs : Options {
       integer(&max_tokens, "-n,--max-tokens", "TOKENS", 512, {0}, "end a reply after this many");
 };
 
+// Which layers go where.
+[[nodiscard]] model::Offload offload_options(const ModelOptions& model);
 // RuntimeOptions as the arguments say, with the default model found. kNotFound, kInvalidArgument.
 [[nodiscard]] Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args);
 // Opens the runtime in `env`, slowed to --link, with progress lines; env and line must outlive it.

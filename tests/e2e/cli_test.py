@@ -151,6 +151,28 @@ class Cli(unittest.TestCase):
                                     "--no-store", "-p", "Hello"))
         self.assertTrue(turn["reply_tokens"])
 
+    def test_conversations_come_back_on_two_devices(self):
+        """The first twelve layers on the CPU, the others on a server."""
+        place = ["--device", f"rpc:127.0.0.1:{self.rpc_server()}", "--gpu-layers", "18"]
+        words = " ".join(f"boat {i}" for i in range(60))
+        whole = self.talk("chat", "--no-store", *place, stdin=f"{words}\nHow many boats?\n")
+        expected = [json.loads(line) for line in whole.splitlines()]
+        first = json.loads(self.talk("run", "--session", "s", "--save", "all", *place, "-p", words))
+        self.assertEqual(first["reply_tokens"], expected[0]["reply_tokens"])
+        for method in ("hidden", "kv"):
+            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
+                                        method, *place, "-p", "How many boats?"))
+            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
+            if method == "kv":  # is exact on every device
+                self.assertEqual(turn["reply_tokens"], expected[1]["reply_tokens"])
+        # What was saved on both is of use to the CPU alone.
+        turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method", "kv",
+                                    "-p", "How many boats?"))
+        self.assertGreater(turn["restore"]["restored_tokens"], 128)
+        self.assertIn("a layer is computed on one device",
+                      self.hcache("run", "-m", MODEL, "--state-dir", self.state, *place,
+                                  "--override-tensor", "ffn_=cpu", "-p", "x", code=8))
+
     def rpc_server(self) -> int:
         """The port of an `rpc-serve`, which is stopped after the test."""
         # Below those that the system gives to outgoing connections: another program may have one

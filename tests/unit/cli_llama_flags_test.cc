@@ -77,11 +77,10 @@ TEST(LlamaFlags, KAndVHaveOneType) {
 TEST(LlamaFlags, WhatNeedsNoChoosingIsNoted) {
   const auto flags = translate("--jinja -ngl 99 -fa on -m x --no-webui -fa --mlock -tb 4");
   ASSERT_TRUE(flags.ok());
-  EXPECT_THAT(flags->args, ElementsAre("-m", "x"));
-  EXPECT_THAT(flags->notes,
-              ElementsAre(HasSubstr("--jinja is ignored"), HasSubstr("--device"),
-                          HasSubstr("--attention"), HasSubstr("the page"), HasSubstr("-fa"),
-                          HasSubstr("--mlock"), HasSubstr("--threads")));
+  EXPECT_THAT(flags->args, ElementsAre("--gpu-layers", "99", "-m", "x"));
+  EXPECT_THAT(flags->notes, ElementsAre(HasSubstr("--jinja is ignored"), HasSubstr("--attention"),
+                                        HasSubstr("the page"), HasSubstr("-fa"),
+                                        HasSubstr("--mlock"), HasSubstr("--threads")));
   EXPECT_THAT(translate("--cache-ram -1")->notes, ElementsAre(HasSubstr("takes a size")));
 }
 
@@ -199,6 +198,10 @@ TEST(LlamaFlags, SwitchesThatAreNotOursStartTheServer) {
 TEST(LlamaFlags, OthersAreOptionsOfOurs) {
   EXPECT_EQ(args_of("--rpc 10.0.0.1:50052 --list-devices"),
             "--device rpc:10.0.0.1:50052 --device list");
+  EXPECT_EQ(args_of("--rpc a:1,b:2 -ngl all -sm layer -ts 3,1 -ot blk\\.0\\.=CPU -mg 0"),
+            "--device rpc:a:1,rpc:b:2 --split-mode layer --tensor-split 3,1 "
+            "--override-tensor blk\\.0\\.=CPU --main-gpu 0");
+  EXPECT_EQ(args_of("-ngl 12"), "--gpu-layers 12");
   EXPECT_EQ(args_of("-jf schema.json --log-verbose"), "--json-schema-file schema.json --verbose");
   EXPECT_EQ(args_of("-c 0 -s -1"), "");
   EXPECT_EQ(args_of("", {{"LLAMA_ARG_MODEL", "x.gguf"}, {"LLAMA_ARG_PORT", "1"}}),
