@@ -62,7 +62,8 @@ int64_t host_bytes(const HybridBatch& batch, const std::vector<RequestContext>& 
   double bytes = 0;
   const int64_t block_tokens = batch.sizes.block_tokens;
   const auto blocks = [&](int64_t tokens) {
-    return static_cast<double>((tokens + block_tokens - 1) / block_tokens);
+    const int64_t whole = (tokens + block_tokens - 1) / block_tokens;
+    return static_cast<double>(whole);
   };
   for (const RequestContext& c : contexts) {
     bytes +=
