@@ -43,8 +43,8 @@ class Batch(unittest.TestCase):
                 *options]
 
     def run_batch(self, output: pathlib.Path, *options: str) -> subprocess.CompletedProcess:
-        return subprocess.run(self.command(output, *options), stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, timeout=500)
+        return subprocess.run(self.command(output, *options), capture_output=True, text=True,
+                              timeout=500)
 
     @staticmethod
     def answers(output: pathlib.Path) -> dict:
