@@ -449,8 +449,9 @@ class Operating(unittest.TestCase):
 
     def test_llama_servers_flags(self):
         notes = self.server.errors()
-        for flag in ("-fa", "-ngl", "--jinja", "--no-slots", "--no-jinja"):
+        for flag in ("-fa", "--jinja", "--no-slots", "--no-jinja"):
             self.assertIn(f"hcache: {flag} is ignored: ", notes)
+        self.assertIn("--gpu-layers does nothing: --device cpu names no device but the CPU", notes)
         self.assertEqual(self.server.call("GET", "/props")[1]["total_slots"], 2)
         self.assertEqual(self.metric("hcache_arena_cells"), 2048)
         self.assertEqual(
