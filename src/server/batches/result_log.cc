@@ -43,7 +43,6 @@ Status ResultLog::recover() {
     if (held.find('\n') != std::string::npos) break;  // a damaged line
   }
   if (end_ == size) return {};
-  cut_bytes_ = size - end_;
   HCACHE_RETURN_IF_ERROR(file_->truncate(end_));
   return file_->sync();
 }

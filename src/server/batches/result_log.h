@@ -27,7 +27,6 @@ class ResultLog {
 
   // What was there when it was opened, by id.
   [[nodiscard]] const std::unordered_map<std::string, BatchResult>& found() const { return found_; }
-  [[nodiscard]] uint64_t cut_bytes() const { return cut_bytes_; }  // when it was opened
   [[nodiscard]] uint64_t bytes() const { return end_; }
   [[nodiscard]] const std::string& path() const { return file_->path(); }
 
@@ -40,7 +39,6 @@ class ResultLog {
   std::unique_ptr<File> file_;
   std::unordered_map<std::string, BatchResult> found_;
   uint64_t end_ = 0;
-  uint64_t cut_bytes_ = 0;
 };
 
 }  // namespace hcache::server
