@@ -42,21 +42,19 @@ class EchoAnswerer final : public Answerer {
     answer.prompt_tokens = 10;
     answer.cached_tokens = 4;
     answer.reply_tokens = 3;
-    Done now;
+    bool held = false;
     {
       MutexLock lock(mutex_);
       submitted_.push_back(id);
       if (refusals_ > 0) {
         --refusals_;
         answer.kind = BatchAnswer::Kind::kRefused;
-        now = std::move(done);
-      } else if (holds_ || held_ids_.contains(id)) {
-        held_[id] = {std::move(answer), std::move(done)};
       } else {
-        now = std::move(done);
+        held = holds_ || held_ids_.contains(id);
       }
+      if (held) held_[id] = {answer, done};
     }
-    if (now) now(std::move(answer));
+    if (!held) done(std::move(answer));
     return [this, id] { finish(id, BatchAnswer::Kind::kCancelled); };
   }
 

@@ -57,13 +57,14 @@ class AnswerTaker final : public http::Responder {
   [[nodiscard]] bool writable() const override { return false; }
   [[nodiscard]] std::size_t unsent_bytes() const override { return 0; }
   void on_disconnect(std::function<void()> callback) override {
-    bool gone = false;
     {
       MutexLock lock(mutex_);
-      gone = gone_;
-      if (!gone) on_gone_ = std::move(callback);
+      if (!gone_) {
+        on_gone_ = std::move(callback);
+        return;
+      }
     }
-    if (gone) callback();
+    callback();
   }
 
   void add(const scheduler::Outcome& outcome) {
