@@ -28,6 +28,7 @@ constexpr size_t kCacheBytes = size_t{64} << 30;  // more than any batch here ta
 
 // One batch from its prompts to its last tokens.
 struct BatchRun {
+  policy::HybridPlan plan;
   std::vector<std::vector<int32_t>> replies;
   double prefill_s = 0;
   double decode_s = 0;
@@ -40,7 +41,6 @@ struct BatchRun {
 struct BatchRow {
   std::string name;
   policy::HybridMode mode = policy::HybridMode::kSearch;
-  policy::HybridPlan plan;
   std::vector<BatchRun> runs;
   std::vector<double> tokens_per_s;  // decoding
 };
@@ -74,11 +74,12 @@ class BatchBench {
 
   Status run(ProgressLine& line) {
     line_ = &line;
-    HCACHE_RETURN_IF_ERROR(choose_link());
     HCACHE_RETURN_IF_ERROR(make_rows());
-    HCACHE_RETURN_IF_ERROR(verify());
     for (int64_t rep = 0; rep < args_.reps; ++rep) {
       wait_for_turn(args_);
+      // A machine's speed drifts: the link follows it from one repetition to the next.
+      HCACHE_RETURN_IF_ERROR(choose_link());
+      if (rep == 0) HCACHE_RETURN_IF_ERROR(verify());
       for (size_t i = 0; i < rows_.size(); ++i) {
         // Every other time in the reverse order.
         BatchRow& row = rows_[rep % 2 == 0 ? i : rows_.size() - 1 - i];
@@ -130,6 +131,7 @@ class BatchBench {
     disk_bytes_ = static_cast<size_t>(kv_bytes * hp.n_layer * static_cast<double>(n_tokens)) +
                   (size_t{64} << 20);
     HCACHE_RETURN_IF_ERROR(tell("measuring what K and V take"));
+    env_.set_read_bytes_per_s(0);
     const std::vector<int64_t> few = {256, 512, 1024};
     HCACHE_ASSIGN_OR_RETURN(measured_, state::measure_batch_costs(model_, engine_options(), few));
     if (args_.link == "balance") {
@@ -138,11 +140,14 @@ class BatchBench {
       HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args_.link));
       link_ = link.rate;
     }
+    links_.push_back(link_);
     env_.set_read_bytes_per_s(link_);
     HCACHE_RETURN_IF_ERROR(tell("measuring what the link takes"));
     std::vector<int64_t> sizes = {128, 256, 512, 768, 1024, 1536};
     std::erase_if(sizes, [&](int64_t n) { return n + engine::kBlockTokens > args_.buffer_tokens; });
     HCACHE_ASSIGN_OR_RETURN(measured_, state::measure_batch_costs(model_, engine_options(), sizes));
+    const double load_s = measured_.costs.load_kv.slope;
+    if (load_s > 0) generate_over_load_.push_back(measured_.costs.kv_gen.slope / load_s);
     return {};
   }
 
@@ -167,11 +172,8 @@ class BatchBench {
 
   Status make_rows() {
     for (const std::string& name : args_.modes) {
-      BatchRow row{.name = name, .plan = {}, .runs = {}, .tokens_per_s = {}};
+      BatchRow row{.name = name, .runs = {}, .tokens_per_s = {}};
       HCACHE_ASSIGN_OR_RETURN(row.mode, policy::parse_hybrid_mode(name));
-      state::BatchPolicy policy(policy_options(row.mode));
-      HCACHE_RETURN_IF_ERROR(policy.plan(contexts(1, args_.new_tokens)));
-      row.plan = policy.plan();
       rows_.push_back(std::move(row));
     }
     return {};
@@ -209,6 +211,7 @@ class BatchBench {
     std::mt19937 random(7);
     std::map<engine::RequestId, size_t> index;
     BatchRun run;
+    run.plan = policy.plan();
     for (const int64_t length : lengths_) {
       std::vector<int32_t> prompt(static_cast<size_t>(scaled(length, scale)));
       for (int32_t& t : prompt) {
@@ -283,6 +286,8 @@ class BatchBench {
   std::vector<int64_t> lengths_;
   size_t disk_bytes_ = 0;
   double link_ = 0;
+  std::vector<double> links_;               // of each repetition
+  std::vector<double> generate_over_load_;  // as measured
   state::MeasuredBatchCosts measured_;
   std::vector<BatchRow> rows_;
 };
@@ -333,11 +338,15 @@ Json BatchBench::bars() const {
 }
 
 Json BatchBench::row_json(const BatchRow& row) const {
+  std::vector<double> act_share;
+  std::vector<double> planned;
   std::vector<double> prefill;
   std::vector<double> generate;
   std::vector<double> forward;
   std::vector<double> wait;
   for (const BatchRun& run : row.runs) {
+    act_share.push_back(run.plan.ratio.act_share());
+    planned.push_back(run.plan.step.step_s);
     prefill.push_back(run.prefill_s);
     generate.push_back(median(run.generate_s));
     forward.push_back(median(run.forward_s));
@@ -350,13 +359,13 @@ Json BatchBench::row_json(const BatchRow& row) const {
     return spread(each_step(row, [&](const auto& s) { return s.*field; }), 1);
   };
   return {{"mode", row.name},
-          {"act_share", row.plan.ratio.act_share()},
-          {"recomputed_layers", row.plan.recompute.layers},
-          {"mini_batches", row.plan.mini_batches.size()},
+          {"act_share", spread(act_share, 1)},
+          {"recomputed_layers", row.runs.back().plan.recompute.layers},
+          {"mini_batches", row.runs.back().plan.mini_batches.size()},
           {"decode_tps", spread(row.tokens_per_s, 1)},
           {"decode_tps_samples", row.tokens_per_s},
           {"prefill_s", spread(prefill, 1)},
-          {"planned_step_ms", row.plan.step.step_s * 1e3},
+          {"planned_step_ms", spread(planned, 1e3)},
           {"predicted_step_ms", step_ms(&state::StepComparison::predicted_s)},
           {"step_ms", step_ms(&state::StepComparison::measured_s)},
           {"step_error", spread(each_step(row, step_error), 1)},
@@ -372,25 +381,24 @@ Json BatchBench::results() const {
   Json rows = Json::array();
   for (const BatchRow& row : rows_) rows.push_back(row_json(row));
   const policy::HybridCosts& costs = measured_.costs;
-  return {
-      {"model", std::filesystem::path(model_.path()).filename().string()},
-      {"type", model_.type_name()},
-      {"requests", args_.requests},
-      {"prompts", {args_.shortest, args_.longest}},
-      {"new", args_.new_tokens},
-      {"buffer_tokens", args_.buffer_tokens},
-      {"buffers", args_.buffers},
-      {"link_bytes_per_s", link_ > 0 ? Json(link_) : Json(nullptr)},
-      {"generate_over_load",
-       costs.load_kv.slope > 0 ? Json(costs.kv_gen.slope / costs.load_kv.slope) : Json(nullptr)},
-      {"fits",
-       {{"generate_kv", fit_json(costs.kv_gen, measured_.kv_gen)},
-        {"load_kv", fit_json(costs.load_kv, measured_.load_kv)},
-        {"load_act", fit_json(costs.load_act, measured_.load_act)},
-        {"forward", fit_json(costs.forward, {})},
-        {"attend", fit_json(costs.attend, {})}}},
-      {"bars", bars()},
-      {"rows", std::move(rows)}};
+  return {{"model", std::filesystem::path(model_.path()).filename().string()},
+          {"type", model_.type_name()},
+          {"requests", args_.requests},
+          {"prompts", {args_.shortest, args_.longest}},
+          {"new", args_.new_tokens},
+          {"buffer_tokens", args_.buffer_tokens},
+          {"buffers", args_.buffers},
+          {"link_bytes_per_s", link_ > 0 ? spread(links_, 1) : Json(nullptr)},
+          {"generate_over_load",
+           generate_over_load_.empty() ? Json(nullptr) : spread(generate_over_load_, 1)},
+          {"fits",
+           {{"generate_kv", fit_json(costs.kv_gen, measured_.kv_gen)},
+            {"load_kv", fit_json(costs.load_kv, measured_.load_kv)},
+            {"load_act", fit_json(costs.load_act, measured_.load_act)},
+            {"forward", fit_json(costs.forward, {})},
+            {"attend", fit_json(costs.attend, {})}}},
+          {"bars", bars()},
+          {"rows", std::move(rows)}};
 }
 
 std::vector<std::vector<std::string>> BatchBench::table() const {
@@ -403,9 +411,13 @@ std::vector<std::vector<std::string>> BatchBench::table() const {
       return median(each_step(row, [&](const auto& s) { return s.*field; }));
     };
     std::vector<double> prefill;
-    for (const BatchRun& run : row.runs) prefill.push_back(run.prefill_s);
-    table.push_back({row.name, percent(row.plan.ratio.act_share()),
-                     fmt::format("{} layers", row.plan.recompute.layers),
+    std::vector<double> act_share;
+    for (const BatchRun& run : row.runs) {
+      prefill.push_back(run.prefill_s);
+      act_share.push_back(run.plan.ratio.act_share());
+    }
+    table.push_back({row.name, percent(median(act_share)),
+                     fmt::format("{} layers", row.runs.back().plan.recompute.layers),
                      fmt::format("{:.2f}", median(row.tokens_per_s)),
                      fmt::format("{:.0f}", middle(&state::StepComparison::measured_s) * 1e3),
                      fmt::format("{:.0f}", middle(&state::StepComparison::predicted_s) * 1e3),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <random>
@@ -157,8 +158,19 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
                             &measured.sizes));
   measured.load_kv = points(kv, &BatchSample::read_kv_tokens, &BatchSample::load_kv_s);
   costs.load_kv = fit_small(measured.load_kv);
-  // One row each: what grows with the context is attention.
-  const LinearFit one_row = fit_small(points(kv, &BatchSample::cells, &BatchSample::forward_s));
+  // One row each: what grows with the context is attention. From memory, so that nothing is waited
+  // for between two of them.
+  engine::HybridOptions resident = sampled;
+  resident.host_bytes = std::numeric_limits<size_t>::max() / 2;
+  HCACHE_ASSIGN_OR_RETURN(
+      const auto attended,
+      sample(model, resident,
+             {.contexts = {sizes.front(), sizes[sizes.size() / 2], sizes.back()},
+              .group = 1,
+              .kind = BlockKind::kKv},
+             &measured.sizes));
+  const LinearFit one_row =
+      fit_small(points(attended, &BatchSample::cells, &BatchSample::forward_s));
   costs.attend = {.slope = one_row.slope, .intercept = 0, .r2 = one_row.r2};
 
   if (measured.sizes.act_bytes > 0) {

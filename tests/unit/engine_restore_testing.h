@@ -235,4 +235,26 @@ inline Conversation converse(Engine& engine, const Tokens& tokens) {
   return c;
 }
 
+// What a run computed, saved and restored.
+struct Outcome {
+  std::vector<Row> logits;
+  std::vector<Bytes> kv;
+  SavedRows saved;
+  std::vector<Bytes> restored_kv;
+  std::vector<Row> restored_logits;
+};
+
+inline void expect_same(const Outcome& run, const Outcome& reference) {
+  EXPECT_TRUE(same_rows(run.logits, reference.logits));
+  EXPECT_TRUE(same_kv(run.kv, reference.kv));
+  EXPECT_TRUE(same_kv(run.restored_kv, reference.restored_kv));
+  EXPECT_TRUE(same_rows(run.restored_logits, reference.restored_logits));
+  ASSERT_EQ(run.saved.layers.size(), reference.saved.layers.size());
+  for (size_t i = 0; i < reference.saved.layers.size(); ++i) {
+    EXPECT_EQ(run.saved.layers[i].hidden, reference.saved.layers[i].hidden) << "layer " << i;
+    EXPECT_EQ(run.saved.layers[i].k, reference.saved.layers[i].k) << "layer " << i;
+    EXPECT_EQ(run.saved.layers[i].v, reference.saved.layers[i].v) << "layer " << i;
+  }
+}
+
 }  // namespace hcache::engine::testing

@@ -12,14 +12,6 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-struct Outcome {
-  std::vector<Row> logits;
-  std::vector<Bytes> kv;
-  SavedRows saved;
-  std::vector<Bytes> restored_kv;
-  std::vector<Row> restored_logits;
-};
-
 std::unique_ptr<Engine> staged(const model::Model& model, const std::vector<int>& stages,
                                AttentionKind attention = AttentionKind::kAuto) {
   return make_engine(
@@ -69,19 +61,6 @@ Outcome run(const model::Model& model, const std::vector<int>& stages,
   out.restored_kv = read_kv(*e, again);
   out.restored_logits = append(*e, again, more, 2);
   return out;
-}
-
-void expect_same(const Outcome& several, const Outcome& one) {
-  EXPECT_TRUE(same_rows(several.logits, one.logits));
-  EXPECT_TRUE(same_kv(several.kv, one.kv));
-  EXPECT_TRUE(same_kv(several.restored_kv, one.restored_kv));
-  EXPECT_TRUE(same_rows(several.restored_logits, one.restored_logits));
-  ASSERT_EQ(several.saved.layers.size(), one.saved.layers.size());
-  for (size_t i = 0; i < one.saved.layers.size(); ++i) {
-    EXPECT_EQ(several.saved.layers[i].hidden, one.saved.layers[i].hidden) << "layer " << i;
-    EXPECT_EQ(several.saved.layers[i].k, one.saved.layers[i].k) << "layer " << i;
-    EXPECT_EQ(several.saved.layers[i].v, one.saved.layers[i].v) << "layer " << i;
-  }
 }
 
 TEST(Stages, GiveTheBitsOfOne) {

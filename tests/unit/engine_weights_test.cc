@@ -67,14 +67,6 @@ model::LoadOptions keeping(const std::string& path, int n) {
   return options;
 }
 
-struct Outcome {
-  std::vector<Row> logits;
-  std::vector<Bytes> kv;
-  SavedRows saved;
-  std::vector<Bytes> restored_kv;
-  std::vector<Row> restored_logits;
-};
-
 // Layers 0 and 1 from tokens, the others half from hidden states and half from K and V, with steps
 // of another sequence in between: layers are wanted in any order.
 void restore_each_way(Engine& e, const SavedRows& saved, std::span<const int32_t> tokens,
@@ -118,19 +110,6 @@ Outcome run(const model::Model& model, const MakeQueues& queues = nullptr) {
   out.restored_kv = read_kv(*e, again);
   out.restored_logits = append(*e, again, more, 2);
   return out;
-}
-
-void expect_same(const Outcome& streamed, const Outcome& resident) {
-  EXPECT_TRUE(same_rows(streamed.logits, resident.logits));
-  EXPECT_TRUE(same_kv(streamed.kv, resident.kv));
-  EXPECT_TRUE(same_kv(streamed.restored_kv, resident.restored_kv));
-  EXPECT_TRUE(same_rows(streamed.restored_logits, resident.restored_logits));
-  ASSERT_EQ(streamed.saved.layers.size(), resident.saved.layers.size());
-  for (size_t i = 0; i < resident.saved.layers.size(); ++i) {
-    EXPECT_EQ(streamed.saved.layers[i].hidden, resident.saved.layers[i].hidden) << "layer " << i;
-    EXPECT_EQ(streamed.saved.layers[i].k, resident.saved.layers[i].k) << "layer " << i;
-    EXPECT_EQ(streamed.saved.layers[i].v, resident.saved.layers[i].v) << "layer " << i;
-  }
 }
 
 MakeQueues late_queues(LateComputeQueue::Stats* stats) {
