@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <set>
 #include <utility>
 
 #include "engine_parts.h"
@@ -28,6 +29,16 @@ std::vector<std::pair<int, int>> Engine::stage_ranges() const {
   std::vector<std::pair<int, int>> ranges;
   for (const auto& stage : parts_->stages) ranges.emplace_back(stage->begin(), stage->end());
   return ranges;
+}
+
+bool Engine::stages_overlap() const {
+  std::set<const model::Device*> devices;
+  bool overlap = parts_->stages.size() > 1;
+  for (const auto& stage : parts_->stages) {
+    overlap = overlap && devices.insert(&stage->device()).second &&
+              (stage->begin() == 0 || stage->graphs().is_async());
+  }
+  return overlap;
 }
 
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& options,

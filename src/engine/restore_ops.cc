@@ -194,6 +194,7 @@ Status RestoreOps::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, 
                            std::byte* v) {
   HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
+  stages_.of(layer).graphs().synchronize();
   stages_.of(layer).arena().read(layer, cell, n_rows, k, v);
   return {};
 }

@@ -88,6 +88,7 @@ void Stage::pass_rows_to(Stage& next, StepState& step) {
 void Stage::forget(const StepState& step) {
   if (loaded_ == &step) loaded_ = nullptr;
   if (rows_owner_ == &step) rows_owner_ = nullptr;
+  if (computed_last_ == &step) computed_last_ = nullptr;
 }
 
 size_t Stage::n_bytes() const { return arena_.n_bytes() + inputs_.n_bytes() + graphs_.n_bytes(); }

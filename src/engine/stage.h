@@ -57,6 +57,9 @@ class Stage {
   // positions() was overwritten.
   void inputs_overwritten() { loaded_ = nullptr; }
   void set_rows_owner(StepState* step) { rows_owner_ = step; }
+  // Whether no other step's graph was given to the device since this step's.
+  [[nodiscard]] bool computed_last(const StepState& step) const { return computed_last_ == &step; }
+  void set_computed_last(const StepState* step) { computed_last_ = step; }
 
   [[nodiscard]] int index() const { return options_.index; }
   [[nodiscard]] int begin() const { return options_.begin; }
@@ -99,7 +102,8 @@ class Stage {
   ggml_tensor* table_rows_ = nullptr;
   const StepState* loaded_ = nullptr;  // whose inputs the device holds
   uint64_t loaded_epoch_ = 0;          // and as of which placed_epoch
-  StepState* rows_owner_ = nullptr;    // the step between two layer ranges whose rows rows_ holds
+  const StepState* computed_last_ = nullptr;
+  StepState* rows_owner_ = nullptr;  // the step between two layer ranges whose rows rows_ holds
 };
 
 // The stages of an engine, in the layers' order.

@@ -199,11 +199,12 @@ Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_onl
   HCACHE_RETURN_IF_ERROR(stage.load(step));
   stage.queue().before_compute(stage.arena().last_upload(begin, end));
   stage.set_rows_owner(nullptr);
+  stage.set_computed_last(&step);
   step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
   HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, graphs_.run(stage, step, begin, end, kv_only_last));
   table_.learn(step);
   if (logits != nullptr) {
-    step.logits.swap(logits_);  // for its memory
+    step.logits.swap(spare_logits_);  // for its memory
     step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
     stage.graphs().get(logits, step.logits.data(), ggml_nbytes(logits));
   }
@@ -238,9 +239,14 @@ Result<Logits> StepRunner::finish(StepState& step) {
   }
   HCACHE_RETURN_IF_ERROR(check_room(step));
   tap_.publish(step);
-  stages_.synchronize();
+  // The logits come out of the last stage, which has had its rows from the others. Those may have
+  // gone on to another step by now, which is not waited for.
+  for (const auto& stage : stages_) {
+    if (stage->end() == n_layer || stage->computed_last(step)) stage->graphs().synchronize();
+  }
   tap_.poll(false);
   end_step(step);
+  spare_logits_.swap(logits_);
   logits_.swap(step.logits);
   Logits logits;
   const auto n_vocab = static_cast<size_t>(model_.hparams().n_vocab);

@@ -59,7 +59,8 @@ class StepRunner {
   TokenTable& table_;
   WeightStream& weights_;
   StepGraphs graphs_;
-  std::vector<float> logits_;  // of the step that was finished last
+  std::vector<float> logits_;        // of the step that was finished last
+  std::vector<float> spare_logits_;  // memory for another step's
 };
 
 }  // namespace hcache::engine

@@ -112,7 +112,7 @@ struct CaptureOptions {
   std::vector<ggml_type> hidden_types{};
 };
 
-// Rows of logits, valid until the engine's next step.
+// Rows of logits, valid until the engine finishes its next step.
 struct Logits {
   std::vector<std::span<const float>> rows;  // n_vocab each, in the order of the wanted outputs
 };
@@ -153,6 +153,9 @@ class Engine {
   [[nodiscard]] bool uses_own_attention(int layer) const;
   // Layers [begin, end) of each stage, in their order.
   [[nodiscard]] std::vector<std::pair<int, int>> stage_ranges() const;
+  // Whether stages can compute at once if they are given different steps (see Pipeline): each is on
+  // a device of its own, and giving work to any but the first returns before it is done.
+  [[nodiscard]] bool stages_overlap() const;
 
   // --- Sequences ---------------------------------------------------------------------------
   Result<SeqId> create_sequence();
