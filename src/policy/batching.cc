@@ -8,6 +8,9 @@ namespace hcache::policy {
 
 namespace {
 
+// More steps than one must take less than this part of its time: costs are estimates.
+constexpr double kWorthASplit = 0.95;
+
 // What is left of a step while it is filled.
 struct StepRoom {
   int64_t tokens;
@@ -71,6 +74,26 @@ StepPlan plan_step(const BatchSnapshot& snapshot, const BatchLimits& limits) {
   }
   if (plan.pieces.empty() && !snapshot.ready.empty()) plan.stalled = std::max(plan.stalled, 1);
   return plan;
+}
+
+int32_t steps_in_flight(std::span<const CostCurve> stage_s, int64_t sequences) {
+  const auto round_s = [&](int64_t steps) {
+    const int64_t rows = (sequences + steps - 1) / steps;
+    double sum_s = 0;
+    double slowest_s = 0;
+    for (const CostCurve& stage : stage_s) {
+      sum_s += stage.at(rows);
+      slowest_s = std::max(slowest_s, stage.at(rows));
+    }
+    return std::max(static_cast<double>(steps) * slowest_s, sum_s);
+  };
+  const auto most = std::min(static_cast<int64_t>(stage_s.size()), sequences);
+  int64_t best = 1;
+  double best_s = kWorthASplit * round_s(1);
+  for (int64_t steps = 2; steps <= most; ++steps) {
+    if (const double s = round_s(steps); s < best_s) std::tie(best, best_s) = std::tuple(steps, s);
+  }
+  return static_cast<int32_t>(best);
 }
 
 double restore_compute_share(bool decoding, const RestoreLimits& limits) {

@@ -37,6 +37,8 @@ Activity Core::run_once() {
 void Core::take_inbox() {
   Inbox::Delivery delivery = inbox_.take();
   for (auto& task : delivery.submitted) enqueue(std::move(task));
+  // A request that ends leaves its sequence, which may be in none of them.
+  if (!delivery.cancelled.empty()) finish_steps();
   for (RequestId id : delivery.cancelled) {
     for (TaskList* list : {&queue_, &active_}) {
       for (auto& task : *list) {
@@ -81,6 +83,7 @@ void Core::forget(const ForgottenChain& chain) {
 }
 
 void Core::end_all(const Status& reason) {
+  finish_steps();
   for (TaskList* list : {&queue_, &active_}) {
     for (auto& task : *list) {
       if (!task->ended()) end(*task, reason, "");

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -91,10 +92,27 @@ class Core {
   [[nodiscard]] int32_t restores_in_flight() const;
 
   // ---- stepping.cc
+  // Rows that a request has in a step.
+  struct StepRows {
+    Task* task = nullptr;
+    int32_t rows = 0;
+    [[nodiscard]] bool wants_logits() const {
+      return task->computed + rows == task->length() && task->max_new > 0;
+    }
+  };
   void step();
-  [[nodiscard]] policy::StepPlan plan_with_room();
-  [[nodiscard]] policy::BatchSnapshot snapshot_batch();
-  void run(std::span<const policy::StepPiece> pieces);
+  // What the next step has, of at most so many requests; none of them is in a step in flight.
+  [[nodiscard]] std::vector<StepRows> plan_with_room(size_t most_requests);
+  [[nodiscard]] policy::BatchSnapshot snapshot_batch(size_t most_requests);
+  void note_decoding(std::span<const StepRows> parts);
+  [[nodiscard]] static std::vector<StepItem> items_of(std::span<const StepRows> parts);
+  void run(std::span<const StepRows> parts);
+  // False: it failed, and that has been dealt with.
+  [[nodiscard]] bool begin_step(std::vector<StepRows> parts);
+  void finish_step();  // the oldest in flight
+  void finish_steps();
+  // What becomes of a step's requests.
+  void settle(std::span<const StepRows> parts, const Result<StepOutput>& output);
   void step_failed(Task& task, const Status& status);
   [[nodiscard]] bool make_way_for(Task& task);
   void deliver(Task& task, int32_t rows, std::span<const float> logits);
@@ -122,10 +140,11 @@ class Core {
   policy::LoadTimer load_timer_;
   TaskList queue_;
   int64_t queue_sorted_ns_ = 0;
-  TaskList active_;           // in order of arrival
-  std::vector<Task*> ready_;  // of the step being planned
-  bool progressed_ = false;   // something changed in this iteration
-  bool unswept_ = false;      // tasks have ended since sweep()
+  TaskList active_;                              // in order of arrival
+  std::vector<Task*> ready_;                     // of the step being planned
+  std::deque<std::vector<StepRows>> in_flight_;  // steps, oldest first
+  bool progressed_ = false;                      // something changed in this iteration
+  bool unswept_ = false;                         // tasks have ended since sweep()
 
   // The current iteration's step.
   bool stepped_ = false;

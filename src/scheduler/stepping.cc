@@ -28,37 +28,59 @@ double fraction_of(int64_t part, int64_t whole) {
 
 void Core::step() {
   step_s_ = 0;
-  policy::StepPlan plan;
-  if (!options_.restore.exclusive || restores_in_flight() == 0) plan = plan_with_room();
-  stepped_ = !plan.pieces.empty();
-  decoding_ = plan.decode_rows > 0;
-  if (!stepped_) return;
-  progressed_ = true;
-  run(plan.pieces);
+  stepped_ = false;
+  decoding_ = false;
+  if (options_.restore.exclusive && restores_in_flight() > 0) return finish_steps();
+  const auto n = static_cast<size_t>(std::count_if(active_.begin(), active_.end(),
+                                                   [](const auto& task) { return task->steps(); }));
+  const auto most =
+      static_cast<size_t>(std::max<int32_t>(executor_.steps_in_flight(static_cast<int64_t>(n)), 1));
+  if (most == 1 && !in_flight_.empty()) return finish_steps();
+  while (in_flight_.size() < most) {
+    std::vector<StepRows> parts = plan_with_room((n + most - 1) / most);
+    if (parts.empty()) break;
+    stepped_ = progressed_ = true;
+    if (most == 1) {
+      note_decoding(parts);
+      return run(parts);
+    }
+    if (!begin_step(std::move(parts))) break;
+  }
+  if (!in_flight_.empty()) finish_step();
 }
 
-policy::BatchSnapshot Core::snapshot_batch() {
+policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
   policy::BatchSnapshot batch;
   batch.free_cells = executor_.free_cells();
   ready_.clear();
   for (const auto& task : active_) {
-    if (!task->ready()) continue;
-    ready_.push_back(task.get());
+    if (!task->steps()) continue;
     const bool decoding = task->phase == Phase::kDecoding;
-    batch.ready.push_back({task->length() - task->computed, decoding});
     if (decoding) batch.reserve_cells += headroom(*task);
+    if (task->stepping > 0 || ready_.size() == most_requests) continue;
+    ready_.push_back(task.get());
+    batch.ready.push_back({task->length() - task->computed, decoding});
   }
   return batch;
 }
 
-policy::StepPlan Core::plan_with_room() {
+std::vector<Core::StepRows> Core::plan_with_room(size_t most_requests) {
+  const auto parts_of = [&](const policy::StepPlan& plan) {
+    std::vector<StepRows> parts;
+    for (const policy::StepPiece& piece : plan.pieces) {
+      parts.push_back({ready_[static_cast<size_t>(piece.index)], piece.rows});
+    }
+    return parts;
+  };
   for (;;) {
-    const policy::BatchSnapshot batch = snapshot_batch();
-    policy::StepPlan plan = policy::plan_step(batch, options_.batch);
-    if (plan.wanted_cells <= batch.free_cells) return plan;
+    const policy::BatchSnapshot batch = snapshot_batch(most_requests);
+    const policy::StepPlan plan = policy::plan_step(batch, options_.batch);
+    if (plan.wanted_cells <= batch.free_cells) return parts_of(plan);
     if (residents_.free_up(plan.wanted_cells, EvictionReason::kGrowth)) continue;
     // What fits goes on; idle sequences that are being flushed will make room soon.
-    if (plan.stalled == 0 || !residents_.empty()) return plan;
+    if (plan.stalled == 0 || !residents_.empty()) return parts_of(plan);
+    // So may requests that end with a step in flight; none of those in one can be preempted.
+    if (!in_flight_.empty()) return {};
     if (preempt_one()) continue;
     end(*active_.front(),
         resource_exhausted(
@@ -68,37 +90,73 @@ policy::StepPlan Core::plan_with_room() {
   }
 }
 
-void Core::run(std::span<const policy::StepPiece> pieces) {
+void Core::note_decoding(std::span<const StepRows> parts) {
+  for (const StepRows& part : parts) {
+    decoding_ = decoding_ || part.task->phase == Phase::kDecoding;
+  }
+}
+
+std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
   std::vector<StepItem> items;
-  for (const policy::StepPiece& piece : pieces) {
-    const Task& task = *ready_[static_cast<size_t>(piece.index)];
+  for (const StepRows& part : parts) {
+    const Task& task = *part.task;
     StepItem item;
     item.seq = task.seq;
     item.tokens = std::span(task.chain)
-                      .subspan(static_cast<size_t>(task.computed), static_cast<size_t>(piece.rows));
-    item.wants_logits = task.computed + piece.rows == task.length() && task.max_new > 0;
+                      .subspan(static_cast<size_t>(task.computed), static_cast<size_t>(part.rows));
+    item.wants_logits = part.wants_logits();
     items.push_back(item);
   }
-  const Result<StepOutput> output = executor_.step(items);
+  return items;
+}
+
+void Core::run(std::span<const StepRows> parts) { settle(parts, executor_.step(items_of(parts))); }
+
+bool Core::begin_step(std::vector<StepRows> parts) {
+  if (const Status begun = executor_.begin_step(items_of(parts)); !begun.ok()) {
+    settle(parts, begun);
+    return false;
+  }
+  for (const StepRows& part : parts) part.task->stepping = part.rows;
+  in_flight_.push_back(std::move(parts));
+  return true;
+}
+
+void Core::finish_step() {
+  const std::vector<StepRows> parts = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  const Result<StepOutput> output = executor_.finish_step();
+  for (const StepRows& part : parts) part.task->stepping = 0;
+  stepped_ = progressed_ = true;
+  note_decoding(parts);
+  settle(parts, output);
+}
+
+void Core::finish_steps() {
+  while (!in_flight_.empty()) finish_step();
+}
+
+void Core::settle(std::span<const StepRows> parts, const Result<StepOutput>& output) {
   if (!output.ok()) {
     ++totals_.failed_steps;
-    if (pieces.size() == 1) {
-      step_failed(*ready_[static_cast<size_t>(pieces[0].index)], output.status());
+    finish_steps();
+    if (parts.size() == 1) {
+      step_failed(*parts[0].task, output.status());
       return;
     }
     // Alone, each shows whether it was the cause.
-    for (size_t i = 0; i < pieces.size(); ++i) run(pieces.subspan(i, 1));
+    for (size_t i = 0; i < parts.size(); ++i) run(parts.subspan(i, 1));
     return;
   }
   step_s_ += output->seconds;
   if (decoding_) load_timer_.stepped(output->seconds);
   size_t next_logits = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    Task& task = *ready_[static_cast<size_t>(pieces[i].index)];
+  for (const StepRows& part : parts) {
+    Task& task = *part.task;
     if (task.phase == Phase::kPrefill) task.outcome.prefill_s += output->seconds;
     std::span<const float> logits;
-    if (items[i].wants_logits) logits = output->logits[next_logits++];
-    deliver(task, pieces[i].rows, logits);
+    if (part.wants_logits()) logits = output->logits[next_logits++];
+    deliver(task, part.rows, logits);
   }
 }
 

@@ -26,6 +26,7 @@ struct Task {
   SeqId seq = kNoSeq;
   int64_t computed = 0;  // rows of the chain that the sequence holds
   int64_t reserved = 0;  // rows that its restore in flight has taken
+  int64_t stepping = 0;  // rows of its step in flight
 
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet
   int64_t saved_ns = -1;         // when; -1: not yet
@@ -46,12 +47,13 @@ struct Task {
   Outcome outcome;
 
   [[nodiscard]] int64_t length() const { return static_cast<int64_t>(chain.size()); }
-  [[nodiscard]] int64_t cells() const { return computed + reserved; }
+  [[nodiscard]] int64_t cells() const { return computed + reserved + stepping; }
   [[nodiscard]] int64_t remaining_new() const { return max_new - outcome.generated_tokens; }
   [[nodiscard]] bool in_restore() const {
     return phase == Phase::kFetching || phase == Phase::kRestoring;
   }
-  [[nodiscard]] bool ready() const { return phase == Phase::kPrefill || phase == Phase::kDecoding; }
+  // In steps, or in one in flight.
+  [[nodiscard]] bool steps() const { return phase == Phase::kPrefill || phase == Phase::kDecoding; }
   [[nodiscard]] bool ended() const {
     return phase == Phase::kDone || phase == Phase::kCancelled || phase == Phase::kFailed;
   }

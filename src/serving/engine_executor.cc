@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "policy/batching.h"
 #include "policy/miss_cost.h"
 
 namespace hcache::serving {
@@ -23,6 +24,20 @@ constexpr int64_t kMinSliceRows = 32;
 constexpr int kMaxAttempts = 16;
 // Requests whose state is read ahead at a time: one, and one to go on with while a step computes.
 constexpr size_t kMaxAhead = 2;
+
+// What the layers of each stage take for so many rows; none where stages can't compute at once.
+std::vector<policy::CostCurve> overlapping_stages(state::Runtime& runtime) {
+  std::vector<policy::CostCurve> costs;
+  if (!runtime.engine().stages_overlap()) return costs;
+  const state::CostProfile& profile = runtime.profile();
+  const auto ranges = runtime.engine().stage_ranges();
+  const bool by_stage = profile.stages.size() == ranges.size();
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const policy::LayerCosts& layer = by_stage ? profile.stages[i].layer : profile.layer;
+    costs.push_back(layer.dense.scaled(ranges[i].second - ranges[i].first));
+  }
+  return costs;
+}
 
 }  // namespace
 
@@ -50,12 +65,14 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
     : env_(env),
       runtime_(runtime),
       options_(options),
+      pipeline_(runtime.engine()),
       window_(options.fetch, static_cast<double>(options.dram_bytes)) {
   const engine::EngineOptions& engine = runtime.engine().options();
   limits_.arena_cells = engine.arena_tokens;
   limits_.context = std::min<int64_t>(runtime.model().hparams().n_ctx_train, limits_.arena_cells);
   limits_.max_step_rows = engine.max_batch_rows;
   limits_.max_sequences = options.max_sequences;
+  stage_costs_ = overlapping_stages(runtime);
   store::Store* store = runtime.store();
   if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
       store != nullptr) {
@@ -64,6 +81,7 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
 }
 
 EngineExecutor::~EngineExecutor() {
+  pipeline_.clear();
   while (!sequences_.empty()) release(sequences_.begin()->first);
 }
 
@@ -373,7 +391,15 @@ int64_t EngineExecutor::durable_tokens(SeqId seq) {
 }
 
 Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::StepItem> items) {
-  engine::Engine& engine = runtime_.engine();
+  HCACHE_RETURN_IF_ERROR(begin_step(items));
+  return finish_step();
+}
+
+int32_t EngineExecutor::steps_in_flight(int64_t sequences) const {
+  return policy::steps_in_flight(stage_costs_, sequences);
+}
+
+Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
   std::vector<BatchItem> batch;
   batch.reserve(items.size());
   for (const scheduler::StepItem& item : items) {
@@ -384,18 +410,26 @@ Result<scheduler::StepOutput> EngineExecutor::step(std::span<const scheduler::St
          .output = item.wants_logits ? BatchItem::Output::kLast : BatchItem::Output::kNone});
   }
   const int64_t start_ns = env_.monotonic_ns();
-  HCACHE_ASSIGN_OR_RETURN(engine::Step step, engine.prepare(batch));
+  HCACHE_RETURN_IF_ERROR(pipeline_.begin(batch));
+  begun_ns_.push_back(start_ns);
   for (const scheduler::StepItem& item : items) {
     const auto it = sequences_.find(item.seq);
     if (it != sequences_.end() && it->second.save) {
-      runtime_.saver()->set_tokens(item.seq, engine.length(item.seq), item.tokens);
+      runtime_.saver()->set_tokens(item.seq, runtime_.engine().length(item.seq), item.tokens);
     }
   }
-  HCACHE_RETURN_IF_ERROR(engine.run_layers(step, 0, engine.n_layer()));
-  HCACHE_ASSIGN_OR_RETURN(engine::Logits logits, engine.finish(step));
+  return {};
+}
+
+Result<scheduler::StepOutput> EngineExecutor::finish_step() {
+  Result<engine::Logits> logits = pipeline_.finish();
+  const int64_t start_ns = std::max(begun_ns_.front(), last_step_ns_);
+  begun_ns_.pop_front();
+  last_step_ns_ = env_.monotonic_ns();
+  HCACHE_RETURN_IF_ERROR(logits.status());
   scheduler::StepOutput output;
-  output.logits = std::move(logits.rows);
-  output.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
+  output.logits = std::move(logits->rows);
+  output.seconds = static_cast<double>(last_step_ns_ - start_ns) * 1e-9;
   fetch();
   return output;
 }

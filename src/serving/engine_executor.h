@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <string>
@@ -12,7 +13,9 @@
 
 #include "base/env.h"
 #include "base/status.h"
+#include "engine/pipeline.h"
 #include "policy/fetch.h"
+#include "policy/restore_plan.h"
 #include "scheduler/executor.h"
 #include "state/read_ahead.h"
 #include "state/restorer.h"
@@ -58,6 +61,9 @@ class EngineExecutor : public scheduler::Executor {
   int64_t durable_tokens(scheduler::SeqId seq) override;
 
   Result<scheduler::StepOutput> step(std::span<const scheduler::StepItem> items) override;
+  [[nodiscard]] int32_t steps_in_flight(int64_t sequences) const override;
+  Status begin_step(std::span<const scheduler::StepItem> items) override;
+  Result<scheduler::StepOutput> finish_step() override;
 
   // Read from disks for requests that waited; any thread.
   [[nodiscard]] uint64_t bytes_read_ahead() const;
@@ -98,8 +104,12 @@ class EngineExecutor : public scheduler::Executor {
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
-  std::vector<float> logits_;                  // of the last restore that computed all tokens
-  std::unordered_map<uint64_t, Ahead> ahead_;  // by queue ticket
+  engine::Pipeline pipeline_;
+  std::vector<policy::CostCurve> stage_costs_;  // of those that overlap; empty: none do
+  std::deque<int64_t> begun_ns_;                // of the steps in flight
+  int64_t last_step_ns_ = 0;                    // when the last step ended
+  std::vector<float> logits_;                   // of the last restore that computed all tokens
+  std::unordered_map<uint64_t, Ahead> ahead_;   // by queue ticket
   policy::FetchWindow window_;
   std::unique_ptr<state::ReadAhead> read_ahead_;  // null: nothing is
 };

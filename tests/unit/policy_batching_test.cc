@@ -21,6 +21,25 @@ std::vector<std::pair<int32_t, int32_t>> pieces(const StepPlan& plan) {
 }
 using Pieces = std::vector<std::pair<int32_t, int32_t>>;
 
+// Seconds of a stage: so much a step, and so much a row.
+int32_t steps_of_two(double base_s, double per_row_s, double second, int64_t sequences) {
+  const CostCurve first = CostCurve::affine(base_s, per_row_s);
+  const std::vector<CostCurve> stages = {first, first.scaled(second)};
+  return steps_in_flight(stages, sequences);
+}
+
+TEST(StepsInFlight, AreAsManyAsPay) {
+  EXPECT_EQ(steps_of_two(0, 1, 1, 4), 2) << "rows cost: both devices work all the time";
+  EXPECT_EQ(steps_of_two(1, 0, 1, 4), 1) << "weights cost: each step reads them again";
+  EXPECT_EQ(steps_of_two(1, 1, 1, 4), 2) << "6 seconds a round instead of 10";
+  EXPECT_EQ(steps_of_two(1, 1, 0.05, 4), 1) << "the second device has next to nothing to do";
+  EXPECT_EQ(steps_of_two(0, 1, 1, 1), 1) << "one sequence has one token at a time";
+  EXPECT_EQ(steps_in_flight({}, 4), 1);
+  const std::vector<CostCurve> three(3, CostCurve::affine(0, 1));
+  EXPECT_EQ(steps_in_flight(three, 6), 3);
+  EXPECT_EQ(steps_in_flight(three, 2), 2);
+}
+
 TEST(PlanStep, DecodesFirstThenFillsTheBudgetInOrderOfArrival) {
   const BatchLimits limits{.max_step_tokens = 16, .max_sequences = 8};
   const StepPlan plan =

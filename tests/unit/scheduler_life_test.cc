@@ -261,6 +261,81 @@ TEST(SchedulerLife, GivesUpOnADeviceThatStaysBusy) {
   EXPECT_EQ(record.outcome.status.code(), Code::kUnavailable);
 }
 
+// Three stages: three steps in flight of different requests, each request in one at a time.
+TEST(SchedulerSteps, AreInFlightTogether) {
+  FakeOptions fake;
+  fake.in_flight = 3;
+  Bench bench(fake);
+  std::vector<Record*> records;
+  for (int32_t i = 0; i < 6; ++i) records.push_back(&bench.submit(tokens(5, i + 1), 8));
+  bench.run_once();
+  EXPECT_EQ(bench.executor.most_in_flight, 3U);
+  // Two requests in each, and one step has ended.
+  ASSERT_EQ(bench.executor.trace.steps.size(), 1U);
+  EXPECT_EQ(bench.executor.trace.steps[0], (std::vector<int64_t>{5, 5}));
+  bench.run_all();
+  for (const Record* record : records) EXPECT_EQ(record->answer, bench.expected(*record));
+}
+
+TEST(SchedulerSteps, OneRequestHasOneAtATime) {
+  FakeOptions fake;
+  fake.in_flight = 3;
+  Bench bench(fake);
+  const Record& record = bench.submit(tokens(5), 8);
+  bench.run_all();
+  EXPECT_EQ(bench.executor.most_in_flight, 0U);
+  EXPECT_EQ(record.answer, bench.expected(record));
+}
+
+TEST(SchedulerSteps, ARequestIsCancelledInFlight) {
+  FakeOptions fake;
+  fake.in_flight = 2;
+  Bench bench(fake);
+  std::vector<Record*> records;
+  for (int32_t i = 0; i < 4; ++i) records.push_back(&bench.submit(tokens(5, i + 1), 8));
+  for (int i = 0; i < 3; ++i) bench.run_once();
+  for (const size_t gone : {size_t{0}, size_t{2}}) bench.scheduler->cancel(records[gone]->id);
+  bench.run_once();
+  for (size_t i = 0; i < 4; ++i) {
+    const bool gone = i % 2 == 0;
+    EXPECT_EQ(records[i]->outcome.status.code() == Code::kCancelled, gone) << i;
+    EXPECT_EQ(records[i]->ended, gone ? 1 : 0) << i;
+  }
+  bench.run_all();
+  for (const size_t i : {size_t{1}, size_t{3}}) {
+    EXPECT_EQ(records[i]->answer, bench.expected(*records[i]));
+  }
+}
+
+// Those in the failed step are tried alone, and those in the other steps notice nothing.
+TEST(SchedulerSteps, OneFailsInFlight) {
+  FakeOptions fake;
+  fake.in_flight = 2;
+  Bench bench(fake);
+  Tokens poisoned = tokens(5, 1);
+  poisoned[3] = kPoison;
+  std::vector<Record*> records = {&bench.submit(poisoned, 8)};
+  for (int32_t i = 1; i < 4; ++i) records.push_back(&bench.submit(tokens(5, i + 1), 8));
+  bench.run_all();
+  EXPECT_EQ(records[0]->outcome.status.code(), Code::kInternal);
+  for (size_t i = 1; i < 4; ++i) {
+    EXPECT_EQ(records[i]->answer, bench.expected(*records[i])) << i;
+  }
+}
+
+TEST(SchedulerSteps, OneThatDoesNotBeginIsTriedAgain) {
+  FakeOptions fake;
+  fake.in_flight = 2;
+  Bench bench(fake);
+  std::vector<Record*> records;
+  for (int32_t i = 0; i < 4; ++i) records.push_back(&bench.submit(tokens(5, i + 1), 8));
+  bench.run_once();
+  bench.executor.next_begin_status = unavailable("busy");
+  bench.run_all();
+  EXPECT_FALSE(bench.executor.next_begin_status.has_value());
+  for (const Record* record : records) EXPECT_EQ(record->answer, bench.expected(*record));
+}
+
 TEST(SchedulerLife, DrainFinishesWhatIsThere) {
   Bench bench;
   const Record& record = bench.submit(tokens(10), 10);

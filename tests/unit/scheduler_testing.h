@@ -93,6 +93,7 @@ struct FakeOptions {
   double fail_copy = 0;  // fork and trim
   double fail_lookup = 0;
   double fail_saving = 0;  // of a flush: the sequence is saved no further
+  int32_t in_flight = 1;   // steps
   uint32_t seed = 1;
 };
 
@@ -118,6 +119,7 @@ class FakeExecutor final : public Executor {
     int64_t restore_end = 0;  // rows that it will find usable
     int64_t wanted = 0;       // rows that are restored; what is behind them is computed
     Tokens ahead = {};        // what could follow
+    int64_t stepping = 0;     // rows of its step in flight
   };
 
   explicit FakeExecutor(const FakeOptions& options) : options_(options), random_(options.seed) {}
@@ -127,7 +129,7 @@ class FakeExecutor final : public Executor {
   [[nodiscard]] int64_t used_cells() const {
     int64_t used = 0;
     for (const auto& [id, seq] : sequences_) {
-      used += static_cast<int64_t>(seq.tokens.size() + seq.restore.size());
+      used += static_cast<int64_t>(seq.tokens.size() + seq.restore.size()) + seq.stepping;
     }
     return used;
   }
@@ -142,11 +144,12 @@ class FakeExecutor final : public Executor {
     double longest_slice_s = 0;
   };
   Trace trace;
-  std::vector<std::string> calls;          // "create", "fork 12", …
-  std::vector<double> compute_shares;      // of the restores that began
-  std::vector<bool> planned_alone;         // whether they were to have the device to themselves
-  int64_t lookups = 0;                     // of saved prefixes
-  std::optional<Status> next_step_status;  // of the next step() alone
+  std::vector<std::string> calls;           // "create", "fork 12", …
+  std::vector<double> compute_shares;       // of the restores that began
+  std::vector<bool> planned_alone;          // whether they were to have the device to themselves
+  int64_t lookups = 0;                      // of saved prefixes
+  std::optional<Status> next_step_status;   // of the next step that ends alone
+  std::optional<Status> next_begin_status;  // of the next step that begins alone
   uint64_t injected_step_failures = 0;
   std::map<uint64_t, std::span<const int32_t>> waiting;  // in the queue, by ticket
   std::set<uint64_t> admitted_from;                      // tickets of those that run
@@ -181,6 +184,7 @@ class FakeExecutor final : public Executor {
     calls.push_back("trim " + std::to_string(n_tokens));
     if (happens(options_.fail_copy)) return internal_error("injected: trim");
     Sequence& sequence = at(seq);
+    EXPECT_EQ(sequence.stepping, 0) << "trimmed with its step in flight";
     EXPECT_LE(n_tokens, static_cast<int64_t>(sequence.tokens.size()));
     sequence.tokens.resize(static_cast<size_t>(n_tokens));
     sequence.durable = std::min(sequence.durable, n_tokens);
@@ -190,6 +194,7 @@ class FakeExecutor final : public Executor {
 
   void release(SeqId seq) override {
     calls.emplace_back("release");
+    EXPECT_EQ(at(seq).stepping, 0) << "released with its step in flight";
     EXPECT_EQ(sequences_.erase(seq), 1U) << "released twice";
   }
 
@@ -305,22 +310,61 @@ class FakeExecutor final : public Executor {
   }
 
   Result<StepOutput> step(std::span<const StepItem> items) override {
+    EXPECT_TRUE(in_flight_.empty()) << "a step beside others in flight";
+    HCACHE_RETURN_IF_ERROR(take_rows(items));
+    return end_step(items);
+  }
+  int32_t steps_in_flight(int64_t sequences) const override {
+    return static_cast<int32_t>(std::min<int64_t>(options_.in_flight, sequences));
+  }
+  // A failure shows where a step ends.
+  Status begin_step(std::span<const StepItem> items) override {
+    EXPECT_LT(in_flight_.size(), static_cast<size_t>(options_.in_flight));
+    HCACHE_RETURN_IF_ERROR(take_rows(items));
+    in_flight_.emplace_back(items.begin(), items.end());
+    most_in_flight = std::max(most_in_flight, in_flight_.size());
+    return {};
+  }
+  Result<StepOutput> finish_step() override {
+    if (in_flight_.empty()) die("no step is in flight");
+    const std::vector<StepItem> items = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    return end_step(items);
+  }
+  size_t most_in_flight = 0;
+
+ private:
+  Status take_rows(std::span<const StepItem> items) {
     int64_t rows = 0;
     std::set<SeqId> seen;
-    bool poisoned = false;
     for (const StepItem& item : items) {
       const Sequence& sequence = at(item.seq);
       EXPECT_TRUE(seen.insert(item.seq).second) << "a sequence twice in a step";
       EXPECT_TRUE(sequence.restore.empty()) << "a step of a sequence that is being restored";
+      EXPECT_EQ(sequence.stepping, 0) << "a sequence in two steps";
       EXPECT_FALSE(item.tokens.empty());
       rows += static_cast<int64_t>(item.tokens.size());
       EXPECT_LE(static_cast<int64_t>(sequence.tokens.size() + item.tokens.size()),
                 options_.limits.context);
-      poisoned = poisoned || std::count(item.tokens.begin(), item.tokens.end(), kPoison) > 0;
     }
     EXPECT_GE(rows, 1);
     EXPECT_LE(rows, options_.limits.max_step_rows);
     EXPECT_LE(rows, free_cells()) << "the arena is over-allocated by a step";
+    if (next_begin_status.has_value()) return *std::exchange(next_begin_status, std::nullopt);
+    for (const StepItem& item : items) {
+      at(item.seq).stepping = static_cast<int64_t>(item.tokens.size());
+    }
+    return {};
+  }
+
+  Result<StepOutput> end_step(std::span<const StepItem> items) {
+    int64_t rows = 0;
+    bool poisoned = false;
+    for (const StepItem& item : items) {
+      at(item.seq).stepping = 0;
+      rows += static_cast<int64_t>(item.tokens.size());
+      poisoned = poisoned || std::count(item.tokens.begin(), item.tokens.end(), kPoison) > 0;
+    }
     if (next_step_status.has_value()) return *std::exchange(next_step_status, std::nullopt);
     if (poisoned) return internal_error("injected: poison");
     if (happens(options_.fail_step)) {
@@ -330,7 +374,6 @@ class FakeExecutor final : public Executor {
     return run(items, rows);
   }
 
- private:
   [[nodiscard]] double cost_s(int64_t rows) const {
     return options_.step_s + options_.row_s * static_cast<double>(rows);
   }
@@ -423,7 +466,8 @@ class FakeExecutor final : public Executor {
   std::map<SeqId, Sequence> sequences_;
   SeqId last_seq_ = 0;
   std::map<SaltId, std::set<Tokens>> saved_;
-  std::deque<std::vector<float>> logits_;  // a deque: spans into it stay valid
+  std::deque<std::vector<StepItem>> in_flight_;  // steps, oldest first
+  std::deque<std::vector<float>> logits_;        // a deque: spans into it stay valid
 };
 
 inline uint64_t hash_of(std::span<const float> logits) {

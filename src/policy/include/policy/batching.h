@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "policy/restore_plan.h"
 
 namespace hcache::policy {
 
@@ -52,6 +53,13 @@ struct StepPlan {
 // budget and cells allow. With at most max_sequences requests in `ready` and enough cells, every
 // decoding one advances, and some prefill too.
 [[nodiscard]] StepPlan plan_step(const BatchSnapshot& snapshot, const BatchLimits& limits);
+
+// Where layers are on several devices that compute at the same time: in how many steps, in flight
+// at once, so many decoding sequences get their next tokens soonest. stage_s: what the layers of
+// each device take for so many rows. With m steps of n rows each device is busy m times in a round,
+// and a step still goes through all of them, so a round takes max(m * slowest(n), sum(n)); weights
+// are read m times, which is why one step of all rows may be better.
+[[nodiscard]] int32_t steps_in_flight(std::span<const CostCurve> stage_s, int64_t sequences);
 
 // ---- Restores beside steps
 

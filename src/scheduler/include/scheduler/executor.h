@@ -42,7 +42,7 @@ struct StepItem {
 };
 
 struct StepOutput {
-  // One entry per item that wanted logits, in their order; valid until the next step().
+  // One entry per item that wanted logits, in their order; valid until the next step ends.
   std::vector<std::span<const float>> logits;
   double seconds = 0;  // that the step took
 };
@@ -180,8 +180,20 @@ class Executor {
 
   // ---- Steps
 
-  // Computes the items, each sequence at most once. kResourceExhausted: the arena is full.
+  // Computes the items, each sequence at most once. kResourceExhausted: the arena is full. Not
+  // while steps are in flight.
   virtual Result<StepOutput> step(std::span<const StepItem> items) = 0;
+  // How many steps, in flight at once, serve so many sequences best: more than one where the layers
+  // are on devices that compute at the same time.
+  [[nodiscard]] virtual int32_t steps_in_flight(int64_t /*sequences*/) const { return 1; }
+  // step() in two halves: several may begin before the first is finished, of different sequences,
+  // and they finish in the order in which they began. An error of begin_step() means that none has
+  // begun; one of finish_step() is that of the oldest step, which is over. Until then a sequence of
+  // a step may be neither trimmed nor released; free_cells() is without its new rows.
+  virtual Status begin_step(std::span<const StepItem> /*items*/) {
+    return unimplemented("this executor has one step at a time");
+  }
+  virtual Result<StepOutput> finish_step() { return failed_precondition("no step is in flight"); }
 };
 
 }  // namespace hcache::scheduler
