@@ -100,6 +100,17 @@ struct BatchBenchArgs : BenchArgs {
                         "mini-batches that may be loaded or computed at a time");
 };
 
+struct PipelineBenchArgs : BenchArgs {
+  PipelineBenchArgs();
+
+  int64_t sequences =
+      integer(&sequences, "--sequences", "N", 4, {2, 1024}, "sequences that decode together");
+  int64_t gen = integer(&gen, "--gen", "TOKENS", 32, {1, 4096}, "tokens that each of them gets");
+  double row_ms = number(&row_ms, "--slow", "MS", 25, {0, 10000},
+                         "each device sleeps so long for every row of a step");
+  bool quick = flag(&quick, "--quick", "one run of few tokens");
+};
+
 // Times the first token after a restart by every method (HCache §6), after comparing
 // the restored state and its continuation with the uninterrupted run's.
 [[nodiscard]] Status bench_restore(RestoreBenchArgs args);
@@ -108,6 +119,10 @@ struct BatchBenchArgs : BenchArgs {
 // Times steps of the batch engine for each way to keep the state (HybridServe §5), after comparing
 // their tokens.
 [[nodiscard]] Status bench_batch(BatchBenchArgs args);
+
+// Times decoding over several devices, with steps in flight on all of them and one after another,
+// after comparing their tokens. The devices are slowed by sleeping.
+[[nodiscard]] Status bench_pipeline(PipelineBenchArgs args);
 
 [[nodiscard]] double now_s();  // of the monotonic clock
 [[nodiscard]] double median(std::vector<double> v);

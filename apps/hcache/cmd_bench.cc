@@ -1,6 +1,6 @@
-// hcache bench restore|throughput|batch|serve. All but the last verify or warm up before they time,
-// alternate between the rows that will be compared, and print the machine they ran on; the last
-// loads a server.
+// hcache bench restore|throughput|batch|pipeline|serve. All but the last verify or warm up before
+// they time, alternate between the rows that will be compared, and print the machine they ran on;
+// the last loads a server.
 
 #include "bench.h"
 #include "bench_serve.h"
@@ -27,6 +27,11 @@ BatchBenchArgs::BatchBenchArgs() {
             &runtime.saver, &text_file});
 }
 
+PipelineBenchArgs::PipelineBenchArgs() {
+  withhold({&runtime.kv_type, &runtime.attention, &runtime.state.state_dir, &runtime.state.stores,
+            &runtime.state_type, &runtime.saver, &text_file});
+}
+
 ThroughputArgs::ThroughputArgs() { offer(runtime, {&runtime.save}); }
 
 void add_bench(CLI::App& app, Verb* verb) {
@@ -44,6 +49,11 @@ void add_bench(CLI::App& app, Verb* verb) {
       "Time a large batch whose state comes over a slow link, by every way to keep it; checks the "
       "tokens first",
       bench_batch);
+  add_verb<PipelineBenchArgs>(
+      *group, verb, "pipeline",
+      "Time decoding over several devices, slowed equally by sleeping, with steps in flight on all "
+      "of them and one after another; checks the tokens first",
+      bench_pipeline);
   add_verb<ServeArgs>(*group, verb, "serve",
                       "Hold many conversations with a server at a time, and measure its answers",
                       bench_serve);
