@@ -4,6 +4,7 @@
   third_party.py cpu-target              the CPU target of this machine, e.g. x86-64-v4+vnni
   third_party.py llama [options]         ggml, libllama and llama.cpp's common library
   third_party.py kernels [options]       ggml's CPU kernels for every CPU target, to load at run time
+  third_party.py vulkan [options]        ggml's Vulkan backend, and a ggml that knows of it
   third_party.py peer  [options]         llama-server and llama-bench from the same tree
   third_party.py vulkan-loader           the library that programs with Vulkan link with
   third_party.py lavapipe                Mesa's software device for Vulkan, and where its libraries lie
@@ -250,6 +251,26 @@ class Build:
         run_logged(command, self.log, progress, self.environment)
         return source
 
+    def ensure(self, target, results, *further):
+        """The prefix with the results of a target: files or folders of the build, and where they go."""
+        with locked(self.name):
+            if self.prefix.exists():
+                return self.prefix
+            progress = Progress(f"building {self.name} (once)")
+            self.compile([target], progress, *further)
+            scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
+            try:
+                for result, folder in results.items():
+                    source, goal = self.build / result, scratch / folder / Path(result).name
+                    goal.parent.mkdir(exist_ok=True)
+                    (shutil.copytree if source.is_dir() else shutil.copy2)(source, goal)
+                scratch.chmod(0o755)
+                os.replace(scratch, self.prefix)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+            progress.done()
+        return self.prefix
+
 
 class LlamaBuild(Build):
     """One flavour of the library: where it lies and how it is built."""
@@ -373,22 +394,22 @@ class KernelsBuild(Build):
         self.place(f"kernels-{LLAMA_VERSION}-{self.key(options)}")
 
     def ensure(self):
-        with locked(self.name):
-            if self.prefix.exists():
-                return self.prefix
-            progress = Progress(f"building {self.name} (once)")
-            self.compile(["hcache-kernels"], progress)
-            scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
-            try:
-                (scratch / "lib").mkdir()
-                shutil.copy2(self.build / "libggml.a", scratch / "lib")
-                shutil.copytree(self.build / "kernels", scratch / "kernels")
-                scratch.chmod(0o755)
-                os.replace(scratch, self.prefix)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-            progress.done()
-        return self.prefix
+        return super().ensure("hcache-kernels", {"libggml.a": "lib", "kernels": "."})
+
+
+class VulkanBuild(Build):
+    """ggml's Vulkan backend, and a ggml that knows of it; the rest is the usual flavour's."""
+
+    def __init__(self, args):
+        super().__init__(args, "vulkan")
+        sdk = vulkan_sdk.find_sdk()
+        self.places = [f"-D{name}={path}" for name, path in sdk.cmake_options().items()]
+        options = self.common_options() | {"GGML_VULKAN": "ON", "HCACHE_VULKAN_SDK": sdk.identity}
+        self.place(f"vulkan-{LLAMA_VERSION}-{self.key(options)}")
+
+    def ensure(self):
+        return super().ensure("hcache-vulkan", {"lib/libggml.a": "lib", "lib/libggml-vulkan.a": "lib"},
+                              *self.places)
 
 
 # ---- the Redis client -----------------------------------------------------------------------
@@ -447,15 +468,18 @@ def main():
         ("llama", "build the library, print its prefix"),
         ("peer", "build the peer"),
         ("kernels", "build the kernels for all CPU targets, print their prefix"),
+        ("vulkan", "build the Vulkan backend, print its prefix"),
     ):
         sub = verbs.add_parser(verb, help=text)
         sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
-        if verb == "kernels":
+        if verb in ("kernels", "vulkan"):
             continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
         sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
-        sub.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend")
+        sub.set_defaults(vulkan=False)
+        if verb == "peer":
+            sub.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend")
     verbs.add_parser("vulkan-loader", help="print the path of Vulkan's loader, to link with")
     verbs.add_parser("lavapipe", help="print the description of Mesa's software device, and the folder "
                                       "of the libraries that it needs")
@@ -470,6 +494,8 @@ def main():
                 print(";".join(PORTABLE_CPU_TARGETS) if args.portable else cpu_target())
         elif args.verb == "kernels":
             print(KernelsBuild(args).ensure())
+        elif args.verb == "vulkan":
+            print(VulkanBuild(args).ensure())
         elif args.verb == "llama":
             print(LlamaBuild(args).ensure_library())
         elif args.verb == "peer":
