@@ -100,7 +100,7 @@ class HostCopyQueue : public CopyQueue {
   Ticket done_ = 0;
 };
 
-// Devices without events (RPC) copy synchronously: a ticket is done when it is given out.
+// Devices without events copy synchronously: a ticket is done when it is given out.
 class SynchronousCopyQueue : public CopyQueue {
  public:
   explicit SynchronousCopyQueue(model::Device& device) : device_(device) {}

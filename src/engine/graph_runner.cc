@@ -11,6 +11,8 @@ namespace {
 
 // So much is held for graphs that may still run before waiting for them.
 constexpr size_t kMaxHeldBytes = 64 << 20;
+constexpr size_t kStagingBytes = 8 << 20;
+constexpr size_t kStagingAlignment = 64;
 
 }  // namespace
 
@@ -102,8 +104,26 @@ Status GraphRunner::compute(const Graph& g) {
   return run(g);
 }
 
+// Room in pinned memory, from which some backends (Vulkan) copy without waiting for the queue; null
+// where there is none until the next synchronize().
+std::byte* GraphRunner::stage(size_t n_bytes) {
+  if (!staging_made_) {
+    staging_made_ = true;
+    Result<HostBuffer> made = HostBuffer::make(device_, kStagingBytes, "the inputs of steps");
+    if (made.ok()) staging_ = std::move(made).value();
+  }
+  const size_t begin = (staged_bytes_ + kStagingAlignment - 1) & ~(kStagingAlignment - 1);
+  if (staging_.data() == nullptr || begin + n_bytes > kStagingBytes) return nullptr;
+  staged_bytes_ = begin + n_bytes;
+  return staging_.data() + begin;
+}
+
 void GraphRunner::set(ggml_tensor* tensor, const void* values, size_t n_bytes) {
   if (!queue_.is_async()) return queue_.upload(tensor, values, n_bytes);
+  if (std::byte* staged = stage(n_bytes); staged != nullptr) {
+    std::memcpy(staged, values, n_bytes);
+    return queue_.upload(tensor, staged, n_bytes);
+  }
   Graph::Memory copy = take_memory(n_bytes);
   std::memcpy(copy.bytes.get(), values, n_bytes);
   queue_.upload(tensor, copy.bytes.get(), n_bytes);
@@ -123,6 +143,7 @@ void GraphRunner::synchronize() {
   for (Graph::Memory& memory : held_) spare_.push_back(std::move(memory));
   held_.clear();
   held_bytes_ = 0;
+  staged_bytes_ = 0;
 }
 
 }  // namespace hcache::engine

@@ -17,6 +17,7 @@
 
 #include "base/status.h"
 #include "engine/compute_queue.h"
+#include "hybrid/host_buffer.h"
 #include "model/device.h"
 
 namespace hcache::engine {
@@ -83,6 +84,7 @@ class GraphRunner {
   bool outgrows_buffer(const Graph& g);
   Graph::Memory take_memory(size_t n_bytes);
   void give_back(Graph::Memory memory);
+  std::byte* stage(size_t n_bytes);
 
   model::Device& device_;
   ComputeQueue& queue_;
@@ -92,6 +94,9 @@ class GraphRunner {
   std::vector<Graph::Memory> spare_;
   std::vector<Graph::Memory> held_;  // may still be read, until the next synchronize()
   size_t held_bytes_ = 0;
+  HostBuffer staging_;       // what set() was given and the queue may still read
+  size_t staged_bytes_ = 0;  // of staging_, until the next synchronize()
+  bool staging_made_ = false;
 };
 
 }  // namespace hcache::engine
