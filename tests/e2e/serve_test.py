@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 import serving
 from serving import LOST, STATE_COMES_BACK, Conversation, Server, wait_until
@@ -410,6 +411,7 @@ class Isolation(unittest.TestCase):
                 self.assertGreater(talk(server, "alpha", texts[3], salt="user 2"), 100)
                 self.assertEqual(talk(server, "alpha", texts[0]), 0)
 
+    @takes_a_fast_device
     def test_a_salt_in_the_request_isolates_too(self):
         with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
             messages = [{"role": "user", "content": serving.TEXT[:1200]}]
@@ -422,6 +424,29 @@ class Isolation(unittest.TestCase):
             self.assertEqual(cached(cache_salt="b"), 0)
             self.assertEqual(cached(), 0)
             self.assertGreater(cached(cache_salt="a"), 100)
+
+
+class OnAnyDevice(unittest.TestCase):
+    def test_conversations_come_back_after_a_restart(self):
+        options = ("--ctx", "1024", *STATE_COMES_BACK)
+        texts = [serving.TEXT[900 * i:900 * i + 600] for i in range(2)]
+        with tempfile.TemporaryDirectory() as folder:
+            def ask(server, text, **fields):
+                answer = server.chat([{"role": "user", "content": text}], max_tokens=3, **fields)
+                self.assertEqual(answer["usage"]["completion_tokens"], 3)
+                return answer["usage"]["prompt_tokens_details"]["cached_tokens"], \
+                    answer["usage"]["prompt_tokens"]
+
+            with start(folder, *options) as server, ThreadPoolExecutor() as pool:
+                for cached, _ in pool.map(lambda text: ask(server, text), texts):
+                    self.assertLess(cached, 30)  # what the template puts before both
+                self.assertEqual(server.stop(), 0, server.errors())
+            with start(folder, *options) as server, ThreadPoolExecutor() as pool:
+                for cached, prompt in pool.map(lambda text: ask(server, text), texts):
+                    self.assertGreater(prompt, 100)
+                    self.assertEqual(cached, prompt - 1)
+                self.assertLess(ask(server, texts[0], cache_salt="another")[0], 30)
+                self.assertEqual(server.stop(), 0, server.errors())
 
 
 @takes_a_fast_device

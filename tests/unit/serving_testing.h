@@ -15,6 +15,7 @@
 #include "model/logits.h"
 #include "model_fixtures.h"
 #include "serving/serving.h"
+#include "test_device.h"
 
 namespace hcache::serving::testing {
 
@@ -54,6 +55,7 @@ inline CostProfile even_profile() {
 inline RuntimeOptions tiny_runtime(const std::string& model, const std::string& state_dir) {
   RuntimeOptions options;
   options.model_path = model;
+  options.device = hcache::testing::test_device();
   options.state_dir = state_dir;
   options.n_threads = 1;
   options.engine.arena_tokens = 1024;
