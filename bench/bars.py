@@ -4,7 +4,7 @@
     bench/bars.py                    all bars on this machine (about an hour on two cores)
     bench/bars.py --bars 1,7         some of them
     bench/bars.py --quick            tiny settings: proves the script, measures nothing
-    bench/bars.py --device cuda:0    the bars that make sense on a GPU; see bench/gpu.sh
+    bench/bars.py --device cuda:0    the bars that make sense on a GPU (vulkan:0 too); see bench/gpu.sh
 
 Results go to bench/results/<machine>.json. docs/benchmarks.md says what each bar means.
 """
@@ -79,8 +79,9 @@ class Bars:
         """Fidelity."""
         quick = self.args.quick
         if self.args.gpu:
-            rows = self.restore(self.big("f16"), "--history", 512, "--methods",
-                                "plan,hidden,kv,recompute", "--greedy", 32, "--reps", 1)["rows"]
+            rows = self.restore(self.big("f16"), "--history", 128 if quick else 512, "--methods",
+                                "plan,hidden,kv,recompute", "--greedy", 8 if quick else 32,
+                                "--reps", 1)["rows"]
             for row in rows:
                 kl = row["fidelity"]["mean_kl"]
                 limit = 5e-3 if row["method"] == "recompute" else 1e-3
@@ -277,11 +278,11 @@ def main() -> None:
     parser.add_argument("--bars", help="which ones (default: all that the device allows)")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--gpu", action="store_true",
-                        help="the GPU's set of bars, on any device (default: with cuda)")
+                        help="the GPU's set of bars, on any device (default: with cuda and vulkan)")
     parser.add_argument("--shape", help="shape of the random-weight models (default: llama2-7b)")
     parser.add_argument("--layers", type=int, help="its layers (default: 8, with --gpu 32)")
     args = parser.parse_args()
-    args.gpu = args.gpu or args.device.startswith("cuda")
+    args.gpu = args.gpu or args.device.startswith(("cuda", "vulkan"))
     args.shape = args.shape or (lib.QUICK_SHAPE if args.quick else "llama2-7b")
     args.layers = args.layers or (lib.QUICK_LAYERS if args.quick else 32 if args.gpu else 8)
     args.reps = 1 if args.quick else args.reps

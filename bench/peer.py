@@ -48,8 +48,11 @@ def parse_args() -> argparse.Namespace:
         args.stream = 16
     args.model = args.model or lib.default_model()
     if not (args.llama_bench and args.llama_server):
-        cuda = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
-        options = cuda if args.device.startswith("cuda") else []
+        options = []
+        if args.device.startswith("cuda"):
+            options = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
+        elif args.device.startswith("vulkan"):
+            options = ["--vulkan"]
         for path in map(Path, lib.third_party("peer", *options)):
             if path.name == "llama-bench":
                 args.llama_bench = args.llama_bench or path
