@@ -139,24 +139,25 @@ int64_t level(int32_t priority, double waited_s, double aging_s) {
 }
 
 bool admitted_before(const QueueKey& a, const QueueKey& b) {
-  return std::tuple(!a.preempted, -a.level, a.arrival) <
-         std::tuple(!b.preempted, -b.level, b.arrival);
+  return std::tuple(a.background, !a.preempted, -a.level, a.arrival) <
+         std::tuple(b.background, !b.preempted, -b.level, b.arrival);
 }
 
 uint64_t queue_ticket(const QueueKey& key) {
   constexpr int64_t kLevels = 1 << 14;
   const auto behind = static_cast<uint64_t>(kLevels - std::clamp(key.level, -kLevels, kLevels));
-  const uint64_t arrival = key.arrival & ((uint64_t{1} << 47U) - 1);
-  return (key.preempted ? 0 : uint64_t{1} << 63U) | (behind << 47U) | arrival;
+  const uint64_t arrival = key.arrival & ((uint64_t{1} << 46U) - 1);
+  return (key.background ? uint64_t{1} << 63U : 0) | (key.preempted ? 0 : uint64_t{1} << 62U) |
+         (behind << 46U) | arrival;
 }
 
 int32_t choose_victim(std::span<const ActiveRequest> active) {
+  const auto key = [](const ActiveRequest& r) {
+    return std::tuple(!r.background, r.level, ~r.arrival);
+  };
   int32_t victim = -1;
   for (size_t i = 0; i < active.size(); ++i) {
-    const bool first = victim < 0;
-    if (first || std::tuple(active[i].level, ~active[i].arrival) <
-                     std::tuple(active[static_cast<size_t>(victim)].level,
-                                ~active[static_cast<size_t>(victim)].arrival)) {
+    if (victim < 0 || key(active[i]) < key(active[static_cast<size_t>(victim)])) {
       victim = static_cast<int32_t>(i);
     }
   }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "base/log.h"
@@ -24,7 +25,8 @@ constexpr double kSortAgeS = 0.5;
 
 bool Core::before(const Task& a, const Task& b, int64_t now_ns) const {
   const auto key = [&](const Task& task) {
-    return policy::QueueKey{task.preempted, level_of(task, now_ns), task.id};
+    return policy::QueueKey{task.preempted, level_of(task, now_ns), task.id,
+                            task.request.background};
   };
   return policy::admitted_before(key(a), key(b));
 }
@@ -51,7 +53,12 @@ void Core::order_window(int64_t now_ns) {
   for (auto task = queue_.begin(); task != end; ++task) {
     Task& t = **task;
     if (seconds_between(t.group_ns, now_ns) >= kLookupAgeS) note_group(t, choose_for_queue(t));
-    window.push_back({t.preempted, t.request.priority, t.overtaken, t.group});
+    // What is in the background stays behind, however often it was overtaken.
+    if (t.request.background) {
+      window.push_back({.priority = std::numeric_limits<int32_t>::min(), .group = t.group});
+    } else {
+      window.push_back({t.preempted, t.request.priority, t.overtaken, t.group});
+    }
   }
   TaskList ordered;
   for (const int32_t index : policy::window_order(window, options_.queue)) {
@@ -73,10 +80,20 @@ void Core::admit() {
   sort_queue(now_ns);
   order_window(now_ns);
   size_t at = 0;
-  for (bool loads_only = false; at < queue_.size() && may_join(&loads_only);) {
-    const Admission admission = try_admit(*queue_[at], loads_only);
-    if (admission == Admission::kBlocked) break;
+  bool others_wait = false;  // what is in the background would take what they wait for
+  for (bool loads_only = false; at < queue_.size();) {
+    Task& next = *queue_[at];
+    if (next.request.background && others_wait) break;
+    const bool joins = may_join(&loads_only);
+    if (loads_only && clear_background(next)) continue;
+    if (!joins) break;
+    const Admission admission = try_admit(next, loads_only);
+    if (admission == Admission::kBlocked) {
+      if (clear_background(next)) continue;
+      break;
+    }
     if (admission != Admission::kAdmitted) {
+      others_wait = others_wait || (admission == Admission::kLater && inbox_.may_run(next));
       ++at;
       continue;
     }
@@ -87,6 +104,17 @@ void Core::admit() {
                                      [](const auto& a, const auto& b) { return a->id < b->id; });
     active_.insert(at, std::move(task));
   }
+}
+
+// What is preempted comes behind `wanting` in the queue, whose place there stays.
+bool Core::clear_background(const Task& wanting, bool restores_only) {
+  if (wanting.request.background || !inbox_.may_run(wanting)) return false;
+  const auto victim = std::find_if(active_.rbegin(), active_.rend(), [&](const auto& task) {
+    return task->request.background && !task->ended() && (!restores_only || task->in_restore());
+  });
+  if (victim == active_.rend()) return false;
+  preempt(**victim);
+  return true;
 }
 
 // What would be reused if it were admitted into an empty arena now.
@@ -126,7 +154,7 @@ void Core::enqueue(std::unique_ptr<Task> task) {
       std::upper_bound(queue_.begin(), queue_.end(), task,
                        [&](const auto& a, const auto& b) { return before(*a, *b, now_ns); });
   queue_.insert(behind, std::move(task));
-  t.ticket = policy::queue_ticket({t.preempted, t.request.priority, t.id});
+  t.ticket = policy::queue_ticket({t.preempted, t.request.priority, t.id, t.request.background});
   const policy::ReuseChoice choice = choose_for_queue(t);
   note_group(t, choice);
   t.overtaken = 0;
@@ -166,7 +194,7 @@ bool Core::loads_ahead(int64_t rows) const {
 }
 
 Core::Admission Core::try_admit(Task& task, bool loads_only) {
-  if (!inbox_.may_run(task.request.key)) return Admission::kLater;
+  if (!inbox_.may_run(task)) return Admission::kLater;
   const int64_t spare = room() - headroom(task);
   if (spare < task.length()) {
     if (!active_.empty()) return Admission::kBlocked;
@@ -264,7 +292,8 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   for (const auto& other : active_) {
     policy::ReuseCandidate candidate;
     candidate.held = other->computed;
-    candidate.coming = other->length();
+    const bool behind = other->request.background && !request.background;
+    candidate.coming = behind ? other->computed : other->length();  // nobody waits for those
     if (may_share(other->request.salt, other->request.save)) {
       candidate.shared = common_prefix(task.chain, other->chain);
     }
@@ -278,7 +307,10 @@ Core::Admission Core::apply(Task& task, const policy::ReuseChoice& choice) {
   switch (choice.action) {
     case policy::Reuse::kCompute: return start_new(task, 0);
     case policy::Reuse::kRestore:
-      if (restores_in_flight() >= options_.max_restores) return Admission::kLater;
+      if (restores_in_flight() >= options_.max_restores &&
+          !clear_background(task, /*restores_only=*/true)) {
+        return Admission::kLater;
+      }
       return start_new(task, choice.rows);
     case policy::Reuse::kTakeOver: return take_over(task, index, choice.rows);
     case policy::Reuse::kFork:

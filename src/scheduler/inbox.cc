@@ -40,12 +40,18 @@ Status Inbox::check(const Request& request) const {
   return {};
 }
 
-Status Inbox::check_room(const std::string& key) {
+Inbox::Count& Inbox::count_of(const Request& request) {
+  return request.background ? background_ : keys_[request.key];
+}
+
+Status Inbox::check_room(const Request& request) {
   if (draining_) return unavailable("shutting down: no new requests");
-  if (total_.queued >= options_.max_queued) {
-    return resource_exhausted(fmt::format("{} requests are queued", total_.queued));
+  if (request.background) return {};
+  const int64_t queued = total_.queued - background_.queued;
+  if (queued >= options_.max_queued) {
+    return resource_exhausted(fmt::format("{} requests are queued", queued));
   }
-  const auto count = keys_.find(key);
+  const auto count = keys_.find(request.key);
   if (options_.max_queued_per_key > 0 && count != keys_.end() &&
       count->second.queued >= options_.max_queued_per_key) {
     return resource_exhausted(
@@ -66,7 +72,7 @@ double Inbox::retry_after_s() const {
 Result<RequestId> Inbox::submit(Request request, double* retry_after_s) {
   const Status valid = check(request);
   MutexLock lock(mutex_);
-  const Status status = valid.ok() ? check_room(request.key) : valid;
+  const Status status = valid.ok() ? check_room(request) : valid;
   if (!status.ok()) {
     ++refused_;
     if (retry_after_s != nullptr) *retry_after_s = this->retry_after_s();
@@ -83,7 +89,7 @@ Result<RequestId> Inbox::submit(Request request, double* retry_after_s) {
   task->outcome.id = task->id;
   task->outcome.prompt_tokens = task->length();
   ++total_.queued;
-  ++keys_[task->request.key].queued;
+  ++count_of(task->request).queued;
   delivery_.submitted.push_back(std::move(task));
   signalled_ = true;
   changed_.notify_one();
@@ -166,33 +172,35 @@ bool Inbox::signalled() const {
   return signalled_;
 }
 
-bool Inbox::may_run(const std::string& key) const {
-  if (options_.max_running_per_key <= 0) return true;
+bool Inbox::may_run(const Task& task) const {
+  if (options_.max_running_per_key <= 0 || task.request.background) return true;
   MutexLock lock(mutex_);
-  const auto count = keys_.find(key);
+  const auto count = keys_.find(task.request.key);
   return count == keys_.end() || count->second.running < options_.max_running_per_key;
 }
 
 void Inbox::started(const Task& task) {
   MutexLock lock(mutex_);
-  Count& key = keys_[task.request.key];
+  Count& count = count_of(task.request);
   --total_.queued, ++total_.running;
-  --key.queued, ++key.running;
+  --count.queued, ++count.running;
 }
 
 void Inbox::requeued(const Task& task) {
   MutexLock lock(mutex_);
-  Count& key = keys_[task.request.key];
+  Count& count = count_of(task.request);
   ++total_.queued, --total_.running;
-  ++key.queued, --key.running;
+  ++count.queued, --count.running;
 }
 
 void Inbox::ended(const Task& task, bool was_running) {
   MutexLock lock(mutex_);
-  const auto key = keys_.find(task.request.key);
+  Count& count = count_of(task.request);
   --(was_running ? total_.running : total_.queued);
-  --(was_running ? key->second.running : key->second.queued);
-  if (key->second.queued == 0 && key->second.running == 0) keys_.erase(key);
+  --(was_running ? count.running : count.queued);
+  if (&count != &background_ && count.queued == 0 && count.running == 0) {
+    keys_.erase(task.request.key);
+  }
   completions_ns_.push_back(executor_.now_ns());
   if (completions_ns_.size() > kCompletions) completions_ns_.pop_front();
 }

@@ -61,7 +61,8 @@ class Inbox {
   [[nodiscard]] bool signalled() const HCACHE_EXCLUDES(mutex_);
 
   // The way of a request: queued, running (and back, when preempted), ended.
-  [[nodiscard]] bool may_run(const std::string& key) const HCACHE_EXCLUDES(mutex_);
+  // Whether its key's limit allows one more to run.
+  [[nodiscard]] bool may_run(const Task& task) const HCACHE_EXCLUDES(mutex_);
   void started(const Task& task) HCACHE_EXCLUDES(mutex_);
   void requeued(const Task& task) HCACHE_EXCLUDES(mutex_);
   void ended(const Task& task, bool was_running) HCACHE_EXCLUDES(mutex_);
@@ -75,7 +76,9 @@ class Inbox {
   };
 
   [[nodiscard]] Status check(const Request& request) const;
-  [[nodiscard]] Status check_room(const std::string& key) HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] Status check_room(const Request& request) HCACHE_REQUIRES(mutex_);
+  // What a request counts against, beside the total.
+  [[nodiscard]] Count& count_of(const Request& request) HCACHE_REQUIRES(mutex_);
   [[nodiscard]] double retry_after_s() const HCACHE_REQUIRES(mutex_);
 
   const Executor& executor_;
@@ -90,7 +93,8 @@ class Inbox {
   bool draining_ HCACHE_GUARDED_BY(mutex_) = false;
   RequestId last_id_ HCACHE_GUARDED_BY(mutex_) = 0;
   Count total_ HCACHE_GUARDED_BY(mutex_);
-  std::map<std::string, Count> keys_ HCACHE_GUARDED_BY(mutex_);
+  Count background_ HCACHE_GUARDED_BY(mutex_);  // of the total: no limit counts them
+  std::map<std::string, Count> keys_ HCACHE_GUARDED_BY(mutex_);   // the rest
   std::deque<int64_t> completions_ns_ HCACHE_GUARDED_BY(mutex_);  // the last few
   uint64_t refused_ HCACHE_GUARDED_BY(mutex_) = 0;
   Snapshot snapshot_ HCACHE_GUARDED_BY(mutex_);

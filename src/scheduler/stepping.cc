@@ -53,13 +53,15 @@ policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
   policy::BatchSnapshot batch;
   batch.free_cells = executor_.free_cells();
   ready_.clear();
-  for (const auto& task : active_) {
-    if (!task->steps()) continue;
-    const bool decoding = task->phase == Phase::kDecoding;
-    if (decoding) batch.reserve_cells += headroom(*task);
-    if (task->stepping > 0 || ready_.size() == most_requests) continue;
-    ready_.push_back(task.get());
-    batch.ready.push_back({task->length() - task->computed, decoding});
+  for (const bool background : {false, true}) {
+    for (const auto& task : active_) {
+      if (!task->steps() || task->request.background != background) continue;
+      const bool decoding = task->phase == Phase::kDecoding;
+      if (decoding) batch.reserve_cells += headroom(*task);
+      if (task->stepping > 0 || ready_.size() == most_requests) continue;
+      ready_.push_back(task.get());
+      batch.ready.push_back({task->length() - task->computed, decoding});
+    }
   }
   return batch;
 }
@@ -232,7 +234,9 @@ bool Core::preempt_one() {
   if (active_.size() < 2) return false;
   const int64_t now_ns = executor_.now_ns();
   std::vector<policy::ActiveRequest> candidates;
-  for (const auto& task : active_) candidates.push_back({level_of(*task, now_ns), task->id});
+  for (const auto& task : active_) {
+    candidates.push_back({level_of(*task, now_ns), task->id, task->request.background});
+  }
   preempt(*active_[static_cast<size_t>(policy::choose_victim(candidates))]);
   return true;
 }
@@ -284,7 +288,8 @@ void Core::restore() {
   count_time(restoring, used_s);
 }
 
-// The one that has had least comes next; one that waits for its bytes lets the others go on.
+// The one that has had least comes next, in the background after all others; one that waits for its
+// bytes lets the others go on.
 double Core::restore_in_turns(double budget_s) {
   std::vector<Task*> able;
   for (const auto& task : active_) {
@@ -296,8 +301,8 @@ double Core::restore_in_turns(double budget_s) {
   double used_s = 0;
   while (used_s < budget_s && !able.empty()) {
     const auto next = std::min_element(able.begin(), able.end(), [](const Task* a, const Task* b) {
-      return std::tuple(a->restore_used_s, a->restore_number) <
-             std::tuple(b->restore_used_s, b->restore_number);
+      return std::tuple(a->request.background, a->restore_used_s, a->restore_number) <
+             std::tuple(b->request.background, b->restore_used_s, b->restore_number);
     });
     Task& task = **next;
     const double spent_s =

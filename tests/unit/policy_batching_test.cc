@@ -324,7 +324,7 @@ TEST(Order, PreemptedThenLevelThenArrival) {
   Random random(3);
   const auto key = [&] {
     return QueueKey{random.coin(), random.integer(-3, 3),
-                    static_cast<uint64_t>(random.integer(1, 5))};
+                    static_cast<uint64_t>(random.integer(1, 5)), random.coin(0.3)};
   };
   for (int i = 0; i < 500; ++i) {
     const QueueKey a = key();
@@ -337,6 +337,8 @@ TEST(Victims, TheLowestLevelAndThereTheYoungest) {
   EXPECT_EQ(choose_victim({}), -1);
   const std::vector<ActiveRequest> active = {{1, 1}, {0, 2}, {0, 5}, {0, 4}, {1, 6}};
   EXPECT_EQ(choose_victim(active), 2);
+  const std::vector<ActiveRequest> mixed = {{0, 2}, {5, 3, true}, {4, 4, true}, {0, 5}};
+  EXPECT_EQ(choose_victim(mixed), 2);  // whatever their levels, those in the background first
 }
 
 }  // namespace

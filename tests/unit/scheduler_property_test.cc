@@ -121,7 +121,11 @@ class BudgetCheck {
 class Workload {
  public:
   Workload(uint32_t seed, const FakeOptions& fake, const SchedulerOptions& options, bool cancels)
-      : random_(seed), cancels_(cancels), bench_(fake, options), budget_(options.restore.share) {
+      : random_(seed),
+        cancels_(cancels),
+        background_(seed % 2 == 0),
+        bench_(fake, options),
+        budget_(options.restore.share) {
     window_ = std::min(fake.limits.context, fake.limits.arena_cells);
     step_tokens_ = std::min(options.batch.max_step_tokens, fake.limits.max_step_rows);
     bench_.stop_every = random_.coin() ? 0 : 15;
@@ -154,6 +158,7 @@ class Workload {
                     request.save = random_.coin(0.9);
                     request.key = random_.coin() ? "a" : "b";
                     request.priority = static_cast<int32_t>(random_.integer(-1, 1));
+                    request.background = background_ && random_.coin(0.3);
                   });
   }
 
@@ -176,6 +181,7 @@ class Workload {
 
   Random random_;
   const bool cancels_;
+  const bool background_;  // some are
   Bench bench_;
   BudgetCheck budget_;
   int64_t window_ = 0;

@@ -149,19 +149,23 @@ struct ReuseChoice {
 struct QueueKey {
   bool preempted = false;  // was running before: goes on before anything new starts
   int64_t level = 0;
-  uint64_t arrival = 0;  // a running number
+  uint64_t arrival = 0;     // a running number
+  bool background = false;  // nobody waits for it
 };
-// True if `a` is admitted before `b`: preempted ones, then by level, then by arrival.
+// True if `a` is admitted before `b`: those that are waited for, of each kind the preempted ones,
+// then by level, then by arrival.
 [[nodiscard]] bool admitted_before(const QueueKey& a, const QueueKey& b);
 // The same order as a number above 0, smaller first, for those that look ahead. Levels beyond
-// +-2^14 count as that; arrivals, from 1 on, modulo 2^47.
+// +-2^14 count as that; arrivals, from 1 on, modulo 2^46.
 [[nodiscard]] uint64_t queue_ticket(const QueueKey& key);
 
 struct ActiveRequest {
   int64_t level = 0;
   uint64_t arrival = 0;
+  bool background = false;
 };
-// Which request to preempt: the latest arrival of the lowest level. -1: there is none.
+// Which request to preempt: one in the background where there is one; of each kind the latest
+// arrival of the lowest level. -1: there is none.
 [[nodiscard]] int32_t choose_victim(std::span<const ActiveRequest> active);
 
 }  // namespace hcache::policy

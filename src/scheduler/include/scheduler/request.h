@@ -88,6 +88,9 @@ struct Request {
   RestoreMethod restore;
   std::string key;       // whom limits per key count
   int32_t priority = 0;  // higher is more urgent
+  // Nobody waits for it: it comes after all others, whatever its priority and however long it
+  // waits, and is preempted when one of them wants its place.
+  bool background = false;
 
   // Samples from the logits of the last token (valid during the call) and consumes the token. An
   // error ends the request with that status.

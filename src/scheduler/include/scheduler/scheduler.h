@@ -27,6 +27,10 @@
 //    beside those of the others, so this is rare.
 //  - No request starves: the queue is in order of level and arrival, levels rise with waiting, and
 //    a first request that does not fit keeps the others from overtaking.
+//  - Background requests come after all others: in the queue, in the prefill of a step and in
+//    restores. When another request finds no place, no room or too many restores in flight, the
+//    youngest of them is preempted, and none is admitted while another waits for more than its
+//    key's limit. They count against no limit of the queue or of a key, and may starve.
 //
 // Threading: submit, cancel, forget, drain, stop_all, wake, visit_idle, queued, running and stats
 // may be called from any thread; everything else, construction and destruction included, belongs to
