@@ -99,6 +99,14 @@ struct ServeArgs : Options {
   int64_t flush_interval_ns =
       duration(&flush_interval_ns, "--flush-interval", kSecond,
                "state is on disk at the latest so long after it was computed");
+  int batch_parallel = integer(&batch_parallel, "--batch-parallel", "N", 0, {0, 4096},
+                               "most requests of /v1/batches that are in flight, behind all "
+                               "others; 0: as many as --parallel");
+  uint64_t batch_quota = bytes(&batch_quota, "--batch-quota", 10ULL << 30,
+                               "most disk space of uploaded files and of batches; 0: no limit");
+  int64_t batch_ttl_ns =
+      duration(&batch_ttl_ns, "--batch-ttl", 30 * 24 * 3600 * kSecond,
+               "files go so long after their upload, batches after their end; 0: never");
   std::string slot_save_path =
       text(&slot_save_path, "--slot-save-path", "DIR", "",
            "allow /slots/ID?action=save|restore|erase, as llama-server's; slots are saved in the "
@@ -181,6 +189,10 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
   o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
+  o.batches_dir = join_path(o.runtime.state_dir, "batches");
+  o.batch_quota_bytes = args.batch_quota;
+  o.batch_ttl_ns = args.batch_ttl_ns;
+  o.batch_parallel = args.batch_parallel;
   o.log_requests = args.log_requests == "on";
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_ASSIGN_OR_RETURN(o.runtime.evict.evict, policy::parse_evict_policy(args.evict_policy));

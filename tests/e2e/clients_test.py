@@ -105,6 +105,36 @@ class Clients(unittest.TestCase):
         self.assertGreater(second.usage.input_tokens_details.cached_tokens, 0)
         self.assertIn("tiny", [m.id for m in self.openai.models.list()])
 
+    def test_openai_batch(self):
+        def line(name: str, **body) -> str:
+            return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions",
+                               "body": {"model": "tiny", "max_tokens": 4, "temperature": 0, **body}})
+
+        text = "\n".join([line("a", prompt="The sea"), line("b", prompt="The sky"), line("c")])
+        file = self.openai.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        self.assertEqual((file.purpose, file.bytes), ("batch", len(text)))
+        self.assertEqual(self.openai.files.content(file.id).text, text)
+        batch = self.openai.batches.create(input_file_id=file.id, endpoint="/v1/completions",
+                                           completion_window="24h", metadata={"job": "x"})
+        serving.wait_until(
+            lambda: self.openai.batches.retrieve(batch.id).status == "completed", "its end")
+        batch = self.openai.batches.retrieve(batch.id)
+        self.assertEqual(batch.metadata, {"job": "x"})
+        self.assertEqual((batch.request_counts.completed, batch.request_counts.failed), (2, 1))
+        results = {r["custom_id"]: r["response"]["body"] for r in map(
+            json.loads, self.openai.files.content(batch.output_file_id).text.splitlines())}
+        asked = self.openai.completions.create(model="tiny", prompt="The sea", max_tokens=4,
+                                               temperature=0)
+        self.assertEqual(results["a"]["choices"][0]["text"], asked.choices[0].text)
+        self.assertIn('"c"', self.openai.files.content(batch.error_file_id).text)
+        self.assertIn(batch.id, [b.id for b in self.openai.batches.list(limit=1)])
+        self.assertIn(file.id, [f.id for f in self.openai.files.list(purpose="batch")])
+        with self.assertRaises(openai.ConflictError):
+            self.openai.batches.cancel(batch.id)
+        self.assertTrue(self.openai.files.delete(file.id).deleted)
+        with self.assertRaises(openai.NotFoundError):
+            self.openai.files.retrieve(file.id)
+
     def test_openai_errors(self):
         with self.assertRaises(openai.BadRequestError):
             self.openai.chat.completions.create(model="tiny", messages=[])
@@ -143,6 +173,26 @@ class Clients(unittest.TestCase):
         use = next(block for block in answer.content if block.type == "tool_use")
         self.assertEqual(use.name, "weather")
         self.assertIn("city", use.input)
+
+    def test_anthropic_batch(self):
+        params = {"model": "tiny", "max_tokens": 4,
+                  "messages": [{"role": "user", "content": "Hello"}]}
+        batches = self.anthropic.messages.batches
+        batch = batches.create(requests=[{"custom_id": "a", "params": params},
+                                         {"custom_id": "b", "params": params}])
+        self.assertEqual(batch.type, "message_batch")
+        serving.wait_until(
+            lambda: batches.retrieve(batch.id).processing_status == "ended", "its end")
+        results = {r.custom_id: r.result for r in batches.results(batch.id)}
+        self.assertEqual(set(results), {"a", "b"})
+        self.assertEqual(results["a"].type, "succeeded")
+        self.assertEqual(results["a"].message.role, "assistant")
+        self.assertIn(batch.id, [b.id for b in batches.list(limit=1)])
+        with self.assertRaises(anthropic.ConflictError):
+            batches.cancel(batch.id)
+        self.assertEqual(batches.delete(batch.id).type, "message_batch_deleted")
+        with self.assertRaises(anthropic.NotFoundError):
+            batches.retrieve(batch.id)
 
     def test_anthropic_errors(self):
         with self.assertRaises(anthropic.BadRequestError):

@@ -42,7 +42,11 @@ std::vector<Endpoint> endpoints() {
           {"EmbeddingRequest", R"({"input": "x"})", status_of(parse_embedding)},
           {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
           {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
-          {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)}};
+          {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)},
+          {"CreateBatchRequest", R"({"input_file_id": "x", "endpoint": "x"})",
+           status_of(parse_create_batch)},
+          {"MessageBatchRequest", R"({"requests": [{"custom_id": "x", "params": {}}]})",
+           status_of(parse_message_batch)}};
 }
 
 const Json& schema_of(const std::string& name) {

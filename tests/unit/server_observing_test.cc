@@ -96,6 +96,26 @@ TEST(MetricsTest, ReadsSaverAndStoreOff) {
   EXPECT_THAT(text, HasSubstr("hcache_checksum_failures 3\n"));
 }
 
+TEST(MetricsTest, ShowsBatchesWhereTheServerTakesThem) {
+  Metrics metrics;
+  EXPECT_THAT(metrics.text({}), Not(HasSubstr("hcache_batches{")));
+  MetricsSnapshot snapshot;
+  BatchesStat& batches = snapshot.batches.emplace();
+  batches.tally.by_status.at(static_cast<size_t>(BatchStatus::kInProgress)) = 2;
+  batches.tally.counts = {.total = 20, .completed = 7, .failed = 1};
+  batches.in_flight = 4;
+  batches.completed = 3;
+  batches.bytes = 4096;
+  const std::string text = metrics.text(snapshot);
+  for (const char* line :
+       {"hcache_batches{status=\"in_progress\"} 2", "hcache_batches{status=\"failed\"} 0",
+        "hcache_batch_requests{state=\"waiting\"} 8",
+        "hcache_batch_requests{state=\"in-flight\"} 4",
+        "hcache_batch_answers{result=\"completed\"} 3", "hcache_batch_bytes 4096"}) {
+    EXPECT_THAT(text, HasSubstr(std::string(line) + "\n"));
+  }
+}
+
 TEST(RequestLineTest, HoldsTheWholeStoryInOneLine) {
   EXPECT_EQ(request_line("abc123", 1, "key-1a2b3c4d", restored_twice()),
             "request id=abc123 choice=1 key=key-1a2b3c4d result=done finish=length "

@@ -58,5 +58,7 @@ void embedding_fields(Fields& f, EmbeddingRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);
 void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
 void slot_file_fields(Fields& f, std::string* filename);
+void create_batch_fields(Fields& f, CreateBatch* batch);
+void message_batch_fields(Fields& f, std::string* lines);
 
 }  // namespace hcache::api

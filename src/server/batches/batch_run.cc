@@ -140,6 +140,21 @@ Status BatchRun::write(std::string_view good, std::string_view bad,
   return good_status.ok() ? bad_status : good_status;
 }
 
+Status BatchRun::finish_rest(const BatchError& error) {
+  std::string text;
+  std::vector<size_t> lines;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i] != State::kOpen) continue;
+    text += error_line(ids_[i], input_.lines()[i].custom_id, error);
+    states_[i] = error.code == kCancelledCode ? State::kCancelled
+                 : error.code == kExpiredCode ? State::kExpired
+                                              : State::kFailed;
+    lines.push_back(i);
+  }
+  open_.clear();
+  return write({}, text, lines);
+}
+
 // ---- The driver ---------------------------------------------------------------------------------
 
 int64_t BatchDriver::in_flight() const {
@@ -181,12 +196,19 @@ void BatchDriver::turn(int64_t wait_ns) {
   std::vector<std::pair<BatchRun*, BatchRun::Arrived>> arrived;
   {
     MutexLock lock(inbox_->mutex);
-    if (inbox_->arrived.empty()) {
+    if (inbox_->arrived.empty() && !inbox_->woken) {
       inbox_->changed.wait_for_ns(inbox_->mutex, wait_ns);
     }
+    inbox_->woken = false;
     arrived = std::exchange(inbox_->arrived, {});
   }
   deliver(std::move(arrived));
+}
+
+void BatchDriver::wake() {
+  MutexLock lock(inbox_->mutex);
+  inbox_->woken = true;
+  inbox_->changed.notify_all();
 }
 
 void BatchDriver::deliver(std::vector<std::pair<BatchRun*, BatchRun::Arrived>> arrived) {

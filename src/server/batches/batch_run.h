@@ -49,7 +49,7 @@ class BatchRun {
     int64_t total = 0;
     int64_t completed = 0;  // answered well
     int64_t failed = 0;     // answered with an error, or no request at all
-    int64_t cancelled = 0;  // these and the next: given up, as their lines say
+    int64_t cancelled = 0;  // these and the next: given up by finish_rest()
     int64_t expired = 0;
     [[nodiscard]] int64_t done() const { return completed + failed + cancelled + expired; }
   };
@@ -67,11 +67,14 @@ class BatchRun {
   // Of counts(): what the logs had when it was opened.
   [[nodiscard]] int64_t found() const { return found_; }
   [[nodiscard]] int64_t in_flight() const { return static_cast<int64_t>(in_flight_.size()); }
-  // Why it does not go on.
+  // Why it does not go on; ok again after resume().
   [[nodiscard]] const Status& status() const { return status_; }
+  void resume() { status_ = {}; }
 
   // Starts nothing more and ends what is in flight; what was not answered then is still to be done.
   void cancel();
+  // Gives everything that has no answer this error instead. Nothing may be in flight.
+  Status finish_rest(const BatchError& error);
 
  private:
   friend class BatchDriver;
@@ -118,10 +121,14 @@ class BatchDriver {
   BatchDriver& operator=(const BatchDriver&) = delete;
 
   void add(BatchRun* run) { runs_.push_back(run); }
+  // Nothing of it may be in flight.
+  void remove(BatchRun* run) { std::erase(runs_, run); }
 
   // Starts what there is room for, waits up to wait_ns for an answer unless some have come, and
   // writes those that have. What can't be written stops its run: see BatchRun::status().
   void turn(int64_t wait_ns);
+  // Ends a turn() that waits. Any thread.
+  void wake();
   // Cancels all runs, waits until nothing is in flight, and writes the answers that came whole.
   void stop();
 
@@ -138,6 +145,7 @@ class BatchDriver {
   struct Inbox {
     Mutex mutex;
     CondVar changed;
+    bool woken HCACHE_GUARDED_BY(mutex) = false;
     std::vector<std::pair<BatchRun*, BatchRun::Arrived>> arrived HCACHE_GUARDED_BY(mutex);
   };
 

@@ -3,10 +3,18 @@
 #include <utility>
 
 #include "api/answers.h"
+#include "base/log.h"
 
 namespace hcache::server {
 
 using api::Json;
+
+namespace {
+
+constexpr int64_t kClientPollNs = 2'000'000;  // while a client has enough to read
+constexpr size_t kMaxWaiting = 8;             // transfers in the queue; their bodies are in memory
+
+}  // namespace
 
 void send_json(http::Responder& responder, const Json& json, int status) {
   responder.send(status, {{"Content-Type", "application/json"}}, api::to_text(json));
@@ -34,6 +42,44 @@ http::Handler answer_on(WorkQueue& queue, Answer answer) {
       send_json(*call->responder, *json);
     });
   };
+}
+
+http::Handler transfer_on(WorkQueue& transfers, std::function<void(const Call&)> run) {
+  return [&transfers, run = std::move(run)](http::Request request,
+                                            std::shared_ptr<http::Responder> responder) {
+    if (transfers.size() >= kMaxWaiting) {
+      return send_status(request, *responder, unavailable("too many transfers wait; try again"));
+    }
+    auto call = std::make_shared<Call>();
+    call->request = std::move(request);
+    call->responder = std::move(responder);
+    transfers.post([run, call] { run(*call); });
+  };
+}
+
+PacedStream::PacedStream(Service& service, http::Responder& responder)
+    : service_(service), responder_(responder) {
+  responder.on_disconnect([gone = gone_] { gone->store(true, std::memory_order_relaxed); });
+}
+
+void PacedStream::start(const char* content_type, const http::Headers& more) {
+  http::Headers headers = {{"Content-Type", content_type}};
+  headers.insert(headers.end(), more.begin(), more.end());
+  responder_.start_stream(200, headers);
+}
+
+Status PacedStream::write(std::string_view piece) {
+  while (!responder_.writable() && !gone_->load(std::memory_order_relaxed)) {
+    service_.env().sleep_ns(kClientPollNs);
+  }
+  return responder_.write(piece) ? Status() : cancelled("the client has gone");
+}
+
+void PacedStream::finish(const Status& written) {
+  if (written.ok()) responder_.finish();
+  if (!written.ok() && written.code() != Code::kCancelled) {
+    log::warn("a stream was cut off: {}", written.to_string());
+  }
 }
 
 Salt salt_of(const Service& service, const http::Request& request) {

@@ -3,9 +3,11 @@
 // Threading: any thread.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "api/json.h"
 #include "base/ids.h"
@@ -31,6 +33,27 @@ void send_status(const http::Request& request, http::Responder& responder, const
 // returns: on the queue, which must outlive the router.
 using Answer = std::function<Result<api::Json>(Call&)>;
 [[nodiscard]] http::Handler answer_on(WorkQueue& queue, Answer answer);
+
+// A handler that runs on a queue of transfers, with the body as it came; 503 where too many wait
+// there already. The queue must outlive the router.
+[[nodiscard]] http::Handler transfer_on(WorkQueue& transfers, std::function<void(const Call&)> run);
+
+// A stream of bytes that waits for its client. The service and the responder must outlive it.
+class PacedStream {
+ public:
+  PacedStream(Service& service, http::Responder& responder);
+  void start(const char* content_type, const http::Headers& more = {});
+  // kCancelled: the client has gone.
+  Status write(std::string_view piece);
+  // Ends it after `written`; without an end the client knows that it has not got everything.
+  void finish(const Status& written);
+  [[nodiscard]] const std::atomic<bool>& gone() const { return *gone_; }
+
+ private:
+  Service& service_;
+  http::Responder& responder_;
+  const std::shared_ptr<std::atomic<bool>> gone_ = std::make_shared<std::atomic<bool>>(false);
+};
 
 // The salt of an endpoint without a body of its own: the key's and the query's `cache_salt`.
 [[nodiscard]] Salt salt_of(const Service& service, const http::Request& request);

@@ -7,6 +7,7 @@
 
 #include "api/answers.h"
 #include "api/request.h"
+#include "batch_endpoints.h"
 #include "generation.h"
 #include "page/page.h"
 #include "session_endpoints.h"
@@ -56,6 +57,7 @@ class EndpointTable final : public Endpoints {
   std::unique_ptr<WorkQueue> transfers_ = std::make_unique<WorkQueue>(kTransferThreads);
   SessionEndpoints sessions_{service_, *transfers_};
   SlotEndpoints slots_{service_, *transfers_};
+  BatchEndpoints batches_{service_, *transfers_};
 };
 
 http::Handler EndpointTable::generate(Parse parse) {
@@ -277,6 +279,7 @@ void EndpointTable::add_to(http::Router* router) {
 
   sessions_.add_to(router);
   slots_.add_to(router);
+  batches_.add_to(router);
   router->add("GET", "/v1/store", slow([this](Call& call) { return store_stat(call); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));

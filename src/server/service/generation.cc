@@ -216,6 +216,7 @@ Status Generation::submit() {
     request.restore.mode = service_.options().restore_mode;
     request.key = key_;
     request.priority = request_.priority;
+    request.background = options_.background;
     request.next = [self = shared_from_this(), i](std::span<const float> logits) {
       return self->next(i, logits);
     };

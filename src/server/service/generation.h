@@ -23,6 +23,7 @@ namespace hcache::server {
 
 // What is different where nobody waits for the answer.
 struct GenerationOptions {
+  bool background = false;  // makes way for other requests
   // Its conversation is remembered only where the request names it.
   bool remember_named_only = false;
   // May be empty. For every reply that was accepted, before the answer that it belongs to; on the

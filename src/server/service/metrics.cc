@@ -126,6 +126,14 @@ struct Metrics::Impl {
   prometheus::Gauge& checksum_failures =
       gauge("hcache_checksum_failures", "Saved pages that failed their check when read, so far")
           .Add({});
+  prometheus::Family<prometheus::Gauge>& batches =
+      gauge("hcache_batches", "Batches on this server, by status");
+  prometheus::Family<prometheus::Gauge>& batch_requests =
+      gauge("hcache_batch_requests", "Requests of batches that have not ended, by state");
+  prometheus::Family<prometheus::Gauge>& batch_answers =
+      gauge("hcache_batch_answers", "Requests of batches answered so far, by result");
+  prometheus::Family<prometheus::Gauge>& batch_bytes =
+      gauge("hcache_batch_bytes", "Files and batches on disk");
   prometheus::Gauge& sessions = gauge("hcache_sessions", "Conversations remembered").Add({});
   prometheus::Family<prometheus::Gauge>& connections =
       gauge("hcache_http_connections", "HTTP connections, by state");
@@ -221,6 +229,19 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
     set(impl_->remote_events, {{"event", "page-promoted"}}, remote->pages_promoted);
     set(impl_->remote_events, {{"event", "page-skipped"}}, remote->pages_skipped);
     set(impl_->remote_events, {{"event", "failure"}}, remote->failures);
+  }
+  if (const auto& batches = snapshot.batches) {
+    for (size_t i = 0; i < kBatchStatuses; ++i) {
+      set(impl_->batches, {{"status", std::string(batch_status_name(static_cast<BatchStatus>(i)))}},
+          batches->tally.by_status.at(i));
+    }
+    const BatchRun::Counts& counts = batches->tally.counts;
+    set(impl_->batch_requests, {{"state", "waiting"}},
+        std::max<int64_t>(0, counts.total - counts.done() - batches->in_flight));
+    set(impl_->batch_requests, {{"state", "in-flight"}}, batches->in_flight);
+    set(impl_->batch_answers, {{"result", "completed"}}, batches->completed);
+    set(impl_->batch_answers, {{"result", "failed"}}, batches->failed);
+    set(impl_->batch_bytes, {}, batches->bytes);
   }
   impl_->read_ahead.Set(static_cast<double>(snapshot.bytes_read_ahead));
   impl_->weights_streamed.Set(static_cast<double>(snapshot.weights.bytes));

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "batches.h"
 #include "engine/weight_stream.h"
 #include "http/server.h"
 #include "scheduler/request.h"
@@ -23,6 +25,7 @@ struct MetricsSnapshot {
   http::Counters http;
   uint64_t bytes_read_ahead = 0;
   engine::WeightStats weights;
+  std::optional<BatchesStat> batches;  // absent where the server takes none
 };
 
 class Metrics {

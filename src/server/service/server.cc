@@ -63,6 +63,7 @@ class ServerImpl : public Server {
       return !shown || shown(what, fraction);
     };
     HCACHE_ASSIGN_OR_RETURN(service_, Service::open(env, options));
+    service_->open_batches();
     http::Router router;
     endpoints_ = add_endpoints(*service_, &router);
     loading_.end();
@@ -77,7 +78,8 @@ class ServerImpl : public Server {
       http_.reset();
       return {};
     }
-    service_->stop_events();  // they have no end of their own
+    service_->stop_batches();  // what clients wait for may end, batches go on after the next start
+    service_->stop_events();   // they have no end of their own
     // The generation of a client that is cut off here is cancelled.
     if (http_) http_->stop(grace_ns);
     if (endpoints_) endpoints_->stop();

@@ -9,6 +9,7 @@
 #include "api/request.h"
 #include "base/log.h"
 #include "base/tokens.h"
+#include "batch_answerer.h"
 
 namespace hcache::server {
 namespace {
@@ -62,6 +63,45 @@ Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {
   return chat_template_->prompt(chat);
 }
 
+void Service::open_batches() {
+  if (options_.batches_dir.empty()) return;
+  BatchesOptions batches;
+  batches.dir = options_.batches_dir;
+  batches.quota_bytes = options_.batch_quota_bytes;
+  batches.ttl_ns = options_.batch_ttl_ns;
+  batches.in_flight = options_.batch_parallel > 0 ? options_.batch_parallel
+                                                  : options_.scheduler.batch.max_sequences;
+  auto opened = Batches::open(env_, batches,
+                              [this](const std::string& owner) { return answerer_for(owner); });
+  if (!opened.ok()) {
+    log::warn("this server takes no batches: {}", opened.status().to_string());
+    return;
+  }
+  batches_ = std::move(*opened);
+  batches_->start();
+}
+
+std::unique_ptr<Answerer> Service::answerer_for(const std::string& owner) {
+  BatchClient client;
+  client.background = true;
+  const auto n_keys = static_cast<int>(options_.http.api_keys.size());
+  // Without keys, or where all share their state, there is one owner.
+  const int first = n_keys == 0 || !options_.salt_per_key ? -1 : 0;
+  for (int key = first; key < n_keys; ++key) {
+    http::Request from;
+    from.key_index = key;
+    if (to_hex(salt_of(from, "").owner) != owner) continue;
+    client.key_index = key;
+    if (key >= 0) client.key_name = options_.http.api_keys[static_cast<size_t>(key)].name;
+    return std::make_unique<ServiceAnswerer>(*this, client);
+  }
+  return nullptr;
+}
+
+void Service::stop_batches() {
+  if (batches_) batches_->stop();
+}
+
 void Service::tick() {
   const int64_t now_ns = env_.monotonic_ns();
   if (now_ns < next_expiry_ns_) return;
@@ -74,6 +114,7 @@ void Service::tick() {
 
 Status Service::stop(int64_t grace_ns) {
   if (!serving_) return {};
+  stop_batches();
   events_.reset();
   intake_.reset();  // what was received is submitted
   serving_->stop(grace_ns);
@@ -140,6 +181,7 @@ std::string Service::metrics_text() {
   if (const http::Server* http = http_.load(std::memory_order_acquire); http != nullptr) {
     snapshot.http = http->counters();
   }
+  if (batches_) snapshot.batches = batches_->stat();
   snapshot.weights = runtime().engine().weights().stats();
   snapshot.bytes_read_ahead = serving_->bytes_read_ahead();
   return metrics_.text(snapshot);

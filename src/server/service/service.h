@@ -5,6 +5,7 @@
 //   engine's    steps, restores, samples (serving/serving.h)
 //   writer      turns tokens into answers, in order
 //   keeper      what waits for the disk: remembering conversations, expiry, administration
+//   batches'    has the requests of batches answered (batches/batches.h)
 //
 // Threading: any thread unless it says otherwise.
 #pragma once
@@ -17,6 +18,7 @@
 
 #include "api/answers.h"
 #include "base/env.h"
+#include "batches.h"
 #include "conversations.h"
 #include "events.h"
 #include "http/message.h"
@@ -61,6 +63,13 @@ class Service {
   // As Prometheus wants it.
   [[nodiscard]] std::string metrics_text();
   [[nodiscard]] Events& events() { return *events_; }
+  // Takes up the batches that the options name, where there are any. What keeps it from that is
+  // logged, and the server goes on without them. Once.
+  void open_batches();
+  // Null: there are none.
+  [[nodiscard]] Batches* batches() { return batches_.get(); }
+  // Ends what of them is in flight; the rest waits for the next start.
+  void stop_batches();
   // Ends every stream of events and refuses new ones.
   void stop_events() { events_->stop(); }
   // The HTTP side to report on; null: there is none (any more).
@@ -81,6 +90,8 @@ class Service {
  private:
   Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
   Status init();
+  // What answers the batches of an owner; null: none of the API keys is its.
+  [[nodiscard]] std::unique_ptr<Answerer> answerer_for(const std::string& owner);
   // Now and then has sessions expired; the engine's thread.
   void tick();
   [[nodiscard]] std::string event_text();
@@ -102,6 +113,7 @@ class Service {
   std::unique_ptr<Conversations> conversations_;
   std::atomic<int64_t> next_expiry_ns_ = std::numeric_limits<int64_t>::max();
   std::unique_ptr<Events> events_;
+  std::unique_ptr<Batches> batches_;
   std::unique_ptr<WorkQueue> keeper_;
   std::unique_ptr<WorkQueue> writer_;
   std::unique_ptr<WorkQueue> intake_;

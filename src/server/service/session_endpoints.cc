@@ -19,8 +19,6 @@ constexpr double kNsPerSecond = 1e9;
 // What a turn leaves behind is on disk so soon after it, unless storage is slow.
 constexpr int64_t kSettleNs = 2'000'000'000;
 constexpr int64_t kSettlePollNs = 20'000'000;
-constexpr int64_t kClientPollNs = 2'000'000;  // while a client has enough to read
-constexpr size_t kMaxWaiting = 8;             // transfers in the queue; their bodies are in memory
 
 Json session_json(const Conversation& c, int64_t now_ns) {
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kNsPerSecond; };
@@ -174,51 +172,27 @@ Result<Json> SessionEndpoints::remove(const Call& call) {
 
 // ---- Session files ------------------------------------------------------------------------------
 
-http::Handler SessionEndpoints::transfer(std::function<void(const Call&)> run) {
-  return [this, run = std::move(run)](http::Request request,
-                                      std::shared_ptr<http::Responder> responder) {
-    if (transfers_.size() >= kMaxWaiting) {
-      return send_status(request, *responder, unavailable("too many sessions are being moved"));
-    }
-    auto call = std::make_shared<Call>();
-    call->request = std::move(request);
-    call->responder = std::move(responder);
-    transfers_.post([run, call] { run(*call); });
-  };
-}
-
 void SessionEndpoints::export_file(const Call& call) {
   http::Responder& responder = *call.responder;
-  const auto gone = std::make_shared<std::atomic<bool>>(false);
-  responder.on_disconnect([gone] { gone->store(true, std::memory_order_relaxed); });
+  PacedStream to(service_, responder);
   const SaltId salt = salt_of(service_, call.request).id;
   const std::string& name = *call.request.param("id");
   const auto conversation = service_.conversations().get(salt, name);
   if (!conversation.ok()) return send_status(call.request, responder, conversation.status());
   auto session = service_.conversations().session(salt, name);
   if (!session.ok()) return send_status(call.request, responder, session.status());
-  const auto match = settled_match(service_, *conversation, *session, *gone);
+  const auto match = settled_match(service_, *conversation, *session, to.gone());
   if (!match.ok()) return send_status(call.request, responder, match.status());
 
-  responder.start_stream(200, {{"Content-Type", "application/octet-stream"},
-                               {"Content-Disposition", "attachment; filename=\"session.hcache\""}});
+  to.start("application/octet-stream",
+           {{"Content-Disposition", "attachment; filename=\"session.hcache\""}});
   const store::ArchiveHead head = {.fingerprint = session->fingerprint,
                                    .model = service_.model_name(),
                                    .name = std::move(session->name),
                                    .tokens = std::move(session->tokens),
                                    .metadata_json = std::move(session->metadata_json)};
-  const Status status =
-      store::write_archive(*service_.store(), head, *match, [&](std::string_view piece) -> Status {
-        while (!responder.writable() && !gone->load(std::memory_order_relaxed)) {
-          service_.env().sleep_ns(kClientPollNs);
-        }
-        return responder.write(piece) ? Status() : cancelled("the client has gone");
-      });
-  // Without an end the client knows that it has no whole file.
-  if (status.ok()) responder.finish();
-  if (!status.ok() && status.code() != Code::kCancelled) {
-    log::warn("a session was not exported: {}", status.to_string());
-  }
+  to.finish(store::write_archive(*service_.store(), head, *match,
+                                 [&](std::string_view piece) { return to.write(piece); }));
 }
 
 Result<Json> SessionEndpoints::import_file(const Call& call) {
@@ -255,14 +229,17 @@ void SessionEndpoints::add_to(http::Router* router) {
   router->add("PATCH", "/v1/sessions/{id}", slow([this](Call& call) { return change(call); }));
   router->add("DELETE", "/v1/sessions/{id}", slow([this](Call& call) { return remove(call); }));
   router->add("GET", "/v1/sessions/{id}/export",
-              transfer([this](const Call& call) { export_file(call); }));
+              transfer_on(transfers_, [this](const Call& call) { export_file(call); }));
   // One upload leaves half of what all of them together may take for the others.
   const http::RouteOptions large = {.max_body_bytes = service_.options().http.max_bodies_bytes / 2};
-  router->add("POST", "/v1/sessions/import", transfer([this](const Call& call) {
-                const Result<Json> json = import_file(call);
-                if (!json.ok()) return send_status(call.request, *call.responder, json.status());
-                send_json(*call.responder, *json);
-              }),
+  router->add("POST", "/v1/sessions/import",
+              transfer_on(transfers_,
+                          [this](const Call& call) {
+                            const Result<Json> json = import_file(call);
+                            if (!json.ok())
+                              return send_status(call.request, *call.responder, json.status());
+                            send_json(*call.responder, *json);
+                          }),
               large);
 }
 

@@ -22,8 +22,6 @@ class SessionEndpoints {
   Result<api::Json> remove(const Call& call);
   void export_file(const Call& call);
   Result<api::Json> import_file(const Call& call);
-  // A handler that runs on transfers_, with the body as it came.
-  [[nodiscard]] http::Handler transfer(std::function<void(const Call&)> run);
 
   Service& service_;
   WorkQueue& transfers_;

@@ -36,6 +36,10 @@ struct ServerOptions {
   bool slot_actions = false;        // /slots/{id}?action=… may save, restore and erase
   int intake_threads = 1;           // that parse and tokenise
   bool log_requests = false;        // one line per request that ended, whatever the log's level
+  std::string batches_dir;          // of files and batches; empty: this server takes none
+  uint64_t batch_quota_bytes = 0;   // of that folder; 0: no limit
+  int64_t batch_ttl_ns = 0;         // of ended batches and of files; 0: never
+  int batch_parallel = 0;  // most of their requests in flight; 0: as many as a step has sequences
   // Called with the port once it is open, before the model is loaded. May be empty.
   std::function<void(uint16_t port)> on_listening;
   int64_t max_new_tokens = -1;  // of requests that name no limit; -1: as many as fit

@@ -122,4 +122,18 @@ struct TokenizeRequest {
 // The `filename` of a slot action: a name that llama-server would take, never a path.
 [[nodiscard]] Result<std::string> parse_slot_file(const Json& body);
 
+// What starts a batch of uploaded requests.
+struct CreateBatch {
+  std::string input_file_id;
+  std::string endpoint;
+  std::string window = "24h";  // "1h", "6h", "24h", "7d" or "30d"; and as time
+  int64_t window_ns = 24LL * 3600 * 1'000'000'000;
+  int64_t output_ttl_ns = 0;  // of its results' files; 0: as long as others
+  Json metadata;              // null, or an object of texts
+};
+[[nodiscard]] Result<CreateBatch> parse_create_batch(const Json& body);
+
+// A batch of Anthropic's requests, as lines of JSON: one object with custom_id and params each.
+[[nodiscard]] Result<std::string> parse_message_batch(const Json& body);
+
 }  // namespace hcache::api
