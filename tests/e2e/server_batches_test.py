@@ -255,6 +255,9 @@ class Batches(unittest.TestCase):
                 self.assertEqual(server.call("GET", "/v1/batches?" + query)[0], wanted, query)
             for path in ("/v1/files/..%2f..%2fx", "/v1/files/x/content", "/v1/batches/lock"):
                 self.assertEqual(server.call("GET", path)[0], 404, path)
+            for path in ("/v1/messages/batches/%00", "/v1/messages/batches?limit=%0"):
+                status, error, _ = server.call("GET", path)
+                self.assertEqual((status, error.get("type")), (400, "error"), path)
             self.assertEqual(self.get(server, "/v1/messages/batches")["data"], [])
             self.assertEqual(server.stop(), 0, server.errors())
 

@@ -132,7 +132,11 @@ std::string allowed_origin(const Options& options, const Request& request) {
 Admission admit(const Options& options, const Router& router, std::uint64_t content_length,
                 Request* request) {
   auto target = parse_target(request->target);
-  if (!target.ok()) return refuse(400, target.status().message());
+  if (!target.ok()) {
+    // As sent, for the words of the refusal alone.
+    request->path = request->target.substr(0, request->target.find('?'));
+    return refuse(400, target.status().message());
+  }
   request->path = std::move(target->path);
   request->segments = std::move(target->segments);
   request->query = std::move(target->query);
