@@ -87,10 +87,11 @@ class Crowd:
     def _connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=PATIENCE)
 
-    def _post(self, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
+    def _post(self, body: bytes, path: str = "/v1/chat/completions",
+              content_type: str = "application/json") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, {"Content-Type": content_type})
             with connection.getresponse() as reply:
                 return reply.status, reply.read()
         finally:
@@ -205,6 +206,16 @@ class Crowd:
         if not json.loads(body)["error"]["message"]:
             raise AssertionError("the error says nothing")
 
+    def send_broken_form(self, dice: random.Random) -> None:
+        """An upload that is torn, has another boundary, or is for no batch."""
+        good = (b"--b\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--b\r\n"
+                b"Content-Disposition: form-data; name=\"file\"; filename=\"f\"\r\n\r\nx\r\n--b--")
+        broken = dice.choice((good[:dice.randrange(len(good))], good.replace(b"--b", b"--c"),
+                              good.replace(b"name=", b"nome="), good.replace(b"batch", b"vision"),
+                              dice.randbytes(300)))
+        self._expect("status", self._post(broken, "/v1/files",
+                                          "multipart/form-data; boundary=b")[0], 400)
+
     def send_broken_http(self, dice: random.Random) -> None:
         with self._connect() as sock:
             sock.sendall(dice.choice(WRONG_HTTP))
@@ -227,7 +238,7 @@ class Crowd:
 
     ACTS = {ask: 12, ask_for_a_stream: 10, ask_slowly: 6, leave_a_stream: 14, leave_at_once: 12,
             leave_within_the_body: 8, send_broken_json: 10, send_wrong_fields: 10,
-            send_broken_http: 8, announce_too_much: 4, ask_too_much: 2,
+            send_broken_form: 4, send_broken_http: 8, announce_too_much: 4, ask_too_much: 2,
             ask_for_nothing_there_is: 4}
 
 

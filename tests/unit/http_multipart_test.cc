@@ -33,7 +33,7 @@ TEST(Multipart, TakesWhatClientsSend) {
 }
 
 TEST(Multipart, ContentMayBeEmptyOrAnyBytes) {
-  const std::string bytes("\0\r\n\n\r--X\xff", 10);
+  const std::string bytes("\0\r\n\n\r--X\xff", 9);
   const auto parts = parse_form(kType, part("name=a", "") + part("name=b", bytes) +
                                            "--XX\r\nContent-Disposition: form-data; name=c\r\n\r\n"
                                            "--XX--");

@@ -225,7 +225,7 @@ Status BatchStore::remove_orphans() {
   }
   std::vector<std::string> unused;  // requests whose batch was not made any more
   for (const auto& [id, file] : files_) {
-    const bool used = std::any_of(batches_.begin(), batches_.end(), [&](const auto& entry) {
+    const bool used = std::any_of(batches_.begin(), batches_.end(), [&id = id](const auto& entry) {
       const StoredBatch& b = entry.second;
       return b.input_file_id == id || b.output_file_id == id || b.error_file_id == id;
     });
