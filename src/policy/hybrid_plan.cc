@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <optional>
@@ -113,7 +114,8 @@ class Planner {
     if (!batches.ok()) return batches.status();
     PipelineStep step =
         pipeline_step(batch_.costs, *batches, {.layers = batch_.costs.n_layer, .share = 1});
-    for (int32_t layers = 0; layers <= batch_.costs.n_layer; ++layers) {
+    const int32_t most = std::min(batch_.costs.n_layer, batch_.most_recomputed_layers);
+    for (int32_t layers = 0; layers <= most; ++layers) {
       const Recompute recompute{.layers = layers, .share = 1};
       if (!can_carry(batch_, recompute)) break;
       if (host_bytes(batch_, contexts, recompute) > batch_.host_bytes) continue;

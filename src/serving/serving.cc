@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/sync.h"
+#include "batch_executor.h"
 #include "engine_executor.h"
 
 namespace hcache::serving {
@@ -75,7 +76,12 @@ class ServingImpl : public Serving {
   }
   state::Runtime& runtime() override { return *runtime_; }
   int64_t context() const override { return context_; }
-  uint64_t bytes_read_ahead() const override { return executor_->bytes_read_ahead(); }
+  uint64_t bytes_read_ahead() const override {
+    return executor_ ? executor_->bytes_read_ahead() : 0;
+  }
+  std::optional<BatchReport> batch_report() const override {
+    return batch_ ? std::optional(batch_->report()) : std::nullopt;
+  }
   void stop(int64_t grace_ns) override;
   Status close() override;
 
@@ -93,7 +99,8 @@ class ServingImpl : public Serving {
   Env& env_;
   const ServingOptions options_;
   std::unique_ptr<state::Runtime> runtime_;
-  std::unique_ptr<EngineExecutor> executor_;
+  std::unique_ptr<EngineExecutor> executor_;  // or
+  std::unique_ptr<BatchExecutor> batch_;
   std::unique_ptr<scheduler::Scheduler> scheduler_;
   int64_t context_ = 0;
   std::atomic<bool> stop_ = false;
@@ -104,6 +111,15 @@ class ServingImpl : public Serving {
 
 Status ServingImpl::open_all() {
   HCACHE_ASSIGN_OR_RETURN(runtime_, state::Runtime::open(env_, options_.runtime));
+  if (runtime_->batch() != nullptr) {
+    batch_ = std::make_unique<BatchExecutor>(env_, *runtime_, options_.runtime.batch,
+                                             options_.max_sequences);
+    context_ = batch_->limits().context;
+    scheduler::SchedulerOptions scheduler = options_.scheduler;
+    scheduler.offload_above = 0;  // nothing goes on from what is idle
+    HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*batch_, scheduler));
+    return {};
+  }
   EngineExecutorOptions executor;
   executor.max_sequences = options_.max_sequences;
   executor.fetch = options_.scheduler.fetch;
@@ -178,6 +194,7 @@ void ServingImpl::stop(int64_t grace_ns) {
   // The engine's owner is this thread from here on.
   scheduler_.reset();
   executor_.reset();
+  batch_.reset();
 }
 
 Status ServingImpl::close() {
@@ -185,6 +202,7 @@ Status ServingImpl::close() {
   if (!runtime_) return {};
   scheduler_.reset();
   executor_.reset();
+  batch_.reset();
   return runtime_->close();
 }
 

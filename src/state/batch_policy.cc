@@ -64,7 +64,8 @@ struct SampledBatch {
 };
 
 Result<std::vector<BatchSample>> sample(const model::Model& model, engine::HybridOptions options,
-                                        const SampledBatch& batch, policy::BlockSizes* sizes) {
+                                        const SampledBatch& batch, policy::BlockSizes* sizes,
+                                        double* load_weights_s = nullptr) {
   options.recomputed_layers = 0;
   options.decisions.next_kind = [kind = batch.kind](const engine::BlockQuestion&) { return kind; };
   options.decisions.form_batches = [group = static_cast<size_t>(batch.group)](
@@ -114,6 +115,13 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
       if (decoded < kSampledSteps) HCACHE_RETURN_IF_ERROR(engine->append(row.id, 0));
     }
   }
+  const engine::WeightStats weights = engine->weights().stats();
+  if (load_weights_s != nullptr && weights.layers > 0) {
+    // Layers that stay on the device take no time.
+    const double streamed =
+        static_cast<double>(model.streamed()->layers.size()) / static_cast<double>(n_layer);
+    *load_weights_s = weights.read_s / static_cast<double>(weights.layers) * streamed;
+  }
   return samples;
 }
 
@@ -155,7 +163,7 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
 
   HCACHE_ASSIGN_OR_RETURN(
       const auto kv, sample(model, sampled, {.contexts = sizes, .group = 1, .kind = BlockKind::kKv},
-                            &measured.sizes));
+                            &measured.sizes, &costs.load_weights_s));
   measured.load_kv = points(kv, &BatchSample::read_kv_tokens, &BatchSample::load_kv_s);
   costs.load_kv = fit_small(measured.load_kv);
   // One row each: what grows with the context is attention. From memory, so that nothing is waited
@@ -186,7 +194,10 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
 
   // Many rows of short contexts: what grows with the rows is the rest of a layer.
   std::vector<SizedTime> rows;
-  for (const int group : {1, 8, 32}) {
+  const auto most = static_cast<int>(std::max<int64_t>(options.buffer_tokens / engine::kBlockTokens,
+                                                       1));  // sequences that a buffer holds
+  for (const int wanted : {1, 8, 32}) {
+    const int group = std::min(wanted, most);
     const SampledBatch many{.contexts = std::vector<int64_t>(static_cast<size_t>(group), 8),
                             .group = group,
                             .kind = BlockKind::kKv};
@@ -216,6 +227,7 @@ policy::HybridBatch BatchPolicy::batch(std::vector<int64_t> contexts) const {
           .act_on_device = 0,
           .limits = limits,
           .carried_tokens = carried,
+          .most_recomputed_layers = options_.most_recomputed_layers,
           .contexts = std::move(contexts),
           .rows = 1,
           .steps_overlap = true};

@@ -45,12 +45,16 @@ class RuntimeImpl : public Runtime {
   bool discard(const PageFailure& failure) override;
   void observe(const policy::RestoreRecord& record) override;
   Status flush() override {
-    HCACHE_RETURN_IF_ERROR(engine_->synchronize());
+    if (engine_) HCACHE_RETURN_IF_ERROR(engine_->synchronize());
     return saver_ ? saver_->flush() : Status();
   }
   Status close() override;
 
   engine::Engine& engine() override { return *engine_; }
+  OpenBatchEngine* batch() override { return batch_.engine ? &batch_ : nullptr; }
+  engine::WeightStats weight_stats() const override {
+    return batch_.engine ? batch_.engine->weights().stats() : engine_->weights().stats();
+  }
   const model::Model& model() const override { return *model_; }
   store::Store* store() override { return store_.get(); }
   Saver* saver() override { return saver_.get(); }
@@ -60,10 +64,15 @@ class RuntimeImpl : public Runtime {
   const Fingerprint& fingerprint() const override { return fingerprint_; }
   const SaltId& salt() const override { return salt_.id; }
   policy::RestoreCosts costs() const override {
+    if (!engine_) return {};
     return restore_costs(profile_, *engine_, env_.nominal_read_bytes_per_s());
   }
 
  private:
+  [[nodiscard]] uint64_t other_bytes(const model::HParams& hparams) const;
+  [[nodiscard]] bool wants_batch() const;
+  Status open_batch();
+  Status open_saver();
   Status open_store();
   Status open_profile();
   Status measure_profile();
@@ -78,7 +87,8 @@ class RuntimeImpl : public Runtime {
   RuntimeOptions options_;
   model::OpenDevices devices_;
   std::unique_ptr<model::Model> model_;
-  std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<engine::Engine> engine_;  // or
+  OpenBatchEngine batch_;
   AlignedBuffer dram_;  // pinned; empty: the store maps its own
   std::unique_ptr<store::Store> store_;
   std::unique_ptr<Saver> saver_;
@@ -108,15 +118,10 @@ Status RuntimeImpl::init() {
   load.env = &env_;
   load.weights = options_.weights;
   load.device_memory = options_.device_memory;
-  load.other_bytes = [this](const model::HParams& hparams) {
-    return engine::estimate_device_bytes(hparams, options_.engine);
-  };
+  load.other_bytes = [this](const model::HParams& hparams) { return other_bytes(hparams); };
   HCACHE_ASSIGN_OR_RETURN(model_,
                           model::Model::load(options_.model_path, *devices_.devices.front(), load));
   if (options_.on_model) options_.on_model(*model_);
-  HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
-  HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
-
   const std::string digest_dir = join_path(options_.state_dir, "digests");
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
   HCACHE_ASSIGN_OR_RETURN(digest_,
@@ -125,16 +130,67 @@ Status RuntimeImpl::init() {
   salt_ = own_salt(options_.salt);
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
+  if (wants_batch()) {
+    const Status opened = open_batch();
+    const bool instead =
+        opened.code() == Code::kUnimplemented && options_.batch.use != BatchEngineUse::kAlways;
+    if (!instead) return opened;
+    log::info("the batch runs on the ordinary engine: {}", opened.message());
+  }
+  HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
+  HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
   HCACHE_RETURN_IF_ERROR(open_profile());
   if (options_.on_profile) options_.on_profile(profile_);
   if (store_) HCACHE_RETURN_IF_ERROR(store_->set_costs(costs(), profile_.read_bytes_per_s));
   if (store_ && !options_.read_only_store) {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
-    HCACHE_ASSIGN_OR_RETURN(saver_, Saver::create(env_, *store_, *engine_, options_.saver));
+    HCACHE_RETURN_IF_ERROR(open_saver());
     HCACHE_RETURN_IF_ERROR(
         engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_types = state_types_}));
   }
   return {};
+}
+
+uint64_t RuntimeImpl::other_bytes(const model::HParams& hparams) const {
+  const bool streamed = options_.weights == model::WeightPlace::kHost ||
+                        options_.weights == model::WeightPlace::kDisk;
+  const BatchEngineUse use = options_.batch.use;
+  const bool batch =
+      use == BatchEngineUse::kWhereStreamed ? streamed : use != BatchEngineUse::kNever;
+  if (!batch) return engine::estimate_device_bytes(hparams, options_.engine);
+  engine::EngineOptions options = options_.engine;
+  // Its buffers hold one layer each, the estimate's arena all of them.
+  const auto n_layer = std::max<int64_t>(hparams.n_layer, 1);
+  options.arena_tokens =
+      options_.batch.engine.buffer_tokens * options_.batch.engine.n_buffers / n_layer;
+  return engine::estimate_device_bytes(hparams, options) + options_.batch.engine.device_bytes;
+}
+
+bool RuntimeImpl::wants_batch() const {
+  switch (options_.batch.use) {
+    case BatchEngineUse::kNever: return false;
+    case BatchEngineUse::kWhereStreamed: return model_->streamed() != nullptr;
+    case BatchEngineUse::kWherePossible:
+    case BatchEngineUse::kAlways: return true;
+  }
+  return false;
+}
+
+Status RuntimeImpl::open_saver() {
+  HCACHE_ASSIGN_OR_RETURN(
+      saver_, Saver::create(env_, *store_, *model_, options_.engine.kv_type, options_.saver));
+  return {};
+}
+
+Status RuntimeImpl::open_batch() {
+  BatchEngineOptions batch = options_.batch;
+  batch.engine.kv_type = options_.engine.kv_type;
+  batch.engine.attention = options_.engine.attention;
+  batch.engine.max_batch_rows = options_.engine.max_batch_rows;
+  batch.engine.env = &env_;
+  HCACHE_ASSIGN_OR_RETURN(
+      batch_, open_batch_engine(env_, *model_, digest_, batch, profile_dir(), options_.progress));
+  return store_ && !options_.read_only_store ? open_saver() : Status();
 }
 
 Status RuntimeImpl::open_store() {
@@ -202,6 +258,7 @@ Status RuntimeImpl::open_profile() {
 
 Status RuntimeImpl::refresh_profile() {
   if (options_.profile) return failed_precondition("the cost profile was given, not measured");
+  if (!engine_) return failed_precondition("the batch engine has no cost profile");
   return measure_profile();
 }
 
@@ -281,6 +338,7 @@ store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& s
 
 Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const store::Match& match,
                                          const PlanOptions& options) {
+  if (!engine_) return failed_precondition("the batch engine plans no restores");
   PlannedRestore planned;
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   int64_t max_rows =
@@ -348,9 +406,10 @@ void RuntimeImpl::observe(const policy::RestoreRecord& record) {
 }
 
 Status RuntimeImpl::close() {
-  if (!engine_) return {};
+  if (!engine_ && !batch_.engine) return {};
   Status status = flush();
-  engine_->set_capture(nullptr, {}).ignore("switching the tap off can't fail");
+  if (engine_) engine_->set_capture(nullptr, {}).ignore("switching the tap off can't fail");
+  if (batch_.engine) batch_.engine->set_capture(nullptr);
   saver_.reset();
   if (profile_dirty_) {
     profile_dirty_ = false;

@@ -670,13 +670,12 @@ void SaverImpl::lose(SavedSequence& sequence, int64_t n_rows) {
 }  // namespace
 
 Result<std::unique_ptr<Saver>> Saver::create(Env& env, store::Store& store,
-                                             const engine::Engine& engine,
+                                             const model::Model& model, ggml_type kv_type,
                                              const SaverOptions& options) {
   HCACHE_ASSIGN_OR_RETURN(
-      auto ring,
-      HostRing::create(engine.model().pinning_device().host_buffer_type(), options.ring_bytes));
+      auto ring, HostRing::create(model.pinning_device().host_buffer_type(), options.ring_bytes));
   return std::unique_ptr<Saver>(
-      std::make_unique<SaverImpl>(env, store, std::move(ring), engine.options().kv_type, options));
+      std::make_unique<SaverImpl>(env, store, std::move(ring), kv_type, options));
 }
 
 }  // namespace hcache::state

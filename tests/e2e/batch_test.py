@@ -116,6 +116,57 @@ class Batch(unittest.TestCase):
             said = server.post("/v1/messages", {**messages["params"], "stream": False})
             self.assertEqual(results["m"]["response"]["body"]["content"], said["content"])
 
+    def test_both_engines_give_the_same_answers(self):
+        bodies = [chat(n) for n in range(3)] + [
+            {**chat(3), "temperature": 0.9, "seed": 7, "n": 2},
+            {**chat(4), "logprobs": True, "top_logprobs": 2, "stop": ["\n"]},
+            {**chat(5), "max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {
+                "name": "pet", "schema": {"type": "object", "required": ["name"], "properties": {
+                    "name": {"type": "string", "maxLength": 12}}}}}},
+        ]
+        requests = [{"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions",
+                     "body": body} for n, body in enumerate(bodies)]
+        self.input.write_text("".join(json.dumps(r) + "\n" for r in requests))
+        answers = []
+        for engine in ("ordinary", "hybrid"):
+            output = self.folder / f"{engine}.jsonl"
+            done = self.run_batch(output, "--engine", engine, "--no-store", "--json",
+                                  "--cache-memory", "1MiB", "--cache-policy", "unmanaged")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            summary = json.loads(done.stdout)
+            self.assertEqual(summary["engine"]["name"], engine)
+            self.assertEqual(summary["completed"], len(requests))
+            bodies = {r["custom_id"]: r["response"]["body"]
+                      for r in map(json.loads, output.read_text().splitlines())}
+            answers.append({name: (body["choices"], body["usage"]["completion_tokens"])
+                            for name, body in bodies.items()})
+        self.assertGreater(summary["engine"]["steps"], 0)
+        self.assertGreater(summary["engine"]["fits"]["load_kv"]["r2"], -1)
+        self.assertEqual(answers[0], answers[1])
+
+    def test_a_request_that_fits_no_buffer_fails_alone_and_what_is_saved_is_used(self):
+        long = {"custom_id": "long", "method": "POST", "url": "/v1/completions",
+                "body": {"prompt": "one two three " * 200, "max_tokens": 4}}
+        shared = {"custom_id": "kept", "method": "POST", "url": "/v1/completions",
+                  "body": {"prompt": "The cat sat. " * 40, "max_tokens": 4, "temperature": 0}}
+        self.input.write_text(json.dumps(long) + "\n" + json.dumps(shared) + "\n")
+        told = []
+        for run in ("first", "second"):
+            output = self.folder / f"{run}.jsonl"
+            done = self.run_batch(output, "--engine", "hybrid", "--buffer", "384", "--json",
+                                  "--cache-policy", "kv")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            summary = json.loads(done.stdout)
+            self.assertEqual([summary["completed"], summary["failed"]], [1, 1])
+            results = {r["custom_id"]: r["response"]
+                       for r in map(json.loads, output.read_text().splitlines())}
+            self.assertEqual(results["long"]["status_code"], 400)
+            self.assertIn("384", results["long"]["body"]["error"]["message"])
+            told.append((summary["cached_tokens"], results["kept"]["body"]["choices"][0]["text"]))
+        self.assertEqual(told[0][0], 0)
+        self.assertGreaterEqual(told[1][0], 128)
+        self.assertEqual(told[0][1], told[1][1])
+
     def test_refusals_say_what_to_do(self):
         self.input.write_text(lines(1) * 2)
         output = self.folder / "out.jsonl"

@@ -9,12 +9,13 @@
 
 #include "attention_choice.h"
 #include "batch_buffers.h"
+#include "batch_checks.h"
+#include "block_capture.h"
 #include "block_io.h"
 #include "block_store.h"
 #include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "layer_graphs.h"
-#include "model/graph.h"
 #include "stage.h"
 #include "step_loop.h"
 #include "step_plan.h"
@@ -31,41 +32,10 @@ struct Request {
   std::array<int64_t, kBlockKinds> n_of_kind{};  // of the blocks
   int64_t prompt_tokens = 0;
   int64_t n_complete = 0;  // blocks that have been given to their places
+  int64_t n_known = 0;     // blocks at the end that are being written from outside
+  bool reserved = true;    // room for max_tokens is
+  bool captured = false;
 };
-
-// From how many rows on every product of the model takes the kernel for many.
-int least_rows(const model::Model& model) {
-  const model::Device& device = model.device();
-  int64_t least = model::least_product_rows(device, model.weights().output.w->type);
-  for (const model::LayerWeights& w : model.weights().layers) {
-    for (const model::Linear* linear : {&w.q, &w.k, &w.v, &w.o, &w.gate, &w.up, &w.down}) {
-      if (linear->w == nullptr) continue;
-      least = std::max(least, model::least_product_rows(device, linear->w->type));
-    }
-  }
-  return static_cast<int>(least);
-}
-
-Status check_options(const model::Model& model, const HybridOptions& options) {
-  if (model.devices().size() > 1) {
-    return unimplemented(
-        fmt::format("a batch runs on one device, the model's layers are on {}; name one --device",
-                    model.devices().size()));
-  }
-  if (options.buffer_tokens < kBlockTokens || options.n_buffers < 2 || options.max_batch_rows < 1 ||
-      options.max_step_rows < 1) {
-    return invalid_argument(fmt::format(
-        "a batch needs two buffers of {} tokens or more, and a row a step", kBlockTokens));
-  }
-  if (options.recomputed_layers < 0 || options.recomputed_layers > model.hparams().n_layer) {
-    return invalid_argument(fmt::format("{} recomputed layers of a model of {}",
-                                        options.recomputed_layers, model.hparams().n_layer));
-  }
-  if (options.disk_bytes > 0 && options.disk_dir.empty()) {
-    return invalid_argument("blocks on disk need a directory");
-  }
-  return {};
-}
 
 }  // namespace
 
@@ -81,7 +51,13 @@ struct HybridEngine::Impl {
   Status create_blocks();
   Status create_buffers();
 
+  Status check_length(int64_t max_tokens) const;
   Result<RequestId> add(std::span<const int32_t> prompt, int64_t max_tokens);
+  Result<RequestId> open(int64_t max_tokens, bool captured);
+  Status append(RequestId id, std::span<const int32_t> tokens);
+  Status begin_known(RequestId id, std::span<const BlockKind> kinds);
+  Status end_known(RequestId id, std::span<const int32_t> tokens);
+  void drop_known(Request& request, int64_t n_blocks);
   Result<Request*> find(RequestId id);
   Status remove(RequestId id);
   Result<HybridStep> step();
@@ -94,6 +70,8 @@ struct HybridEngine::Impl {
   Result<StepInput> input(std::span<const StepMember> members) const;
   Status embed(StepInput& step) const;
   Status commit(std::span<const StepMember> members);
+  // Blocks whose rows are all there go to their places.
+  Status complete_blocks(RequestId id, Request& request);
 
   const model::Model& model;
   HybridOptions options;
@@ -115,6 +93,7 @@ struct HybridEngine::Impl {
   std::unique_ptr<LayerGraphs> graphs;
   std::unique_ptr<StoreRing> ring;
   std::unique_ptr<StepLoop> loop;
+  std::unique_ptr<BlockCapture> tap;
 
   std::map<RequestId, Request> requests;  // in the order in which they were added
   std::vector<RequestId> order;           // of `requests`, as of the last members()
@@ -164,6 +143,11 @@ Status HybridEngine::Impl::create(const MakeQueues& make_queues) {
                                                   .ring = *ring,
                                                   .least_rows = least,
                                                   .times_graphs = !async_compute});
+  std::vector<ggml_type> act_types;
+  for (int layer = 0; layer < layout.n_layer; ++layer) {
+    act_types.push_back(layout.act_row_bytes[layer] > 0 ? types->native(layer) : GGML_TYPE_COUNT);
+  }
+  tap = std::make_unique<BlockCapture>(layout, *store, options.kv_type, std::move(act_types));
   return {};
 }
 
@@ -257,11 +241,7 @@ Status HybridEngine::Impl::create_buffers() {
   return ring->allocate(model.device(), std::max<size_t>(widest, 1));
 }
 
-Result<RequestId> HybridEngine::Impl::add(std::span<const int32_t> prompt, int64_t max_tokens) {
-  if (prompt.empty() || static_cast<int64_t>(prompt.size()) > max_tokens) {
-    return invalid_argument(fmt::format("a prompt of {} tokens for a sequence of at most {}",
-                                        prompt.size(), max_tokens));
-  }
+Status HybridEngine::Impl::check_length(int64_t max_tokens) const {
   const int64_t most = std::min<int64_t>(model.hparams().n_ctx_train, options.buffer_tokens);
   if (max_tokens > most) {
     return out_of_range(
@@ -269,12 +249,16 @@ Result<RequestId> HybridEngine::Impl::add(std::span<const int32_t> prompt, int64
                     "generate fewer tokens, or make the buffer larger",
                     max_tokens, model.hparams().n_ctx_train, options.buffer_tokens));
   }
-  for (const int32_t token : prompt) {
-    if (token < 0 || token >= model.hparams().n_vocab) {
-      return invalid_argument(
-          fmt::format("token {} is outside the vocabulary of {}", token, model.hparams().n_vocab));
-    }
+  return {};
+}
+
+Result<RequestId> HybridEngine::Impl::add(std::span<const int32_t> prompt, int64_t max_tokens) {
+  if (prompt.empty() || static_cast<int64_t>(prompt.size()) > max_tokens) {
+    return invalid_argument(fmt::format("a prompt of {} tokens for a sequence of at most {}",
+                                        prompt.size(), max_tokens));
   }
+  HCACHE_RETURN_IF_ERROR(check_length(max_tokens));
+  HCACHE_RETURN_IF_ERROR(check_tokens(model, prompt));
   const int64_t n_blocks = max_tokens / kBlockTokens;  // that will be complete
   if (n_blocks > store->capacity() - reserved_blocks) {
     return resource_exhausted(
@@ -290,6 +274,84 @@ Result<RequestId> HybridEngine::Impl::add(std::span<const int32_t> prompt, int64
   return last_id;
 }
 
+Result<RequestId> HybridEngine::Impl::open(int64_t max_tokens, bool captured) {
+  HCACHE_RETURN_IF_ERROR(check_length(max_tokens));
+  Request& request = requests[++last_id];
+  request.max_tokens = max_tokens;
+  request.reserved = false;
+  request.captured = captured;
+  return last_id;
+}
+
+Status HybridEngine::Impl::append(RequestId id, std::span<const int32_t> tokens) {
+  HCACHE_ASSIGN_OR_RETURN(Request * request, find(id));
+  HCACHE_RETURN_IF_ERROR(check_tokens(model, tokens));
+  if (static_cast<int64_t>(request->tokens.size() + tokens.size()) > request->max_tokens) {
+    return out_of_range(
+        fmt::format("request {} was added with at most {} tokens", id, request->max_tokens));
+  }
+  if (request->n_known > 0) {
+    return failed_precondition(fmt::format("rows of request {} are being written", id));
+  }
+  request->tokens.insert(request->tokens.end(), tokens.begin(), tokens.end());
+  if (!request->reserved && tokens.size() > 1) {
+    request->prompt_tokens = static_cast<int64_t>(request->tokens.size());
+  }
+  return {};
+}
+
+Status HybridEngine::Impl::begin_known(RequestId id, std::span<const BlockKind> kinds) {
+  HCACHE_ASSIGN_OR_RETURN(Request * request, find(id));
+  const auto n_blocks = static_cast<int64_t>(request->blocks.size());
+  const auto n_tokens = static_cast<int64_t>(request->tokens.size());
+  if (layout.first_layer > 0 || request->n_known > 0 || request->n_done != n_tokens ||
+      n_blocks * kBlockTokens != n_tokens) {
+    return failed_precondition(
+        fmt::format("request {} does not end with a complete block; no known rows may follow", id));
+  }
+  for (const BlockKind kind : kinds) {
+    const bool possible = kind == BlockKind::kKv || (kind == BlockKind::kAct && can_act);
+    Result<BlockStore::Id> block =
+        possible ? store->add(kind) : invalid_argument("known rows are K and V, or activations");
+    if (!block.ok()) {
+      drop_known(*request, request->n_known);
+      return block.status();
+    }
+    request->blocks.push_back(*block);
+    ++request->n_of_kind[static_cast<size_t>(kind)];
+    ++request->n_known;
+  }
+  return {};
+}
+
+void HybridEngine::Impl::drop_known(Request& request, int64_t n_blocks) {
+  for (; n_blocks > 0; --n_blocks, --request.n_known) {
+    const BlockStore::Id block = request.blocks.back();
+    --request.n_of_kind[static_cast<size_t>(store->kind(block))];
+    store->remove(block);
+    request.blocks.pop_back();
+  }
+}
+
+Status HybridEngine::Impl::end_known(RequestId id, std::span<const int32_t> tokens) {
+  HCACHE_ASSIGN_OR_RETURN(Request * request, find(id));
+  const auto n = static_cast<int64_t>(tokens.size());
+  const bool fits = n % kBlockTokens == 0 && n / kBlockTokens <= request->n_known &&
+                    request->n_done + n <= request->max_tokens;
+  const Status status =
+      fits ? check_tokens(model, tokens)
+           : out_of_range(fmt::format("{} known rows for {} blocks", n, request->n_known));
+  drop_known(*request, request->n_known - (status.ok() ? n / kBlockTokens : 0));
+  request->n_known = 0;
+  HCACHE_RETURN_IF_ERROR(status);
+  request->tokens.insert(request->tokens.end(), tokens.begin(), tokens.end());
+  request->n_done += n;
+  const bool captured = std::exchange(request->captured, false);  // they are known elsewhere
+  const Status completed = complete_blocks(id, *request);
+  request->captured = captured;
+  return completed;
+}
+
 Result<Request*> HybridEngine::Impl::find(RequestId id) {
   const auto found = requests.find(id);
   if (found == requests.end()) return not_found(fmt::format("there is no request {}", id));
@@ -301,7 +363,7 @@ Status HybridEngine::Impl::remove(RequestId id) {
   // What is being read ahead may be of its blocks, which others may have from here on.
   loop->drop_loads();
   for (const BlockStore::Id block : request->blocks) store->remove(block);
-  reserved_blocks -= request->max_tokens / kBlockTokens;
+  if (request->reserved) reserved_blocks -= request->max_tokens / kBlockTokens;
   requests.erase(id);
   return {};
 }
@@ -415,21 +477,27 @@ Status HybridEngine::Impl::embed(StepInput& step) const {
 
 // The step's rows are the sequences' from here on; blocks that they complete go to their places.
 Status HybridEngine::Impl::commit(std::span<const StepMember> members) {
-  std::vector<Request*> by_index;
-  for (auto& [id, request] : requests) by_index.push_back(&request);
   Status first;
   for (const StepMember& member : members) {
-    Request& request = *by_index[member.request];
+    Request& request = requests[order[member.request]];
     request.n_done += member.n_new;
-    for (; (request.n_complete + 1) * kBlockTokens <= request.n_done; ++request.n_complete) {
-      const BlockStore::Id id = request.blocks[request.n_complete];
-      BlockStore::Id neighbour = -1;
-      for (int64_t b = request.n_complete - 1; b >= 0 && neighbour < 0; --b) {
-        if (store->kind(request.blocks[b]) == store->kind(id)) neighbour = request.blocks[b];
-      }
-      const Status status = store->complete(id, neighbour);
-      if (first.ok()) first = status;
+    const Status status = complete_blocks(order[member.request], request);
+    if (first.ok()) first = status;
+  }
+  return first;
+}
+
+Status HybridEngine::Impl::complete_blocks(RequestId id, Request& request) {
+  Status first;
+  for (; (request.n_complete + 1) * kBlockTokens <= request.n_done; ++request.n_complete) {
+    const BlockStore::Id block = request.blocks[request.n_complete];
+    if (request.captured) tap->give(id, block, request.n_complete * kBlockTokens, kBlockTokens);
+    BlockStore::Id neighbour = -1;
+    for (int64_t b = request.n_complete - 1; b >= 0 && neighbour < 0; --b) {
+      if (store->kind(request.blocks[b]) == store->kind(block)) neighbour = request.blocks[b];
     }
+    const Status status = store->complete(block, neighbour);
+    if (first.ok()) first = status;
   }
   return first;
 }
@@ -481,22 +549,76 @@ Result<RequestId> HybridEngine::add(std::span<const int32_t> prompt, int64_t max
   return impl_->add(prompt, max_tokens);
 }
 
+Result<RequestId> HybridEngine::open(int64_t max_tokens, bool captured) {
+  return impl_->open(max_tokens, captured);
+}
+
 Status HybridEngine::append(RequestId id, int32_t token) {
+  return impl_->append(id, std::span(&token, 1));
+}
+
+Status HybridEngine::append(RequestId id, std::span<const int32_t> tokens) {
+  return impl_->append(id, tokens);
+}
+
+Status HybridEngine::drop_pending(RequestId id) {
   HCACHE_ASSIGN_OR_RETURN(Request * request, impl_->find(id));
-  if (token < 0 || token >= impl_->model.hparams().n_vocab) {
-    return invalid_argument(fmt::format("token {} is outside the vocabulary", token));
-  }
-  if (static_cast<int64_t>(request->tokens.size()) >= request->max_tokens) {
-    return out_of_range(
-        fmt::format("request {} was added with at most {} tokens", id, request->max_tokens));
-  }
-  request->tokens.push_back(token);
+  request->tokens.resize(static_cast<size_t>(request->n_done));
   return {};
+}
+
+Status HybridEngine::begin_known(RequestId id, std::span<const BlockKind> kinds) {
+  return impl_->begin_known(id, kinds);
+}
+
+std::span<std::byte> HybridEngine::known_page(RequestId id, int block, int layer, int part) {
+  const auto request = impl_->find(id);
+  if (!request.ok() || block < 0 || block >= (*request)->n_known) return {};
+  const auto& blocks = (*request)->blocks;
+  const BlockStore::Id known =
+      blocks[blocks.size() - static_cast<size_t>((*request)->n_known) + static_cast<size_t>(block)];
+  const BlockKind kind = impl_->store->kind(known);
+  if (layer < 0 || layer >= impl_->layout.n_layer || part >= BlockLayout::parts(kind)) return {};
+  return {impl_->store->host_page(known, layer, part), impl_->layout.page_bytes(kind, layer)};
+}
+
+Status HybridEngine::end_known(RequestId id, std::span<const int32_t> tokens) {
+  return impl_->end_known(id, tokens);
+}
+
+void HybridEngine::set_capture(CaptureSink* sink) { impl_->tap->set(sink); }
+
+Status HybridEngine::capture_tail(RequestId id) {
+  HCACHE_ASSIGN_OR_RETURN(const Request* request, impl_->find(id));
+  const int64_t first_pos = request->n_complete * kBlockTokens;
+  if (!request->captured || first_pos >= request->n_done) return {};
+  impl_->tap->give(id, request->blocks[request->n_complete], first_pos,
+                   static_cast<int>(request->n_done - first_pos));
+  return {};
+}
+
+ggml_type HybridEngine::activation_type(int layer) const {
+  return impl_->can_act ? impl_->tap->act_type(layer) : GGML_TYPE_COUNT;
+}
+
+const WeightStream& HybridEngine::weights() const { return *impl_->weights; }
+
+int64_t HybridEngine::capacity_tokens() const {
+  const int64_t blocks = impl_->store->capacity();
+  return blocks > INT64_MAX / kBlockTokens ? INT64_MAX : blocks * kBlockTokens;
 }
 
 Status HybridEngine::remove(RequestId id) { return impl_->remove(id); }
 Result<HybridStep> HybridEngine::step() { return impl_->step(); }
 bool HybridEngine::can_keep_activations() const { return impl_->can_act; }
+
+int HybridEngine::n_layer() const { return impl_->layout.n_layer; }
+
+size_t HybridEngine::row_bytes(BlockKind kind, int layer) const {
+  return impl_->layout.row_bytes(kind, layer) * static_cast<size_t>(BlockLayout::parts(kind));
+}
+
+size_t HybridEngine::block_bytes(BlockKind kind) const { return impl_->layout.block_bytes(kind); }
 
 double HybridEngine::kv_token_bytes() const {
   return 2 * static_cast<double>(impl_->layout.kv_row_bytes);

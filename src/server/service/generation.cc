@@ -212,6 +212,8 @@ Status Generation::submit() {
     if (most >= 0) request.max_new_tokens = most;
     request.salt = salt_;
     request.save = request_.use_cache && request_.retention != api::Retention::kMemory;
+    // The batch engine shares what the store has, and no rows.
+    if (service_.runtime().batch() != nullptr) request.cache = scheduler::CacheUse::kSaved;
     if (!request_.use_cache) request.cache = scheduler::CacheUse::kNone;
     request.restore.mode = service_.options().restore_mode;
     request.key = key_;

@@ -182,7 +182,7 @@ std::string Service::metrics_text() {
     snapshot.http = http->counters();
   }
   if (batches_) snapshot.batches = batches_->stat();
-  snapshot.weights = runtime().engine().weights().stats();
+  snapshot.weights = runtime().weight_stats();
   snapshot.bytes_read_ahead = serving_->bytes_read_ahead();
   return metrics_.text(snapshot);
 }

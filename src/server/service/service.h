@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "api/answers.h"
@@ -56,6 +57,9 @@ class Service {
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
   [[nodiscard]] store::Store* store() { return runtime().store(); }
   [[nodiscard]] state::Runtime& runtime() { return serving_->runtime(); }
+  [[nodiscard]] std::optional<serving::BatchReport> batch_report() const {
+    return serving_->batch_report();
+  }
   [[nodiscard]] int64_t context() const { return serving_->context(); }
   [[nodiscard]] int64_t started_s() const { return started_s_; }
 

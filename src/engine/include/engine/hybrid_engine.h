@@ -34,6 +34,7 @@
 #include "base/status.h"
 #include "engine/compute_queue.h"
 #include "engine/engine.h"
+#include "engine/weight_stream.h"
 #include "model/model.h"
 
 namespace hcache::engine {
@@ -177,8 +178,16 @@ class HybridEngine {
   // reserved. kInvalidArgument: no tokens, or more than max_tokens. kOutOfRange: longer than the
   // model's context or a buffer. kResourceExhausted: no room now; try again after a remove().
   Result<RequestId> add(std::span<const int32_t> prompt, int64_t max_tokens);
+  // An empty sequence that will have at most `max_tokens`, for which no room is reserved: each row
+  // takes one of capacity_tokens() as it comes. `captured`: its rows go to set_capture()'s sink.
+  // kOutOfRange as add().
+  Result<RequestId> open(int64_t max_tokens, bool captured);
   // The sequence goes on with `token`, which the next step computes. kOutOfRange: max_tokens.
   Status append(RequestId id, int32_t token);
+  // The same for several tokens. After an error none of them is there.
+  Status append(RequestId id, std::span<const int32_t> tokens);
+  // Takes back what was appended and is not computed yet.
+  Status drop_pending(RequestId id);
   // Its room is free at once.
   Status remove(RequestId id);
 
@@ -188,8 +197,37 @@ class HybridEngine {
   // may be tried again: kDataLoss and kResourceExhausted name the file.
   Result<HybridStep> step();
 
+  // --- Rows whose state is known -------------------------------------------------------------
+  // Begins blocks of these kinds, KV or ACT, behind a sequence all of whose tokens are computed
+  // and whose blocks are all complete. Their pages are then written, and end_known() makes their
+  // rows the sequence's. kFailedPrecondition: the sequence is not like that, or layers are
+  // recomputed. After an error there are none of them.
+  Status begin_known(RequestId id, std::span<const BlockKind> kinds);
+  // Where a page of one of these blocks (from 0) is written: kBlockTokens rows, part 0 of K or of
+  // activation rows, part 1 of V. Empty for an unknown one. Until the next call but this one.
+  [[nodiscard]] std::span<std::byte> known_page(RequestId id, int block, int layer, int part);
+  // The sequence goes on with these tokens, whose rows lie in the first of the blocks: whole
+  // blocks of them, or none. The other blocks are dropped.
+  Status end_known(RequestId id, std::span<const int32_t> tokens);
+
+  // --- Capture -------------------------------------------------------------------------------
+  // From the next step on, the rows of every block that becomes complete, of sequences that were
+  // opened to be captured, go to the sink, a block each. The sink may take its time: the engine
+  // waits. nullptr: to none. It outlives its use.
+  void set_capture(CaptureSink* sink);
+  // The computed rows of the sequence's newest block go there now, if it is not complete. Later
+  // they go again, with those behind them.
+  Status capture_tail(RequestId id);
+  // The type of a layer's activation rows; COUNT where there are none.
+  [[nodiscard]] ggml_type activation_type(int layer) const;
+
   // Whether every layer's activation rows can stand for K and V here: else no block can be ACT.
   [[nodiscard]] bool can_keep_activations() const;
+  [[nodiscard]] int n_layer() const;
+  // Bytes of a token's row in a block's pages of one layer, K and V together.
+  [[nodiscard]] size_t row_bytes(BlockKind kind, int layer) const;
+  // Bytes of a block of 64 tokens, all layers together.
+  [[nodiscard]] size_t block_bytes(BlockKind kind) const;
   // Bytes of one token and layer: of K and V together, and of activation rows (the layers' mean).
   [[nodiscard]] double kv_token_bytes() const;
   [[nodiscard]] double act_token_bytes() const;
@@ -197,6 +235,10 @@ class HybridEngine {
   void set_decisions(HybridDecisions decisions);
 
   [[nodiscard]] const HybridOptions& options() const;
+  // What brings the weights of layers that are not on the device.
+  [[nodiscard]] const WeightStream& weights() const;
+  // Rows that blocks have room for in all places; INT64_MAX where nothing is kept.
+  [[nodiscard]] int64_t capacity_tokens() const;
   [[nodiscard]] int64_t length(RequestId id) const;    // tokens; 0 for an unknown request
   [[nodiscard]] int64_t computed(RequestId id) const;  // of them
   [[nodiscard]] std::vector<BlockEntry> blocks(RequestId id) const;

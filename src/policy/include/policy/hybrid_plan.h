@@ -41,8 +41,9 @@ struct HybridBatch {
   // Rows of context that the device can pass from one layer to the next, of all mini-batches.
   // Recomputing more than layer 0 needs a row for each token that is recomputed.
   int64_t carried_tokens = 0;
-  std::vector<int64_t> contexts;  // tokens of each request at the step that is planned
-  int64_t rows = 1;               // new tokens of each request in a step
+  int32_t most_recomputed_layers = INT32_MAX;  // that the search may choose
+  std::vector<int64_t> contexts;               // tokens of each request at the step that is planned
+  int64_t rows = 1;                            // new tokens of each request in a step
   // The first weights and blocks of a step are loaded in the last layer of the one before:
   // following_step_times instead of step_times.
   bool steps_overlap = false;

@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "base/env.h"
 #include "base/status.h"
 #include "server/server.h"
+#include "serving/serving.h"
 
 namespace hcache::server {
 
@@ -19,6 +21,9 @@ struct BatchOptions {
   std::string output;      // OpenAI's result lines
   bool restart = false;    // give up what the output has
   int64_t in_flight = 64;  // requests that are given to the scheduler at a time
+  // Where the server's options leave it open (kWhereStreamed), the batch engine also runs where the
+  // state of so many requests of mean length does not fit the ordinary one's KV cache.
+  int64_t parallel = 32;
 };
 
 struct BatchProgress {
@@ -35,6 +40,8 @@ struct BatchProgress {
   int64_t prefill_rows = 0;
   int64_t decode_rows = 0;
   double seconds = 0;  // since the model was there
+  // What the batch engine does; nullopt: the ordinary engine runs.
+  std::optional<serving::BatchReport> engine;
 
   [[nodiscard]] int64_t done() const { return completed + failed; }
 };

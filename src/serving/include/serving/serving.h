@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "base/env.h"
 #include "base/status.h"
@@ -23,6 +24,29 @@ struct ServingOptions {
   int32_t max_sequences = 64;  // in the arena, idle ones included
   // May be empty. Called on the engine's thread between iterations, several times a second: quick.
   std::function<void()> tick;
+};
+
+// What the batch engine does, so far.
+struct BatchReport {
+  policy::HybridMode mode = policy::HybridMode::kSearch;
+  // The fits that plans are made with: seconds over tokens of one layer, over rows with `forward`.
+  bool from_profile = false;  // of an earlier process
+  policy::LinearFit kv_gen, load_kv, load_act, forward;
+  double act_share = 0;  // of blocks, by the plan in force
+  int mini_batches = 0;  // of the last step
+  engine::HybridCacheUse cache;
+  int64_t steps = 0;
+  int64_t rows = 0;  // that they computed
+  double step_s = 0;
+  double wait_s = 0;          // of it, for blocks
+  double weights_wait_s = 0;  // for weights
+  uint64_t read_bytes = 0;    // of blocks
+  // Sums over the steps in which every sequence had one row.
+  int64_t decode_steps = 0;
+  double decode_step_s = 0;
+  double predicted_step_s = 0;
+  double link_idle = 0;  // shares of each step
+  double compute_idle = 0;
 };
 
 class Serving {
@@ -51,6 +75,8 @@ class Serving {
   [[nodiscard]] virtual int64_t context() const = 0;  // most rows of one sequence
   // Read from disks for requests that waited.
   [[nodiscard]] virtual uint64_t bytes_read_ahead() const = 0;
+  // nullopt: the ordinary engine runs.
+  [[nodiscard]] virtual std::optional<BatchReport> batch_report() const = 0;
 
   // Accepts nothing more, waits up to grace_ns for what runs, cuts off the rest. Nothing computes
   // afterwards; the runtime is still open.

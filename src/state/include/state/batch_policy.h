@@ -44,6 +44,8 @@ struct BatchPolicyOptions {
   int64_t buffer_tokens = 0;  // of the engine's buffers
   policy::HybridMode mode = policy::HybridMode::kSearch;
   double share = 0;  // with kFixedShare and kTokens
+  // That a plan may recompute: 0 for an engine that is made before its batch is known.
+  int32_t most_recomputed_layers = INT32_MAX;
 };
 
 // How a step compares with the model's expectation of the very mini-batches it ran.

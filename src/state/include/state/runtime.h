@@ -17,6 +17,7 @@
 #include "model/offload.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
+#include "state/batch_engine.h"
 #include "state/cost_profile.h"
 #include "state/restorer.h"
 #include "state/saver.h"
@@ -30,6 +31,7 @@ struct RuntimeOptions {
   model::Offload offload;      // which of them has which layers
   int n_threads = 0;           // 0: all cores
   engine::EngineOptions engine;
+  BatchEngineOptions batch;  // instead of `engine`
   model::WeightPlace weights = model::WeightPlace::kAuto;
   uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
   std::string state_dir;                // profiles, digests; created (0700)
@@ -103,7 +105,12 @@ class Runtime {
   // flush, then close the store. Errors of the store are reported here at the latest.
   virtual Status close() = 0;
 
+  // There is one engine or the other. Without the ordinary one nothing can be planned, and profile,
+  // save plan and costs are empty.
   [[nodiscard]] virtual engine::Engine& engine() = 0;
+  [[nodiscard]] virtual OpenBatchEngine* batch() = 0;  // nullptr: the ordinary engine runs
+  // Of the engine that there is; any thread.
+  [[nodiscard]] virtual engine::WeightStats weight_stats() const = 0;
   [[nodiscard]] virtual const model::Model& model() const = 0;
   [[nodiscard]] virtual store::Store* store() = 0;  // nullptr without one
   [[nodiscard]] virtual Saver* saver() = 0;         // nullptr without one

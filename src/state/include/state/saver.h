@@ -42,9 +42,10 @@ struct SaverStats {
 // engine's thread; stats() may be called from any.
 class Saver : public engine::CaptureSink {
  public:
-  // `store` and `env` must outlive the saver.
+  // Of rows that this model's engine computes, with K and V of this type. `store` and `env` must
+  // outlive the saver.
   static Result<std::unique_ptr<Saver>> create(Env& env, store::Store& store,
-                                               const engine::Engine& engine,
+                                               const model::Model& model, ggml_type kv_type,
                                                const SaverOptions& options);
   ~Saver() override = default;
 
