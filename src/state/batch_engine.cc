@@ -118,10 +118,13 @@ Result<MeasuredBatchCosts> measure(const model::Model& model, const engine::Hybr
         fmt::format("the batch engine's buffers of {} tokens are too small; they take 256 at least",
                     options.buffer_tokens));
   }
+  // What is loaded comes from disk, where there is one: the samples' blocks all lie there.
+  engine::HybridOptions sampled = options;
+  if (sampled.disk_bytes > 0) sampled.device_bytes = sampled.host_bytes = 0;
   Result<MeasuredBatchCosts> measured = internal_error("nothing was measured");
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     if (progress && !progress("measuring what a batch takes", 0)) return cancelled("interrupted");
-    measured = measure_batch_costs(model, options, sizes);
+    measured = measure_batch_costs(model, sampled, sizes);
     if (measured.ok() || measured.status().code() != Code::kInvalidArgument) break;
   }
   return measured;

@@ -20,7 +20,8 @@ using engine::HybridEngine;
 using policy::LinearFit;
 using policy::SizedTime;
 
-constexpr int kSampledSteps = 3;  // that are timed of each batch, behind one that is not
+constexpr double kMinObservedLoads = 0.05;  // of a step
+constexpr int kSampledSteps = 3;            // that are timed of each batch, behind one that is not
 
 // The median of each size's times: one sample may have been interrupted.
 std::vector<SizedTime> medians(const std::vector<SizedTime>& samples) {
@@ -116,11 +117,10 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
     }
   }
   const engine::WeightStats weights = engine->weights().stats();
-  if (load_weights_s != nullptr && weights.layers > 0) {
-    // Layers that stay on the device take no time.
-    const double streamed =
-        static_cast<double>(model.streamed()->layers.size()) / static_cast<double>(n_layer);
-    *load_weights_s = weights.read_s / static_cast<double>(weights.layers) * streamed;
+  if (load_weights_s != nullptr && weights.bytes > 0) {
+    // The mean of all layers: those that stay on the device take no time.
+    *load_weights_s = weights.read_s / static_cast<double>(weights.bytes) *
+                      static_cast<double>(model.streamed()->n_bytes()) / n_layer;
   }
   return samples;
 }
@@ -330,7 +330,10 @@ StepComparison BatchPolicy::observe(const engine::StepTimes& times) {
   }
   const policy::StepTimes predicted = policy::following_step_times(step);
   if (times.decode_only) {
-    policy::observe(scales_.link, link_s / scales_.link, observed_link_s);
+    // Loads that are a small part of a step say little of the link, which weights come over too.
+    if (link_s > kMinObservedLoads * times.total_s) {
+      policy::observe(scales_.link, link_s / scales_.link, observed_link_s);
+    }
     policy::observe(scales_.kv_gen, gen_s / scales_.kv_gen, observed_gen_s);
     policy::observe(scales_.forward, forward_s / scales_.forward, observed_forward_s);
   }
