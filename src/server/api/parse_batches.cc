@@ -80,14 +80,15 @@ void create_batch_fields(Fields& f, CreateBatch* batch) {
 }
 
 void message_batch_fields(Fields& f, std::string* lines) {
-  const Json schema = {{"type", "array"},
-                       {"minItems", 1},
-                       {"items",
-                        {{"type", "object"},
-                         {"properties",
-                          {{"custom_id", {{"type", "string"}}},
-                           {"params", {{"type", "object"}, {"description", "A MessagesRequest."}}}}},
-                         {"required", {"custom_id", "params"}}}}};
+  const Json schema = {
+      {"type", "array"},
+      {"minItems", 1},
+      {"items",
+       {{"type", "object"},
+        {"properties",
+         {{"custom_id", {{"type", "string"}}},
+          {"params", {{"type", "object"}, {"description", "A MessagesRequest."}}}}},
+        {"required", {"custom_id", "params"}}}}};
   f.required().value("requests", schema, "Each with an id of its own and the body of a request.",
                      [&](const Json& value, const std::string& path) {
                        return read_requests(value, path, lines);
