@@ -59,11 +59,10 @@ Result<StoredFile> upload(Batches& batches, const std::string& content,
 
 Result<StoredBatch> create(Batches& batches, const std::string& file_id,
                            const std::string& owner = "o") {
-  NewBatch batch;
-  batch.owner = owner;
+  api::CreateBatch batch;
   batch.input_file_id = file_id;
   batch.endpoint = "/v1/chat/completions";
-  return batches.create(batch);
+  return batches.create(owner, batch);
 }
 
 StoredBatch wait_for_end(Batches& batches, const std::string& id, const std::string& owner = "o") {

@@ -175,29 +175,13 @@ Status BatchStore::load() {
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(folder(kBatches)));
   HCACHE_ASSIGN_OR_RETURN(lock_, env_.lock_file(join_path(dir_, "lock")));
   MutexLock lock(mutex_);
-  const auto load_files = [this](const std::string& id, const Json& json) -> Status {
-    mutex_.assert_held();
-    StoredFile file;
-    HCACHE_RETURN_IF_ERROR(read_members(json, &file));
-    if (file.id != id) return data_loss("it is another file's");
-    files_[id] = std::move(file);
-    return {};
-  };
-  HCACHE_RETURN_IF_ERROR(load_folder(folder(kFiles), load_files));
-  const auto load_batches = [this](const std::string& id, const Json& json) -> Status {
-    mutex_.assert_held();
-    StoredBatch batch;
-    HCACHE_RETURN_IF_ERROR(read_members(json, &batch));
-    if (batch.id != id) return data_loss("it is another batch's");
-    batches_[id] = std::move(batch);
-    return {};
-  };
-  HCACHE_RETURN_IF_ERROR(load_folder(folder(kBatches), load_batches));
+  HCACHE_RETURN_IF_ERROR(load_folder(folder(kFiles), &files_));
+  HCACHE_RETURN_IF_ERROR(load_folder(folder(kBatches), &batches_));
   return remove_orphans();
 }
 
-Status BatchStore::load_folder(const std::string& folder,
-                               const std::function<Status(const std::string&, const Json&)>& take) {
+template <typename Record>
+Status BatchStore::load_folder(const std::string& folder, std::map<std::string, Record>* records) {
   HCACHE_ASSIGN_OR_RETURN(const std::vector<std::string> names, env_.list_dir(folder));
   for (const std::string& name : names) {
     if (!name.ends_with(kJson)) continue;
@@ -206,8 +190,16 @@ Status BatchStore::load_folder(const std::string& folder,
     const Result<Json> json = api::parse_body(text);
     Status status = json.status();
     const std::string id = name.substr(0, name.size() - kJson.size());
-    if (status.ok()) status = json->is_object() ? take(id, *json) : data_loss("it is no object");
-    if (!status.ok()) log::warn("{} is left alone: {}", path, status.message());
+    Record record;
+    if (status.ok()) {
+      status = json->is_object() ? read_members(*json, &record) : data_loss("it is no object");
+    }
+    if (status.ok() && record.id != id) status = data_loss("it is that of another id");
+    if (status.ok()) {
+      (*records)[id] = std::move(record);
+    } else {
+      log::warn("{} is left alone: {}", path, status.message());
+    }
   }
   return {};
 }

@@ -145,9 +145,10 @@ class BatchStore {
   BatchStore(Env& env, std::string dir, uint64_t quota_bytes)
       : env_(env), dir_(std::move(dir)), quota_bytes_(quota_bytes) {}
   Status load() HCACHE_EXCLUDES(mutex_);
-  // `take` gets the id that the file's name says, and the content.
-  Status load_folder(const std::string& folder,
-                     const std::function<Status(const std::string&, const api::Json&)>& take);
+  // Reads a folder's records, by the ids that their files' names say.
+  template <typename Record>
+  Status load_folder(const std::string& folder, std::map<std::string, Record>* records)
+      HCACHE_REQUIRES(mutex_);
   Status remove_orphans() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] Status check_quota(uint64_t more) const;
   Status write_content(const std::string& id, std::string_view content) const;

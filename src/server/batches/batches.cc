@@ -63,8 +63,25 @@ void Batches::stop() {
 
 // ---- Clients ------------------------------------------------------------------------------------
 
-Result<StoredBatch> Batches::create(const NewBatch& asked) {
-  HCACHE_ASSIGN_OR_RETURN(const StoredFile file, store_->file(asked.owner, asked.input_file_id));
+StoredBatch Batches::new_batch(std::string_view id_prefix, const std::string& owner,
+                               const api::CreateBatch& asked) const {
+  StoredBatch batch;
+  batch.id = store_->new_id(id_prefix);
+  batch.owner = owner;
+  batch.input_file_id = asked.input_file_id;
+  batch.output_file_id = store_->new_id("file-");
+  batch.error_file_id = store_->new_id("file-");
+  batch.endpoint = asked.endpoint;
+  batch.window = asked.window;
+  batch.created_ns = env_.wall_ns();
+  batch.expires_ns = batch.created_ns + asked.window_ns;
+  batch.output_ttl_ns = asked.output_ttl_ns;
+  batch.metadata = asked.metadata;
+  return batch;
+}
+
+Result<StoredBatch> Batches::create(const std::string& owner, const api::CreateBatch& asked) {
+  HCACHE_ASSIGN_OR_RETURN(const StoredFile file, store_->file(owner, asked.input_file_id));
   if (file.purpose != kBatchPurpose) {
     return invalid_argument(fmt::format(
         "input_file_id: file '{}' has the purpose '{}', expected batch", file.id, file.purpose));
@@ -75,18 +92,7 @@ Result<StoredBatch> Batches::create(const NewBatch& asked) {
                     "/v1/completions, /v1/responses, /v1/messages",
                     asked.endpoint));
   }
-  StoredBatch batch;
-  batch.id = store_->new_id("batch_");
-  batch.owner = asked.owner;
-  batch.input_file_id = asked.input_file_id;
-  batch.output_file_id = store_->new_id("file-");
-  batch.error_file_id = store_->new_id("file-");
-  batch.endpoint = asked.endpoint;
-  batch.window = asked.window;
-  batch.created_ns = env_.wall_ns();
-  batch.expires_ns = batch.created_ns + asked.window_ns;
-  batch.output_ttl_ns = asked.output_ttl_ns;
-  batch.metadata = asked.metadata;
+  const StoredBatch batch = new_batch("batch_", owner, asked);
   HCACHE_RETURN_IF_ERROR(store_->add_batch(batch));
   driver_.wake();
   return batch;
@@ -112,18 +118,11 @@ Result<StoredBatch> Batches::create_messages(const std::string& owner, std::stri
     return refuse(
         invalid_argument(fmt::format("requests[{}]: {}", line.number - 1, line.status.message())));
   }
-  StoredBatch batch;
-  batch.id = store_->new_id("msgbatch_");
-  batch.owner = owner;
+  api::CreateBatch asked;  // with the usual window
+  asked.input_file_id = file.id;
+  asked.endpoint = kMessagesUrl;
+  StoredBatch batch = new_batch("msgbatch_", owner, asked);
   batch.anthropic = true;
-  batch.input_file_id = file.id;
-  batch.output_file_id = store_->new_id("file-");
-  batch.error_file_id = store_->new_id("file-");
-  batch.endpoint = kMessagesUrl;
-  const NewBatch defaults;
-  batch.window = defaults.window;
-  batch.created_ns = env_.wall_ns();
-  batch.expires_ns = batch.created_ns + defaults.window_ns;
   batch.counts.total = static_cast<int64_t>(input->lines().size());
   if (const Status added = store_->add_batch(batch); !added.ok()) return refuse(added);
   driver_.wake();

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "api/request.h"
 #include "base/env.h"
 #include "base/status.h"
 #include "batch_run.h"
@@ -29,17 +30,6 @@ struct BatchesOptions {
   uint64_t quota_bytes = 0;  // of all files; 0: no limit
   int64_t ttl_ns = 0;        // ended batches and files go so long after; 0: never
   int64_t in_flight = 1;     // requests of all batches together
-};
-
-// What a client asks for.
-struct NewBatch {
-  std::string owner;
-  std::string input_file_id;
-  std::string endpoint;
-  std::string window = "24h";
-  int64_t window_ns = 24LL * 3600 * 1'000'000'000;
-  int64_t output_ttl_ns = 0;  // 0: as long as the batch
-  api::Json metadata;         // null, or an object of texts
 };
 
 struct BatchesStat {
@@ -75,7 +65,7 @@ class Batches {
 
   // OpenAI's. kNotFound: no such file. kInvalidArgument: it is not for batches, or no batch runs at
   // that endpoint.
-  Result<StoredBatch> create(const NewBatch& batch);
+  Result<StoredBatch> create(const std::string& owner, const api::CreateBatch& asked);
   // Anthropic's: `lines` is a request a line, with custom_id and params. kInvalidArgument names the
   // first that is wrong.
   Result<StoredBatch> create_messages(const std::string& owner, std::string_view lines);
@@ -100,6 +90,9 @@ class Batches {
         make_answerer_(std::move(make_answerer)),
         driver_(env, options.in_flight) {}
 
+  // One that is not kept yet.
+  [[nodiscard]] StoredBatch new_batch(std::string_view id_prefix, const std::string& owner,
+                                      const api::CreateBatch& asked) const;
   void work();
   // Takes up batches that are not active yet, of each owner so many at a time.
   void take_up();

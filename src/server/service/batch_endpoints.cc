@@ -214,16 +214,9 @@ Status BatchEndpoints::send_content(const Call& call) {
 
 Result<Json> BatchEndpoints::create(const Call& call) {
   HCACHE_ASSIGN_OR_RETURN(Batches * batches, this->batches());
-  HCACHE_ASSIGN_OR_RETURN(api::CreateBatch asked, api::parse_create_batch(call.body));
-  NewBatch batch;
-  batch.owner = owner_of(service_, call.request);
-  batch.input_file_id = std::move(asked.input_file_id);
-  batch.endpoint = std::move(asked.endpoint);
-  batch.window = std::move(asked.window);
-  batch.window_ns = asked.window_ns;
-  batch.output_ttl_ns = asked.output_ttl_ns;
-  batch.metadata = std::move(asked.metadata);
-  HCACHE_ASSIGN_OR_RETURN(const StoredBatch created, batches->create(batch));
+  HCACHE_ASSIGN_OR_RETURN(const api::CreateBatch asked, api::parse_create_batch(call.body));
+  HCACHE_ASSIGN_OR_RETURN(const StoredBatch created,
+                          batches->create(owner_of(service_, call.request), asked));
   return batch_json(created);
 }
 
