@@ -106,11 +106,13 @@ void Core::admit() {
   }
 }
 
-// What is preempted comes behind `wanting` in the queue, whose place there stays.
+// What is preempted comes behind `wanting` in the queue, whose place there stays. One with a step
+// in flight is left until that has ended, which is before the next admission if it is the oldest.
 bool Core::clear_background(const Task& wanting, bool restores_only) {
   if (wanting.request.background || !inbox_.may_run(wanting)) return false;
   const auto victim = std::find_if(active_.rbegin(), active_.rend(), [&](const auto& task) {
-    return task->request.background && !task->ended() && (!restores_only || task->in_restore());
+    return task->request.background && !task->ended() && task->stepping == 0 &&
+           (!restores_only || task->in_restore());
   });
   if (victim == active_.rend()) return false;
   preempt(**victim);

@@ -75,7 +75,7 @@ class Core {
   // Whether one more may run; or load, which is all that it may do if it `loads_only`.
   [[nodiscard]] bool may_join(bool* loads_only) const;
   // A background request makes way for this one, if need be only one that is being restored. False:
-  // there is none, or this one is one itself or could not run.
+  // there is none without a step in flight, or this one is one itself or could not run.
   [[nodiscard]] bool clear_background(const Task& wanting, bool restores_only = false);
   void admitted(Task& task);
   [[nodiscard]] Admission try_admit(Task& task, bool loads_only);

@@ -34,6 +34,28 @@ TEST(SchedulerBackground, GivesUpItsPlaceAtOnce) {
   expect_right_answers(bench);
 }
 
+// Its sequence may not be left before; which of the two is in a step depends on when the other
+// comes.
+TEST(SchedulerBackground, GivesUpItsPlaceOnceItsStepInFlightHasEnded) {
+  for (const size_t n_tokens : {3U, 4U}) {
+    FakeOptions fake;
+    fake.in_flight = 2;
+    fake.saving = false;  // what gives way is released
+    Bench bench(fake, {.batch = {.max_step_tokens = 64, .max_sequences = 2}});
+    const Record& old = bench.submit(tokens(30, 1), 50, kBackground);
+    const Record& young = bench.submit(tokens(30, 2), 50, kBackground);
+    ASSERT_TRUE(
+        bench.run_until([&] { return old.answer.size() + young.answer.size() == n_tokens; }));
+    ASSERT_EQ(bench.executor.most_in_flight, 2U);
+    const Record& waited_for = bench.submit(tokens(30, 3), 5);
+    ASSERT_TRUE(bench.run_until([&] { return waited_for.ended == 1; }));
+    EXPECT_EQ(old.ended + young.ended, 0);
+    ASSERT_TRUE(bench.run_all());
+    EXPECT_EQ(old.outcome.preempted_at_s.size() + young.outcome.preempted_at_s.size(), 1U);
+    expect_right_answers(bench);
+  }
+}
+
 TEST(SchedulerBackground, WaitingRaisesItOverNobody) {
   Bench bench({}, {.batch = {.max_step_tokens = 64, .max_sequences = 1}, .aging_s = 0.05});
   bench.submit(tokens(10, 1), 5, [](Request& r) { r.priority = -5; });
