@@ -121,8 +121,9 @@ TEST_P(HybridBits, TokensRecomputedThroughAllLayers) {
     tokens.host_bytes = 0;
     tokens.disk_bytes = kPlenty;
     tokens.decisions.next_kind = [share](const BlockQuestion& asked) {
-      const auto n = static_cast<double>(asked.prompt_tokens / kBlockTokens);
-      if (static_cast<double>(asked.n_recomputed) < share * n) return BlockKind::kTokens;
+      const int64_t n_blocks = asked.prompt_tokens / kBlockTokens;
+      const double wanted = share * static_cast<double>(n_blocks);
+      if (static_cast<double>(asked.n_recomputed) < wanted) return BlockKind::kTokens;
       return asked.n_act < asked.n_kv ? BlockKind::kAct : BlockKind::kKv;
     };
     expect_same(tokens, "share " + std::to_string(share));

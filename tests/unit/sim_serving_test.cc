@@ -139,7 +139,7 @@ TEST(Serving, ConversationsThatStayAreNotRestored) {
 TEST(Serving, AnArenaForOneMakesTheOthersReturnFromTheirTier) {
   ServingSetup setup = setup_of(ServingMethod::kKv);
   setup.arena_tokens = 3000;
-  setup.tiers = {{"dram", 0, 25e9, policy::EvictPolicy::kLru}};
+  setup.tiers = {{"dram", 0, 25e9, {policy::EvictPolicy::kLru}}};
   LoadOptions options;
   options.sessions = 20;
   options.rate = 1;
@@ -160,7 +160,7 @@ TEST(Serving, AnArenaForOneMakesTheOthersReturnFromTheirTier) {
 TEST(Serving, ALimitedTierForgets) {
   ServingSetup setup = setup_of(ServingMethod::kKv);
   setup.keep_resident = false;
-  setup.tiers = {{"disk", 2e9, 25e9, policy::EvictPolicy::kLru}};  // about 4,000 tokens
+  setup.tiers = {{"disk", 2e9, 25e9, {policy::EvictPolicy::kLru}}};  // about 4,000 tokens
   const ServingReport report = run(setup, conversations(40, 1));
   EXPECT_GT(report.tiers[0].evictions, 0U);
   EXPECT_EQ(report.requests.size(), 160U);
@@ -176,7 +176,7 @@ TEST(Serving, ReadingAheadFindsInMemoryWhatWouldLieOnTheDisk) {
     setup.scheduler.batch.max_sequences = 4;
     const bool ahead = policy == policy::FetchPolicy::kSchedulerAware;
     const auto evict = ahead ? policy::EvictPolicy::kSchedulerAware : policy::EvictPolicy::kLru;
-    setup.tiers = {{"dram", 10e9, 25e9, evict}, {"disk", 0, 5e9, evict}};
+    setup.tiers = {{"dram", 10e9, 25e9, {evict}}, {"disk", 0, 5e9, {evict}}};
     setup.scheduler.fetch = policy;
     const ServingReport report = run(setup, load);
     EXPECT_EQ(report.requests.size(), 320U);
@@ -298,7 +298,7 @@ TEST(Serving, RefusesWhatCannotBe) {
   setup.hardware.model = policy::find_model("opt-30b").value();  // 60 GB on a device of 40
   EXPECT_THAT(simulate_serving(setup, {}).status().message(), HasSubstr("no memory for KV"));
   setup = setup_of(ServingMethod::kPlan);
-  setup.tiers = {{"disk", 0, 0, policy::EvictPolicy::kLru}};
+  setup.tiers = {{"disk", 0, 0, {policy::EvictPolicy::kLru}}};
   EXPECT_THAT(simulate_serving(setup, {}).status().message(), HasSubstr("disk: read_bytes_per_s"));
   setup.tiers = {};
   setup.context = 100;
