@@ -22,6 +22,8 @@ using policy::SizedTime;
 
 constexpr double kMinObservedLoads = 0.05;  // of a step
 constexpr int kSampledSteps = 3;            // that are timed of each batch, behind one that is not
+// Of generation, which the ratio hangs on: over some seconds of a machine whose speed wavers.
+constexpr int kGeneratingSteps = 12;
 
 // The median of each size's times: one sample may have been interrupted.
 std::vector<SizedTime> medians(const std::vector<SizedTime>& samples) {
@@ -62,6 +64,7 @@ struct SampledBatch {
   std::vector<int64_t> contexts;
   int group = 1;
   BlockKind kind = BlockKind::kKv;
+  int steps = kSampledSteps;
 };
 
 Result<std::vector<BatchSample>> sample(const model::Model& model, engine::HybridOptions options,
@@ -100,10 +103,10 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
     for (int32_t& t : prompt) {
       t = static_cast<int32_t>(random() % static_cast<uint64_t>(model.hparams().n_vocab));
     }
-    HCACHE_RETURN_IF_ERROR(engine->add(prompt, n + kSampledSteps + 1).status());
+    HCACHE_RETURN_IF_ERROR(engine->add(prompt, n + batch.steps + 1).status());
   }
   std::vector<BatchSample> samples;
-  for (int decoded = -1; decoded < kSampledSteps;) {
+  for (int decoded = -1; decoded < batch.steps;) {
     HCACHE_ASSIGN_OR_RETURN(const engine::HybridStep step, engine->step());
     if (step.rows.size() < batch.contexts.size()) {
       return invalid_argument("the sampled contexts are more than a step's rows");
@@ -113,7 +116,7 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
       samples.insert(samples.end(), step.times.samples.begin(), step.times.samples.end());
     }
     for (const engine::RequestLogits& row : step.rows) {
-      if (decoded < kSampledSteps) HCACHE_RETURN_IF_ERROR(engine->append(row.id, 0));
+      if (decoded < batch.steps) HCACHE_RETURN_IF_ERROR(engine->append(row.id, 0));
     }
   }
   const engine::WeightStats weights = engine->weights().stats();
@@ -184,7 +187,8 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
   if (measured.sizes.act_bytes > 0) {
     HCACHE_ASSIGN_OR_RETURN(
         const auto act,
-        sample(model, sampled, {.contexts = sizes, .group = 1, .kind = BlockKind::kAct},
+        sample(model, sampled,
+               {.contexts = sizes, .group = 1, .kind = BlockKind::kAct, .steps = kGeneratingSteps},
                &measured.sizes));
     measured.kv_gen = points(act, &BatchSample::act_tokens, &BatchSample::generate_s);
     measured.load_act = points(act, &BatchSample::read_act_tokens, &BatchSample::load_act_s);
