@@ -66,6 +66,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   if (args.kv_type == "q8_0") o.engine.kv_type = GGML_TYPE_Q8_0;
   HCACHE_ASSIGN_OR_RETURN(o.weights, model::parse_weight_place(args.weights));
   o.device_memory = args.device_memory;
+  o.gpu_direct = args.gpu_direct;
   if (args.attention == "ours") o.engine.attention = engine::AttentionKind::kOurs;
   if (args.attention == "ggml") o.engine.attention = engine::AttentionKind::kGgml;
   o.state_dir = args.state.state_dir;
@@ -96,6 +97,12 @@ namespace {
 Result<state::RuntimeOptions> opened_options(const RuntimeArgs& args, ThrottledEnv& env,
                                              ProgressLine& line) {
   HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.link));
+  if (args.gpu_direct && args.no_store) {
+    return invalid_argument("--gpu-direct reads saved state, and with --no-store there is none");
+  }
+  if (args.gpu_direct && (link.paper || link.rate > 0)) {
+    return invalid_argument("--link slows reads by the system, and --gpu-direct has none of these");
+  }
   HCACHE_ASSIGN_OR_RETURN(state::RuntimeOptions options, runtime_options(args));
   options.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);

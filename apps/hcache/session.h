@@ -68,6 +68,10 @@ struct RuntimeArgs : Options {
              "what goes to --remote: all that is saved, what --quota evicts from the disks, "
              "nothing",
              {.needs = "--remote"});
+  bool gpu_direct =
+      flag(&gpu_direct, "--gpu-direct",
+           "read saved state from the disks straight into the GPU's memory (NVIDIA GPUDirect "
+           "Storage, one CUDA device)");
   bool no_store = flag(&no_store, "--no-store",
                        "neither save nor restore; the conversation ends with the process");
   bool no_save = flag(&no_save, "--no-save",

@@ -1,7 +1,9 @@
-// IoQueue over a few threads with blocking transfers, where there is no io_uring.
+// IoQueue over a few threads with blocking transfers, where there is no io_uring or what reads is
+// not the system.
 #include <algorithm>
 #include <deque>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -14,7 +16,7 @@ constexpr std::size_t kThreads = 4;
 
 class ThreadQueue final : public IoQueue {
  public:
-  explicit ThreadQueue(std::size_t depth) : depth_(depth) {
+  ThreadQueue(std::size_t depth, ReadFunction read) : depth_(depth), read_(std::move(read)) {
     const std::size_t n = std::min(depth_, kThreads);
     for (std::size_t i = 0; i < n; ++i) threads_.emplace_back([this] { work(); });
   }
@@ -61,7 +63,7 @@ class ThreadQueue final : public IoQueue {
       IoCompletion done;
       done.tag = request.tag;
       if (request.op == IoOp::kRead) {
-        auto got = request.file->read_at(request.offset, request.buffer);
+        auto got = read_ ? read_(request) : request.file->read_at(request.offset, request.buffer);
         done.status = got.status();
         if (got.ok()) done.bytes = *got;
       } else {
@@ -75,6 +77,7 @@ class ThreadQueue final : public IoQueue {
   }
 
   const std::size_t depth_;
+  const ReadFunction read_;
   std::size_t in_flight_ = 0;  // only the owner's thread counts
   Mutex mutex_;
   CondVar wake_;
@@ -87,8 +90,8 @@ class ThreadQueue final : public IoQueue {
 
 }  // namespace
 
-std::unique_ptr<IoQueue> new_thread_queue(std::size_t depth) {
-  return std::make_unique<ThreadQueue>(depth == 0 ? 1 : depth);
+std::unique_ptr<IoQueue> new_thread_queue(std::size_t depth, ReadFunction read) {
+  return std::make_unique<ThreadQueue>(depth == 0 ? 1 : depth, std::move(read));
 }
 
 }  // namespace hcache

@@ -40,6 +40,5 @@ class PosixFile : public File {
 
 // Null where the kernel has no io_uring or forbids it.
 [[nodiscard]] std::unique_ptr<IoQueue> new_uring_queue(std::size_t depth);
-[[nodiscard]] std::unique_ptr<IoQueue> new_thread_queue(std::size_t depth);
 
 }  // namespace hcache

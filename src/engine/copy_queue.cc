@@ -100,13 +100,44 @@ class HostCopyQueue : public CopyQueue {
   Ticket done_ = 0;
 };
 
+// n_bytes of a tensor, for ggml's copies: its buffer and memory, as bytes.
+ggml_tensor bytes_of(const ggml_tensor* tensor, size_t offset, size_t n_bytes) {
+  ggml_tensor view{};
+  view.type = GGML_TYPE_I8;
+  view.ne[0] = static_cast<int64_t>(n_bytes);
+  view.nb[0] = 1;
+  for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+    view.ne[i] = 1;
+    view.nb[i] = n_bytes;
+  }
+  view.data = static_cast<std::byte*>(tensor->data) + offset;
+  view.buffer = tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
+  return view;
+}
+
+// Copies what the device has a copy of from there, behind what `backend` was given. False: it has
+// none.
+bool copy_from_mirror(const model::Device& device, ggml_backend_t backend, const ggml_tensor* dst,
+                      size_t offset, const void* src, size_t n_bytes) {
+  const auto place = device.mirrors().find(src, n_bytes);
+  if (!place) return false;
+  const ggml_tensor from = bytes_of(place->tensor, place->offset, n_bytes);
+  ggml_tensor to = bytes_of(dst, offset, n_bytes);
+  ggml_backend_tensor_copy_async(backend, backend, &from, &to);
+  return true;
+}
+
 // Devices without events copy synchronously: a ticket is done when it is given out.
 class SynchronousCopyQueue : public CopyQueue {
  public:
   explicit SynchronousCopyQueue(model::Device& device) : device_(device) {}
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
-    ggml_backend_tensor_set(dst, src, offset, n_bytes);
+    if (copy_from_mirror(device_, device_.copy(), dst, offset, src, n_bytes)) {
+      ggml_backend_synchronize(device_.copy());
+    } else {
+      ggml_backend_tensor_set(dst, src, offset, n_bytes);
+    }
     return ++last_;
   }
   Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) override {
@@ -147,7 +178,9 @@ class EventCopyQueue : public CopyQueue {
   }
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
-    ggml_backend_tensor_set_async(device_.copy(), dst, src, offset, n_bytes);
+    if (!copy_from_mirror(device_, device_.copy(), dst, offset, src, n_bytes)) {
+      ggml_backend_tensor_set_async(device_.copy(), dst, src, offset, n_bytes);
+    }
     return record();
   }
   Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) override {

@@ -7,8 +7,10 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/direct_storage.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "device_ring.h"
 #include "planned_pages.h"
 #include "state/identity.h"
 
@@ -74,6 +76,7 @@ class RuntimeImpl : public Runtime {
   Status open_batch();
   Status open_saver();
   Status open_store();
+  Status open_direct_storage(store::StoreOptions* options);
   Status open_profile();
   Status measure_profile();
   Status choose_save_plan();
@@ -89,7 +92,8 @@ class RuntimeImpl : public Runtime {
   std::unique_ptr<model::Model> model_;
   std::unique_ptr<engine::Engine> engine_;  // or
   OpenBatchEngine batch_;
-  AlignedBuffer dram_;  // pinned; empty: the store maps its own
+  AlignedBuffer dram_;                             // pinned; empty: the store maps its own
+  std::unique_ptr<DirectStorage> direct_storage_;  // null: disks are read into host memory
   std::unique_ptr<store::Store> store_;
   std::unique_ptr<Saver> saver_;
   std::string digest_;
@@ -193,6 +197,29 @@ Status RuntimeImpl::open_batch() {
   return store_ && !options_.read_only_store ? open_saver() : Status();
 }
 
+// Rings are read into the device's memory; one for which it has none left is an ordinary one.
+Status RuntimeImpl::open_direct_storage(store::StoreOptions* options) {
+  const model::Device& device = model_->pinning_device();
+  const auto n_gpus = std::count_if(devices_.devices.begin(), devices_.devices.end(),
+                                    [](const auto& each) { return !each->is_cpu(); });
+  if (n_gpus != 1 || !device.name().starts_with("cuda:")) {
+    return invalid_argument(
+        fmt::format("--gpu-direct reads into the memory of one CUDA device, and this runs on {}; "
+                    "leave it out, or choose --device cuda:0",
+                    options_.device));
+  }
+  HCACHE_ASSIGN_OR_RETURN(direct_storage_, DirectStorage::open());
+  options->new_mirror =
+      [this,
+       device = &device](std::span<std::byte> ring) -> Result<std::unique_ptr<store::RingMirror>> {
+    auto mirror = DeviceRing::create(*direct_storage_, *device, ring);
+    if (mirror.ok()) return std::unique_ptr<store::RingMirror>(std::move(*mirror));
+    log::warn("a restore reads through host memory: {}", mirror.status().to_string());
+    return std::unique_ptr<store::RingMirror>();
+  };
+  return {};
+}
+
 Status RuntimeImpl::open_store() {
   store::StoreOptions options;
   options.dirs = options_.store_dirs;
@@ -217,6 +244,7 @@ Status RuntimeImpl::open_store() {
       return ring.size() > 0 ? std::move(ring) : AlignedBuffer(n_bytes);
     };
   }
+  if (options_.gpu_direct) HCACHE_RETURN_IF_ERROR(open_direct_storage(&options));
   options.remote = options_.remote;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));

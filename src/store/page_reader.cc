@@ -36,9 +36,19 @@ Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size
       return parts;
     }
   }
-  HCACHE_ASSIGN_OR_RETURN(auto queue, env.new_io_queue(depth));
-  return ReaderParts{new_ring_ ? new_ring_(ring_bytes) : AlignedBuffer(ring_bytes),
-                     std::move(queue)};
+  ReaderParts parts;
+  parts.ring = options_.new_ring ? options_.new_ring(ring_bytes) : AlignedBuffer(ring_bytes);
+  if (options_.new_mirror) {
+    HCACHE_ASSIGN_OR_RETURN(parts.mirror, options_.new_mirror(parts.ring.span()));
+  }
+  if (parts.mirror != nullptr) {
+    parts.queue = new_thread_queue(depth, [mirror = parts.mirror.get()](const IoRequest& request) {
+      return mirror->read(*request.file, request.offset, request.buffer);
+    });
+  } else {
+    HCACHE_ASSIGN_OR_RETURN(parts.queue, env.new_io_queue(depth));
+  }
+  return parts;
 }
 
 void ReaderPool::give_back(ReaderParts parts) {
@@ -381,6 +391,9 @@ std::uint64_t PageReaderImpl::read_again(const Request& request, Item* item) con
   if (!got.ok()) {
     item->job.status = got.status();
     return 0;
+  }
+  if (parts_.mirror != nullptr) {
+    item->job.status = parts_.mirror->update({ring_ + request.ring_at + from, *got});
   }
   if (from + *got < end) {
     item->job.status = data_loss(

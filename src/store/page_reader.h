@@ -67,9 +67,10 @@ class PageSource {
   virtual void count_checksum_failure() = 0;
 };
 
-// What a reader reads with: a ring and a queue.
+// What a reader reads with: a ring, its mirror if it has one, and a queue that fills both.
 struct ReaderParts {
   AlignedBuffer ring;
+  std::unique_ptr<RingMirror> mirror;
   std::unique_ptr<IoQueue> queue;
 };
 
@@ -78,9 +79,8 @@ struct ReaderParts {
 // stand between a request and its first token. Threading: any thread.
 class ReaderPool {
  public:
-  using NewRing = std::function<AlignedBuffer(std::size_t bytes)>;
-  // new_ring: StoreOptions'.
-  explicit ReaderPool(NewRing new_ring) : new_ring_(std::move(new_ring)) {}
+  // new_ring and new_mirror of the options, which outlive the pool.
+  explicit ReaderPool(const StoreOptions& options) : options_(options) {}
 
   // A ring of exactly `ring_bytes` and a queue of exactly `depth`.
   [[nodiscard]] Result<ReaderParts> take(Env& env, std::size_t ring_bytes, std::size_t depth)
@@ -91,7 +91,7 @@ class ReaderPool {
  private:
   static constexpr std::size_t kMaxIdle = 2;
 
-  const NewRing new_ring_;
+  const StoreOptions& options_;
   Mutex mutex_;
   std::vector<ReaderParts> idle_ HCACHE_GUARDED_BY(mutex_);
 };

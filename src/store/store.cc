@@ -125,7 +125,7 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
 StoreImpl::StoreImpl(Env& env, StoreOptions options, PageMemory memory)
     : env_(env),
       options_(std::move(options)),
-      readers_(options_.new_ring),
+      readers_(options_),
       cache_(env, options_.dram_bytes, options_.dram_policy, std::move(memory)) {}
 
 StoreImpl::~StoreImpl() {

@@ -44,6 +44,15 @@ class Cli(unittest.TestCase):
         self.assertIn("nothing to say", self.hcache("run", "-m", MODEL, code=2))
         self.hcache("run", "-m", "/nonexistent.gguf", "-p", "x", "--state-dir", self.state, code=3)
 
+    def test_reading_into_a_gpu_needs_one(self):
+        said = self.hcache("run", "-m", MODEL, "-p", "x", "--gpu-direct", "--device", "cpu",
+                           "--state-dir", self.state, code=2)
+        self.assertIn("--device cuda:0", said)
+        for other in (["--no-store"], ["--link", "19MB/s"]):
+            said = self.hcache("run", "-m", MODEL, "-p", "x", "--gpu-direct", *other,
+                               "--state-dir", self.state, code=2)
+            self.assertIn("--gpu-direct", said)
+
     def test_model_and_devices(self):
         info = json.loads(self.hcache("model", "info", MODEL, "--json"))
         self.assertTrue(info)

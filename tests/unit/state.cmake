@@ -1,3 +1,6 @@
 hcache_test(state_profile_test unit/state_profile_test.cc LIBS hcache_state)
 hcache_test(state_batch_policy_test unit/state_batch_policy_test.cc
   LIBS hcache_state hcache_model_tools)
+hcache_test(state_device_ring_test unit/state_device_ring_test.cc
+  LIBS hcache_state hcache_fake_cufile hcache_test_rpc)
+target_include_directories(state_device_ring_test PRIVATE ${CMAKE_SOURCE_DIR}/src/state)

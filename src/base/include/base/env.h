@@ -212,6 +212,11 @@ class Env {
 // touched.
 void prefer_huge_pages(std::span<std::byte> memory);
 
+// How a queue's threads read, in place of File::read_at; any thread.
+using ReadFunction = std::function<Result<std::size_t>(const IoRequest& request)>;
+// A queue over a few threads with blocking transfers. `read` empty: File::read_at.
+[[nodiscard]] std::unique_ptr<IoQueue> new_thread_queue(std::size_t depth, ReadFunction read = {});
+
 // Memory for direct I/O, aligned to kDirectAlignment. Its content starts undefined.
 class AlignedBuffer {
  public:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "model/host_mirrors.h"
 
 namespace hcache::model {
 
@@ -59,6 +60,8 @@ class Device {
   [[nodiscard]] ggml_backend_buffer_type_t host_buffer_type() const;
   // Whether that is another kind of memory than the system's own.
   [[nodiscard]] bool pins_host_memory() const;
+  // Host memory that this device has a copy of: uploads take that.
+  [[nodiscard]] HostMirrors& mirrors() const { return mirrors_; }
   // What the kernels of this device depend on, for the state fingerprint and the cost profile:
   // backend, device description, ggml version, CPU target.
   [[nodiscard]] std::string kernel_identity() const;
@@ -74,6 +77,7 @@ class Device {
   ggml_backend_t copy_ = nullptr;
   // Kept between graphs where ggml has no OpenMP and would start its threads for every graph.
   ggml_threadpool_t threadpool_ = nullptr;
+  mutable HostMirrors mirrors_;
 };
 
 }  // namespace hcache::model

@@ -41,6 +41,7 @@ struct RuntimeOptions {
   uint64_t dram_bytes = 0;              // saved state kept in host memory as well
   policy::TierPolicy evict;             // what leaves host memory and the disks when they are full
   std::string dram_place;               // where host memory lies: HostMemory::map()
+  bool gpu_direct = false;              // disks are read into the device's memory (DirectStorage)
   store::RemoteOptions remote;          // a store that other processes share
   bool use_store = true;                // false: nothing is saved or matched
   bool read_only_store = false;

@@ -178,6 +178,22 @@ struct ReaderOptions {
   double remote_timeout_s = 10;
 };
 
+// The same bytes as a reader's ring, in a device's memory: what is read from a disk is there too,
+// from where a device copies faster (DirectStorage). Threading: any, for parts that don't overlap.
+class RingMirror {
+ public:
+  RingMirror() = default;
+  RingMirror(const RingMirror&) = delete;
+  RingMirror& operator=(const RingMirror&) = delete;
+  virtual ~RingMirror() = default;
+
+  // As File::read_at, into a part of the ring and its mirror.
+  [[nodiscard]] virtual Result<std::size_t> read(File& file, std::uint64_t offset,
+                                                 std::span<std::byte> part) = 0;
+  // Others have written this part of the ring.
+  [[nodiscard]] virtual Status update(std::span<const std::byte> part) = 0;
+};
+
 struct PageRequest {
   ChunkRef chunk;
   std::uint16_t layer = 0;
@@ -406,6 +422,8 @@ struct StoreOptions {
   // Makes the memory of readers' rings, from any thread (pinned memory of a device, say). Empty:
   // ordinary memory.
   std::function<AlignedBuffer(std::size_t bytes)> new_ring;
+  // Makes a ring's mirror, from any thread; null: this ring has none. Empty: no ring has one.
+  std::function<Result<std::unique_ptr<RingMirror>>(std::span<std::byte> ring)> new_mirror;
   RemoteOptions remote;
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
