@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "pipeline.h"
 #include "policy/restore_plan.h"
 
 namespace hcache::policy {
@@ -91,6 +92,17 @@ Status validate(const RestoreCosts& costs) {
     }
     HCACHE_RETURN_IF_ERROR(check_time(layer.upload_bytes_per_s, "upload_bytes_per_s"));
   }
+  if (!costs.device_layers.empty()) {
+    int64_t layers = 0;
+    for (const int32_t n : costs.device_layers) {
+      if (n < 1) return invalid_argument(fmt::format("costs: a device of {} layers", n));
+      layers += n;
+    }
+    if (layers != costs.n_layer) {
+      return invalid_argument(
+          fmt::format("costs: devices of {} layers, a model of {}", layers, costs.n_layer));
+    }
+  }
   const LinkCosts& link = costs.link;
   if (!(link.bytes_per_s > 0)) {
     return invalid_argument(fmt::format("costs: link of {} bytes/s", link.bytes_per_s));
@@ -105,6 +117,38 @@ Status validate(const RestoreCosts& costs) {
   if (costs.ring_bytes < 0) return invalid_argument("costs: ring_bytes is negative");
   if (!(costs.compute_share > 0 && costs.compute_share <= 1)) {
     return invalid_argument(fmt::format("costs: compute_share is {}", costs.compute_share));
+  }
+  return {};
+}
+
+Status validate(const RestoreRequest& request, int32_t n_layer) {
+  if (request.new_tokens < 0) {
+    return invalid_argument(fmt::format("restore: {} new tokens", request.new_tokens));
+  }
+  if (request.token_rounding < 1) {
+    return invalid_argument(fmt::format("restore: token rounding {}", request.token_rounding));
+  }
+  for (size_t k = 0; k < request.available.runs.size(); ++k) {
+    const AvailableRun& run = request.available.runs[k];
+    if (run.tokens < 1) {
+      return invalid_argument(fmt::format("availability: run {} has {} tokens", k, run.tokens));
+    }
+    if (run.layers.size() != static_cast<size_t>(n_layer)) {
+      return invalid_argument(
+          fmt::format("availability: run {} has {} of {} layers", k, run.layers.size(), n_layer));
+    }
+    if (!run.slowness.empty() && run.slowness.size() != run.layers.size()) {
+      return invalid_argument(fmt::format("availability: run {} has the speed of {} of {} layers",
+                                          k, run.slowness.size(), n_layer));
+    }
+    for (const double slowness : run.slowness) {
+      if (!(slowness >= 0) || !std::isfinite(slowness)) {
+        return invalid_argument(fmt::format("availability: slowness {}", slowness));
+      }
+    }
+    for (Encoding e : run.layers) {
+      if (e > kHasBoth) return invalid_argument(fmt::format("availability: bits {:#x}", e));
+    }
   }
   return {};
 }

@@ -14,6 +14,20 @@ double sum_layers(const RestoreCosts& costs, Seconds seconds) {
   return sum;
 }
 
+// Of the device's layers that take longest, where several compute at once.
+template <typename Seconds>
+double slowest_device(const RestoreCosts& costs, Seconds seconds) {
+  if (costs.device_layers.size() <= 1) return sum_layers(costs, seconds);
+  double slowest = 0;
+  int32_t l = 0;
+  for (const int32_t n : costs.device_layers) {
+    double sum = 0;
+    for (const int32_t end = l + n; l < end; ++l) sum += seconds(costs.layer(l));
+    slowest = std::max(slowest, sum);
+  }
+  return slowest;
+}
+
 }  // namespace
 
 SavedRows saved_rows(const SavePlan& plan, int64_t first, int64_t rows) {
@@ -43,7 +57,7 @@ double restore_rows_s(const RestoreCosts& costs, const SavedRows& saved, double 
   const double read_s = bytes_per_s > 0 ? saved.bytes / bytes_per_s : 0;
   const double share = static_cast<double>(saved.rows) / static_cast<double>(costs.slice_rows);
   const double layers = costs.n_layer;
-  const double compute_s = share * sum_layers(costs, [&](const LayerCosts& layer) {
+  const double compute_s = share * slowest_device(costs, [&](const LayerCosts& layer) {
                              return (saved.projected * layer.project.at(costs.slice_rows) +
                                      saved.copied * layer.load_kv.at(costs.slice_rows)) /
                                     layers;

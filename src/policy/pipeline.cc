@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
+
+#include "policy/read_order.h"
 
 namespace hcache::policy {
 
@@ -47,12 +50,19 @@ SliceGroup make_group(const RestoreCosts& costs, const LayerCosts& layer, Method
         slowness > 0 ? link.bytes_per_s / slowness : std::numeric_limits<double>::infinity();
     link.request_s *= slowness;
   }
+  const double upload_s =
+      link.upload_bytes_per_s > 0 ? static_cast<double>(g.bytes) / link.upload_bytes_per_s : 0;
+  const bool own_links = costs.device_layers.size() > 1;
+  if (own_links) {
+    link.upload_bytes_per_s = 0;
+    g.upload = upload_s;
+  }
   g.io = link_s(link, g.bytes);
-  if (link.upload_bytes_per_s > 0 && g.bytes > 0) {
+  if (!own_links && upload_s > 0) {
     // Read and upload overlap across slices: the slower one is `io`, the faster one delays.
     LinkCosts read = link;
     read.upload_bytes_per_s = 0;
-    g.lag = std::min(link_s(read, g.bytes), static_cast<double>(g.bytes) / link.upload_bytes_per_s);
+    g.lag = std::min(link_s(read, g.bytes), upload_s);
   }
   g.compute =
       (method == Method::kHidden ? layer.project : layer.load_kv).at(rows) / costs.compute_share;
@@ -150,83 +160,203 @@ void Ring::hold(int64_t bytes, double until) {
   held_bytes_ += bytes;
 }
 
-SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, PipelineState* state) {
+SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, double* link_free,
+                            DeviceState* device) {
   SliceTimes t;
-  t.read_begin = ring->wait_for_room(g.bytes, state->io);
-  state->io = t.read_begin + g.io;
-  t.usable = state->io + g.lag;
-  t.compute_begin = std::max(state->compute, t.usable);
-  state->compute = t.compute_begin + g.compute;
+  t.read_begin = ring->wait_for_room(g.bytes, *link_free);
+  *link_free = t.read_begin + g.io;
+  t.usable = *link_free + g.lag;
+  if (g.upload > 0) {
+    device->upload = std::max(device->upload, *link_free) + g.upload;
+    t.usable = device->upload;
+  }
+  t.compute_begin = std::max(device->compute, t.usable);
+  device->compute = t.compute_begin + g.compute;
   // What takes no compute is consumed as it arrives.
-  ring->hold(g.bytes, g.compute > 0 ? state->compute : t.usable);
+  ring->hold(g.bytes, g.compute > 0 ? device->compute : t.usable);
   return t;
 }
+
+std::vector<std::pair<int32_t, int32_t>> device_ranges(const RestoreCosts& costs) {
+  if (costs.device_layers.empty()) return {{0, costs.n_layer}};
+  std::vector<std::pair<int32_t, int32_t>> ranges;
+  int32_t begin = 0;
+  for (const int32_t n : costs.device_layers) {
+    ranges.emplace_back(begin, begin + n);
+    begin += n;
+  }
+  return ranges;
+}
+
+namespace {
+
+// A plan on its way through the link and the devices.
+class Simulation {
+ public:
+  Simulation(const RestoreCosts& costs, const Plan& plan)
+      : costs_(costs),
+        plan_(plan),
+        rows_(plan.restored_tokens),
+        ring_(costs.ring_bytes),
+        link_free_(costs.link.start_s),
+        groups_(static_cast<size_t>(plan.n_layer)),
+        restored_(static_cast<size_t>(plan.n_layer), rows_ == 0) {
+    timeline_.layers.resize(static_cast<size_t>(plan.n_layer));
+    for (const auto& [begin, end] : device_ranges(costs)) lanes_.push_back({begin, end});
+  }
+
+  Timeline run() {
+    follow();
+    if (rows_ > 0) {
+      for (int32_t l = 0; l < plan_.recompute_layers; ++l) recompute(l);
+      restore();
+    }
+    prefill_the_rest();
+    return std::move(timeline_);
+  }
+
+ private:
+  // A device's layers, and the slice of them that comes next.
+  struct Lane {
+    int32_t begin = 0;
+    int32_t end = 0;
+    DeviceState device = {};
+    int32_t layer = 0;
+    size_t group = 0;
+    int64_t slice = 0;
+  };
+
+  [[nodiscard]] Lane& lane_of(int32_t l) {
+    return *std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& x) { return l < x.end; });
+  }
+  [[nodiscard]] LayerTimes& times(int32_t l) { return timeline_.layers[static_cast<size_t>(l)]; }
+
+  void recompute(int32_t l) {
+    Lane& lane = lane_of(l);
+    Prediction& total = timeline_.total;
+    const double seconds = recompute_layer_s(costs_, l, plan_.recompute_layers, rows_);
+    times(l).compute_begin = std::max(lane.device.compute, recomputed_s_);
+    recomputed_s_ = lane.device.compute = times(l).compute_begin + seconds;
+    total.compute_busy_s += seconds * costs_.compute_share;
+    if (plan_.recompute_layers > 1) total.project_busy_s += seconds * costs_.compute_share;
+    end_layer(l, lane);
+  }
+
+  void restore() {
+    std::vector<Segment> segments;
+    std::vector<ReadOrder::Lane> wanted;
+    for (Lane& lane : lanes_) {
+      ReadOrder::Lane& sum = wanted.emplace_back();
+      lane.layer = std::max(lane.begin, plan_.recompute_layers);
+      for (int32_t l = lane.layer; l < lane.end; ++l) {
+        segments.clear();
+        for (const PlanRun& run : plan_.runs) {
+          segments.push_back(
+              {run.layers[static_cast<size_t>(l)], run.tokens, slowness_of(run.slowness, l)});
+        }
+        std::vector<SliceGroup>& groups = groups_[static_cast<size_t>(l)];
+        groups = cut_slices(costs_, costs_.layer(l), segments);
+        for (const SliceGroup& g : groups) {
+          sum.pieces += g.count;
+          sum.bytes += g.count * g.bytes;
+        }
+      }
+    }
+    ReadOrder order(std::move(wanted));
+    for (int32_t i = order.next(); i >= 0; i = order.next()) {
+      order.advance(i, restore_slice(lanes_[static_cast<size_t>(i)]));
+    }
+  }
+
+  // Gives its bytes.
+  int64_t restore_slice(Lane& lane) {
+    const std::vector<SliceGroup>& groups = groups_[static_cast<size_t>(lane.layer)];
+    const SliceGroup& g = groups[lane.group];
+    LayerTimes& layer = times(lane.layer);
+    Prediction& total = timeline_.total;
+    const SliceTimes t = read_and_compute(g, &ring_, &link_free_, &lane.device);
+    if (lane.group == 0 && lane.slice == 0) {
+      layer.io_begin = t.read_begin;
+      layer.compute_begin = t.compute_begin;
+    }
+    layer.io_end = t.usable;
+    total.io_busy_s += g.io;
+    const double busy_s = g.compute * costs_.compute_share;
+    total.compute_busy_s += busy_s;
+    if (g.method == Method::kHidden) total.project_busy_s += busy_s;
+    if (g.io > 0) total.bytes_read += g.bytes;
+    if (++lane.slice == g.count) {
+      lane.slice = 0;
+      ++lane.group;
+    }
+    if (lane.group == groups.size()) {
+      lane.group = 0;
+      end_layer(lane.layer++, lane);
+    }
+    return g.bytes;
+  }
+
+  void end_layer(int32_t l, const Lane& lane) {
+    times(l).compute_end = lane.device.compute;
+    timeline_.total.restored_s = std::max(timeline_.total.restored_s, lane.device.compute);
+    restored_[static_cast<size_t>(l)] = true;
+    follow();
+  }
+
+  // The prefill's first batch runs through the layers that are restored.
+  void follow() {
+    for (; following_ < plan_.n_layer && restored_[static_cast<size_t>(following_)]; ++following_) {
+      DeviceState& device = lane_of(following_).device;
+      LayerTimes& layer = times(following_);
+      if (rows_ == 0) layer.compute_begin = layer.compute_end = device.compute;
+      const double prefill =
+          following_prefill_s(costs_, costs_.layer(following_), plan_.prefill_tokens, rows_);
+      if (prefill > 0) {
+        device.compute = std::max(device.compute, followed_s_) + prefill;
+        layer.prefill_end = device.compute;
+      }
+      followed_s_ = std::max(followed_s_, device.compute);
+      timeline_.total.compute_busy_s += prefill;
+    }
+  }
+
+  void prefill_the_rest() {
+    Prediction& total = timeline_.total;
+    const int64_t followed = std::min(plan_.prefill_tokens, costs_.batch_rows);
+    double end_s = followed_s_;
+    for (int32_t l = 0; l < plan_.n_layer; ++l) {
+      const double prefill = prefill_layer_s(costs_.layer(l), plan_.prefill_tokens - followed,
+                                             rows_ + followed, costs_.batch_rows);
+      end_s += prefill;
+      total.compute_busy_s += prefill;
+    }
+    if (plan_.new_tokens > 0) {
+      end_s += costs_.finish_s;
+      total.compute_busy_s += costs_.finish_s;
+    }
+    total.makespan_s = end_s;
+  }
+
+  const RestoreCosts& costs_;
+  const Plan& plan_;
+  const int64_t rows_;
+  Ring ring_;
+  double link_free_;
+  std::vector<std::vector<SliceGroup>> groups_;  // per layer
+  std::vector<bool> restored_;                   // per layer
+  std::vector<Lane> lanes_;
+  double recomputed_s_ = 0;  // when the last recomputed layer is through
+  int32_t following_ = 0;    // the layer that the prefill's first batch comes to next
+  double followed_s_ = 0;    // when it is through those before
+  Timeline timeline_;
+};
+
+}  // namespace
 
 Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan) {
   HCACHE_RETURN_IF_ERROR(validate(costs));
   HCACHE_RETURN_IF_ERROR(check_plan(costs, plan));
-  Timeline timeline;
-  timeline.layers.resize(static_cast<size_t>(plan.n_layer));
-  Prediction& total = timeline.total;
-  Ring ring(costs.ring_bytes);
-  PipelineState state{costs.link.start_s, 0};
-  const int64_t rows = plan.restored_tokens;
-  std::vector<Segment> segments;
-
-  for (int32_t l = 0; l < plan.n_layer; ++l) {
-    LayerTimes& times = timeline.layers[static_cast<size_t>(l)];
-    const LayerCosts& layer = costs.layer(l);
-    times.compute_begin = state.compute;
-    if (rows > 0 && l < plan.recompute_layers) {
-      const double seconds = recompute_layer_s(costs, l, plan.recompute_layers, rows);
-      state.compute += seconds;
-      total.compute_busy_s += seconds * costs.compute_share;
-      if (plan.recompute_layers > 1) total.project_busy_s += seconds * costs.compute_share;
-    } else if (rows > 0) {
-      segments.clear();
-      for (const PlanRun& run : plan.runs) {
-        segments.push_back(
-            {run.layers[static_cast<size_t>(l)], run.tokens, slowness_of(run.slowness, l)});
-      }
-      bool first = true;
-      for (const SliceGroup& g : cut_slices(costs, layer, segments)) {
-        for (int64_t i = 0; i < g.count; ++i) {
-          const SliceTimes t = read_and_compute(g, &ring, &state);
-          if (first) {
-            times.io_begin = t.read_begin;
-            times.compute_begin = t.compute_begin;
-            first = false;
-          }
-          times.io_end = t.usable;
-          total.io_busy_s += g.io;
-          const double busy_s = g.compute * costs.compute_share;
-          total.compute_busy_s += busy_s;
-          if (g.method == Method::kHidden) total.project_busy_s += busy_s;
-          if (g.io > 0) total.bytes_read += g.bytes;
-        }
-      }
-    }
-    times.compute_end = state.compute;
-    if (rows > 0) total.restored_s = state.compute;
-
-    const double prefill = following_prefill_s(costs, layer, plan.prefill_tokens, rows);
-    state.compute += prefill;
-    total.compute_busy_s += prefill;
-    times.prefill_end = prefill > 0 ? state.compute : 0;
-  }
-  const int64_t followed = std::min(plan.prefill_tokens, costs.batch_rows);
-  for (int32_t l = 0; l < plan.n_layer; ++l) {
-    const double prefill = prefill_layer_s(costs.layer(l), plan.prefill_tokens - followed,
-                                           rows + followed, costs.batch_rows);
-    state.compute += prefill;
-    total.compute_busy_s += prefill;
-  }
-  if (plan.new_tokens > 0) {
-    state.compute += costs.finish_s;
-    total.compute_busy_s += costs.finish_s;
-  }
-  total.makespan_s = state.compute;
-  return timeline;
+  return Simulation(costs, plan).run();
 }
 
 }  // namespace hcache::policy

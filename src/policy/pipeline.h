@@ -8,6 +8,7 @@
 #pragma once
 
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "policy/restore_plan.h"
@@ -40,6 +41,7 @@ struct SliceGroup {
   int64_t bytes = 0;  // of one slice
   double io = 0;      // of one slice
   double lag = 0;
+  double upload = 0;   // of one slice, where each of several devices has a link of its own
   double compute = 0;  // of one slice
 
   [[nodiscard]] Step step() const;
@@ -87,8 +89,20 @@ struct SliceTimes {
   double usable;
   double compute_begin;
 };
-// One slice of the group, the event-exact way.
-SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, PipelineState* state);
+// When a device is free.
+struct DeviceState {
+  double compute = 0;
+  double upload = 0;  // its own link
+};
+// One slice of the group, the event-exact way; the link is free at *link_free.
+SliceTimes read_and_compute(const SliceGroup& g, Ring* ring, double* link_free,
+                            DeviceState* device);
+
+// Layers [begin, end) of each device that computes beside the others.
+[[nodiscard]] std::vector<std::pair<int32_t, int32_t>> device_ranges(const RestoreCosts& costs);
+
+// kInvalidArgument naming what a request of a model of n_layer layers has wrong.
+[[nodiscard]] Status validate(const RestoreRequest& request, int32_t n_layer);
 
 // The prefill follows the restore layer by layer with its first batch; other batches come after.
 [[nodiscard]] double following_prefill_s(const RestoreCosts& costs, const LayerCosts& layer,

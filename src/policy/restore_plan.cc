@@ -14,6 +14,7 @@
 #include <limits>
 #include <optional>
 
+#include "device_splits.h"
 #include "pipeline.h"
 
 namespace hcache::policy {
@@ -201,8 +202,9 @@ class Search {
       const Picks used = (Picks{1} << std::min(free, kMaxFreeRuns)) - 1;
       const Picks least = rules.least & used;
       const Picks most = rules.most & used;
-      // A step does not know the ring, so there dominance says nothing: only the extremes are kept.
-      const bool bounded = costs_.ring_bytes > 0;
+      // A step does not know the ring, nor other devices, so there dominance says nothing: only the
+      // extremes are kept.
+      const bool bounded = costs_.ring_bytes > 0 || costs_.device_layers.size() > 1;
       for (Picks picks = least; picks <= most; ++picks) {
         if ((bounded || r > kMaxFreeRuns) && picks != least && picks != most) continue;
         CellMethods cells(picks);
@@ -259,6 +261,11 @@ class Search {
   // Improves *best with the fastest plan that restores exactly r runs.
   void search_runs(size_t r, const Rules& rules, Choice* best) {
     build_options(r, rules);
+    if (costs_.device_layers.size() > 1) {
+      const int32_t least = min_recompute_[r];
+      search_devices(r, least, rules.choose_recompute ? n_layer_ - 1 : least, best);
+      return;
+    }
     after_s_ =
         prefill_s(r) - sum_layers([&](int32_t l) {
           return following_prefill_s(costs_, costs_.layer(l), prefill_rows(rows_[r]), rows_[r]);
@@ -469,23 +476,55 @@ class Search {
   // The makespan of a choice with the ring, or infinity once it cannot be below `budget`.
   [[nodiscard]] double with_ring(const Choice& choice, const std::vector<PipelineState>& chain,
                                  const Bounds& bounds, double budget) const {
-    PipelineState state = chain[static_cast<size_t>(choice.recompute)];
+    double io = chain[static_cast<size_t>(choice.recompute)].io;
+    DeviceState device{.compute = chain[static_cast<size_t>(choice.recompute)].compute};
     Ring ring(costs_.ring_bytes);
     for (int32_t l = choice.recompute; l < n_layer_; ++l) {
       const Option& o = option(l, choice.picks[static_cast<size_t>(l)]);
       for (const SliceGroup& g : o.slices) {
-        for (int64_t i = 0; i < g.count; ++i) read_and_compute(g, &ring, &state);
+        for (int64_t i = 0; i < g.count; ++i) read_and_compute(g, &ring, &io, &device);
       }
-      state.compute += o.prefill;
+      device.compute += o.prefill;
       for (int k = 0; k < kMixes; ++k) {
-        if (mix(k, state.io, state.compute) +
+        if (mix(k, io, device.compute) +
                 bounds[static_cast<size_t>(l) + 1][static_cast<size_t>(k)] + after_s_ >=
             budget) {
           return kInfinity;
         }
       }
     }
-    return state.compute + after_s_;
+    return device.compute + after_s_;
+  }
+
+  // The first `recompute` layers are recomputed; of each device's layers behind them some are
+  // restored by their first option (the most hidden), the others by their last (the most KV).
+  [[nodiscard]] Choice choice_of(const DeviceSplits& splits, size_t r) const {
+    Choice choice{.makespan = kInfinity, .runs = r, .recompute = splits.recompute, .picks = {}};
+    choice.picks.assign(static_cast<size_t>(n_layer_), kAllHidden);
+    const auto ranges = device_ranges(costs_);
+    for (size_t d = 0; d < ranges.size(); ++d) {
+      const auto [begin, end] = ranges[d];
+      for (int32_t l = std::max(begin, splits.recompute); l < end; ++l) {
+        const bool hidden = (l - begin < splits.first[d]) == splits.hidden_first;
+        choice.picks[static_cast<size_t>(l)] =
+            (hidden ? options(l).front() : options(l).back()).picks;
+      }
+    }
+    return choice;
+  }
+
+  // With several devices the state between two layers is no pair either.
+  void search_devices(size_t r, int32_t lo, int32_t hi, Choice* best) const {
+    bool choice = false;
+    for (int32_t l = lo; l < n_layer_; ++l) choice = choice || options(l).size() > 1;
+    const SplitsFound found = best_splits(
+        costs_.device_layers, {.least_recompute = lo, .most_recompute = hi, .choice = choice},
+        [&](const DeviceSplits& splits) {
+          return simulate(costs_, lay_out(choice_of(splits, r))).value().total.makespan_s;
+        });
+    if (found.makespan >= best->makespan) return;
+    *best = choice_of(found.splits, r);
+    best->makespan = found.makespan;
   }
 
   // H for the first t rows, KV or RE (prefill behind them) for the rest, in every layer.
@@ -621,38 +660,6 @@ class Search {
   double after_s_ = 0;  // behind the last layer: the prefill's other batches, and finish_s
 };
 
-Status check_request(const RestoreCosts& costs, const RestoreRequest& request) {
-  if (request.new_tokens < 0) {
-    return invalid_argument(fmt::format("restore: {} new tokens", request.new_tokens));
-  }
-  if (request.token_rounding < 1) {
-    return invalid_argument(fmt::format("restore: token rounding {}", request.token_rounding));
-  }
-  for (size_t k = 0; k < request.available.runs.size(); ++k) {
-    const AvailableRun& run = request.available.runs[k];
-    if (run.tokens < 1) {
-      return invalid_argument(fmt::format("availability: run {} has {} tokens", k, run.tokens));
-    }
-    if (run.layers.size() != static_cast<size_t>(costs.n_layer)) {
-      return invalid_argument(fmt::format("availability: run {} has {} of {} layers", k,
-                                          run.layers.size(), costs.n_layer));
-    }
-    if (!run.slowness.empty() && run.slowness.size() != run.layers.size()) {
-      return invalid_argument(fmt::format("availability: run {} has the speed of {} of {} layers",
-                                          k, run.slowness.size(), costs.n_layer));
-    }
-    for (const double slowness : run.slowness) {
-      if (!(slowness >= 0) || !std::isfinite(slowness)) {
-        return invalid_argument(fmt::format("availability: slowness {}", slowness));
-      }
-    }
-    for (Encoding e : run.layers) {
-      if (e > kHasBoth) return invalid_argument(fmt::format("availability: bits {:#x}", e));
-    }
-  }
-  return {};
-}
-
 }  // namespace
 
 Availability Availability::uniform(int64_t tokens, int32_t n_layer, Encoding encodings) {
@@ -671,7 +678,7 @@ int64_t Availability::tokens() const {
 
 Result<Plan> plan_restore(const RestoreCosts& costs, const RestoreRequest& request) {
   HCACHE_RETURN_IF_ERROR(validate(costs));
-  HCACHE_RETURN_IF_ERROR(check_request(costs, request));
+  HCACHE_RETURN_IF_ERROR(validate(request, costs.n_layer));
   return Search(costs, request).run();
 }
 

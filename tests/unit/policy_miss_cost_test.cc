@@ -65,5 +65,15 @@ TEST(MissCost, ProjectingCountsWhereReadingIsFaster) {
               costs.n_layer * sliced_s(costs.layers[0].project, 512, costs.slice_rows), 1e-9);
 }
 
+TEST(MissCost, OfSeveralDevicesTheSlowestCounts) {
+  RestoreCosts costs = costs_of("llama2-7b");
+  SavedRows rows = as_kv(costs, 0, 512);
+  rows.projected = costs.n_layer;
+  rows.copied = 0;
+  const double one = restore_rows_s(costs, rows, 0);
+  costs.device_layers = {costs.n_layer / 4, costs.n_layer - costs.n_layer / 4};
+  EXPECT_NEAR(restore_rows_s(costs, rows, 0), 0.75 * one, 1e-9);
+}
+
 }  // namespace
 }  // namespace hcache::policy

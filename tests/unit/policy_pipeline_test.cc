@@ -119,6 +119,94 @@ TEST(Simulate, UploadDelaysBySliceAndPacesWhenSlower) {
   EXPECT_NEAR(simulate(costs, plan).value().total.makespan_s, 256e-6 + 64e-6 + 32e-6, 1e-12);
 }
 
+Plan hidden_layers(int64_t tokens, int32_t n_layer) {
+  Plan plan;
+  plan.n_layer = n_layer;
+  plan.restored_tokens = tokens;
+  plan.runs.push_back(
+      {0, tokens, std::vector<Method>(static_cast<size_t>(n_layer), Method::kHidden)});
+  return plan;
+}
+
+TEST(SimulateDevices, ComputeAtOnceWhatTheyReadInTurns) {
+  // A layer reads for 64 us and computes for 128 us.
+  RestoreCosts costs = testing::multi_head(4, 2);
+  const Plan plan = hidden_layers(64, 4);
+  EXPECT_NEAR(simulate(costs, plan).value().total.makespan_s, 576e-6, 1e-12);
+  costs.device_layers = {2, 2};
+  const Timeline t = simulate(costs, plan).value();
+  EXPECT_NEAR(t.layers[0].io_begin, 0, 1e-12);
+  EXPECT_NEAR(t.layers[2].io_begin, 64e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].io_begin, 128e-6, 1e-12);
+  EXPECT_NEAR(t.layers[3].io_begin, 192e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].compute_end, 320e-6, 1e-12);
+  EXPECT_NEAR(t.layers[3].compute_end, 384e-6, 1e-12);
+  EXPECT_NEAR(t.total.makespan_s, 384e-6, 1e-12);
+  EXPECT_NEAR(t.total.restored_s, 384e-6, 1e-12);
+  EXPECT_NEAR(t.total.compute_busy_s, 512e-6, 1e-12);
+  costs.device_layers = {4};
+  EXPECT_EQ(simulate(costs, plan).value().total.makespan_s,
+            simulate(testing::multi_head(4, 2), plan).value().total.makespan_s);
+}
+
+TEST(SimulateDevices, ShareTheLink) {
+  RestoreCosts costs = testing::multi_head(4, 0.5);
+  costs.device_layers = {2, 2};
+  EXPECT_NEAR(simulate(costs, hidden_layers(64, 4)).value().total.makespan_s, 288e-6, 1e-12);
+}
+
+TEST(SimulateDevices, HaveAnUploadLinkEach) {
+  // Uploads take 128 us: four over one link, or two over each of two.
+  RestoreCosts costs = testing::multi_head(4, 0.5);
+  costs.link.upload_bytes_per_s = 0.5e9;
+  const Plan plan = hidden_layers(64, 4);
+  EXPECT_NEAR(simulate(costs, plan).value().total.makespan_s, 512e-6 + 64e-6 + 32e-6, 1e-12);
+  costs.device_layers = {2, 2};
+  const Timeline t = simulate(costs, plan).value();
+  EXPECT_NEAR(t.layers[0].io_end, 192e-6, 1e-12);
+  EXPECT_NEAR(t.layers[2].io_end, 256e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].io_end, 320e-6, 1e-12);
+  EXPECT_NEAR(t.total.makespan_s, 416e-6, 1e-12);
+  EXPECT_NEAR(t.total.io_busy_s, 256e-6, 1e-12);
+}
+
+// The first device's prefill is through after 312 us; the second one has been idle since 256.
+TEST(SimulateDevices, PrefillPassesThroughThemInOrder) {
+  RestoreCosts costs = testing::multi_head(2, 2);
+  costs.finish_s = 7e-6;
+  costs.device_layers = {1, 1};
+  Plan plan = hidden_layers(64, 2);
+  plan.new_tokens = plan.prefill_tokens = 10;  // 120 us a layer
+  const Timeline t = simulate(costs, plan).value();
+  EXPECT_NEAR(t.layers[0].prefill_end, 312e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].compute_end, 256e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].prefill_end, 432e-6, 1e-12);
+  EXPECT_NEAR(t.total.restored_s, 256e-6, 1e-12);
+  EXPECT_NEAR(t.total.makespan_s, 439e-6, 1e-12);
+}
+
+TEST(SimulateDevices, OneRecomputesWhileTheOtherProjects) {
+  RestoreCosts costs = testing::multi_head(2, 0.5);
+  costs.device_layers = {1, 1};
+  const Timeline t = simulate(costs, two_layers(64, Method::kRecompute, Method::kHidden)).value();
+  EXPECT_NEAR(t.layers[0].compute_end, 192e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].compute_end, 96e-6, 1e-12);
+  EXPECT_NEAR(t.total.makespan_s, 192e-6, 1e-12);
+}
+
+// Layers that are recomputed on two devices are computed one after the other all the same.
+TEST(SimulateDevices, RecomputationPassesThroughThemInOrder) {
+  RestoreCosts costs = testing::multi_head(3, 0.5);
+  costs.device_layers = {1, 2};
+  Plan plan = hidden_layers(64, 3);
+  plan.recompute_layers = 2;
+  plan.runs[0].layers[0] = plan.runs[0].layers[1] = Method::kRecompute;
+  const Timeline t = simulate(costs, plan).value();
+  EXPECT_NEAR(t.layers[1].compute_begin, 192e-6, 1e-12);
+  EXPECT_NEAR(t.layers[1].compute_end, 384e-6, 1e-12);
+  EXPECT_NEAR(t.total.makespan_s, 416e-6, 1e-12);
+}
+
 TEST(Simulate, RejectsMalformedPlans) {
   RestoreCosts costs = testing::multi_head(2, 1);
   Plan plan = two_layers(64, Method::kHidden, Method::kRecompute);

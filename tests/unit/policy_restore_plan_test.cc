@@ -478,6 +478,95 @@ TEST(Search, RingPlansAreSimulatedAndNoWorseThanTheSplitsWithoutIt) {
   }
 }
 
+// --- several devices
+
+TEST(Devices, TwoProjectTwiceAsMuchBesideTheSameReads) {
+  RestoreCosts costs = multi_head(32, 1.5);
+  const double one = makespan(costs, everything_saved(1024, 32));
+  costs.device_layers = {16, 16};
+  const Plan plan = plan_of(costs, everything_saved(1024, 32));
+  // One has to load layers as K and V; two are as fast as the link with hidden states alone.
+  EXPECT_LT(plan.predicted.makespan_s, 0.85 * one);
+  EXPECT_EQ(std::count(plan.runs[0].layers.begin(), plan.runs[0].layers.end(), Method::kKv), 0)
+      << plan.schedule;
+  EXPECT_GT(plan.predicted.io_busy_s, 0.95 * plan.predicted.makespan_s);
+}
+
+// The slower one's layers are loaded, the faster one's are projected.
+TEST(Devices, EachHasItsOwnSplit) {
+  RestoreCosts costs = multi_head(16, 1);
+  costs.layers.assign(16, costs.layers[0]);
+  for (size_t l = 8; l < 16; ++l) costs.layers[l].project = CostCurve::affine(0, 6e-6);
+  costs.device_layers = {8, 8};
+  const Plan plan = plan_of(costs, everything_saved(1024, 16));
+  const std::vector<Method>& layers = plan.runs.at(0).layers;
+  const auto n_kv = [&](size_t from) {
+    const auto begin = layers.begin() + static_cast<std::ptrdiff_t>(from);
+    return std::count(begin, begin + 8, Method::kKv);
+  };
+  EXPECT_EQ(n_kv(0), 0) << plan.schedule;
+  EXPECT_GT(n_kv(8), 3) << plan.schedule;
+}
+
+// Against every contiguous split of each device's layers behind every RE prefix.
+TEST(Devices, TheClimbComesCloseToTheBestOfAllSplits) {
+  Random random(12);
+  double worst = 1;
+  double sum = 0;
+  int n = 0;
+  for (int i = 0; i < 300; ++i) {
+    const auto n_first = static_cast<int32_t>(random.integer(1, 5));
+    const auto n_second = static_cast<int32_t>(random.integer(1, 5));
+    const int32_t n_layer = n_first + n_second;
+    RestoreCosts costs = random.costs(n_layer);
+    if (random.coin()) costs.ring_bytes = random.integer(1, 300'000);
+    costs.device_layers = {n_first, n_second};
+    RestoreRequest request = everything_saved(random.integer(1, 150), n_layer);
+    request.new_tokens = random.integer(0, 30);
+    const Plan plan = plan_of(costs, request);
+    EXPECT_EQ(plan.predicted.makespan_s, simulate(costs, plan).value().total.makespan_s);
+    double best =
+        simulate(costs, testing::make_plan(costs, request, 0, 0, [](size_t) { return false; }))
+            .value()
+            .total.makespan_s;
+    for (int32_t a = 0; a < n_layer; ++a) {
+      for (int32_t one = 0; one <= n_first; ++one) {
+        for (int32_t two = 0; two <= n_second; ++two) {
+          for (const bool hidden_first : {true, false}) {
+            const Plan p = testing::make_plan(costs, request, 1, a, [&](size_t cell) {
+              const int32_t l = a + static_cast<int32_t>(cell);
+              const bool first = l < n_first ? l < one : l - n_first < two;
+              return first != hidden_first;
+            });
+            best = std::min(best, simulate(costs, p).value().total.makespan_s);
+          }
+        }
+      }
+    }
+    EXPECT_GE(plan.predicted.makespan_s, best * (1 - 1e-9)) << i;
+    if (best == 0) continue;
+    worst = std::max(worst, plan.predicted.makespan_s / best);
+    sum += plan.predicted.makespan_s / best;
+    ++n;
+    for (const Mode mode : {Mode::kHidden, Mode::kKv, Mode::kRecompute}) {
+      request.mode = mode;
+      EXPECT_LE(plan.predicted.makespan_s, makespan(costs, request) * (1 + 1e-9))
+          << i << " " << mode_name(mode);
+    }
+  }
+  EXPECT_LE(worst, 1.1);
+  EXPECT_LE(sum / n, 1.002);
+}
+
+TEST(Devices, TheirLayersMustBeTheModels) {
+  RestoreCosts costs = multi_head(4, 1);
+  for (const std::vector<int32_t>& layers :
+       {std::vector<int32_t>{2, 1}, std::vector<int32_t>{4, 0}, std::vector<int32_t>{5, -1}}) {
+    costs.device_layers = layers;
+    EXPECT_EQ(plan_restore(costs, everything_saved(64, 4)).code(), Code::kInvalidArgument);
+  }
+}
+
 TEST(Search, ManyRunsStillGiveAValidPlan) {
   Random random(11);
   RestoreCosts costs = random.costs(20);

@@ -94,6 +94,10 @@ struct RestoreCosts {
   // prefilled behind them has all of it. In (0, 1].
   double compute_share = 1;
   double finish_s = 0;  // after the last layer: final norm, output head, sampling
+  // How many consecutive layers each of several devices has that compute at once; empty, or one
+  // entry: one device has all. Their reads share the link, and uploads to each have a link of their
+  // own.
+  std::vector<int32_t> device_layers = {};
   // The restorer stops recomputing history rows after projecting K and V in the last RE layer
   // (nothing reads that layer's output for them), so that layer costs C_H instead of C_RE.
   bool re_tail_projects = false;
@@ -165,7 +169,7 @@ struct Prediction {
   double makespan_s = 0;      // until the first token (restore, prefill of new tokens, finish)
   double restored_s = 0;      // until the last layer's history rows are in the arena
   double io_busy_s = 0;       // time the link moves bytes
-  double compute_busy_s = 0;  // time the compute resource works, prefill included
+  double compute_busy_s = 0;  // time the compute resource works, prefill included; all devices'
   // Of it, history rows that are projected, or recomputed through at least one whole layer: what
   // layer 0's tail takes depends on how often its tokens repeat, which no plan knows.
   double project_busy_s = 0;
@@ -188,6 +192,8 @@ struct Plan {
 // number of leading runs to restore (the rest is prefilled, 0 = all), the RE prefix, and H or KV
 // for every other cell of the matrix (beyond four runs, those runs of a layer that are saved both
 // ways share the choice). With ring_bytes set the search compares the contiguous splits instead.
+// Where several devices compute at once it climbs over the contiguous splits of each device's
+// layers: near the minimum, not always at it.
 //
 // Errors: kInvalidArgument (costs, matrix shape, negative counts).
 [[nodiscard]] Result<Plan> plan_restore(const RestoreCosts& costs, const RestoreRequest& request);
@@ -206,6 +212,8 @@ struct Timeline {
 // Runs the plan through the pipeline, slice by slice: reads in layer order, one at a time, as early
 // as the ring allows; compute in layer order, each slice after its bytes. The first batch of the
 // prefill follows layer by layer, each layer behind its history; other batches come at the end.
+// Several devices' layers are read in turns (policy/read_order.h) and computed at once; what is
+// recomputed and prefilled goes through them in the layers' order.
 // Uses only the plan's shape (runs, methods, token counts), not its prediction.
 [[nodiscard]] Result<Timeline> simulate(const RestoreCosts& costs, const Plan& plan);
 
