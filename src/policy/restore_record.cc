@@ -11,6 +11,35 @@ TierBytes& TierBytes::operator+=(const TierBytes& other) {
   return *this;
 }
 
+RestoreRecord planned_record(const Plan& plan, int32_t n_layer) {
+  RestoreRecord record;
+  record.layers.resize(static_cast<size_t>(n_layer));
+  for (size_t l = 0; l < record.layers.size() && !plan.runs.empty(); ++l) {
+    record.layers[l].method = plan.runs[0].layers[l];
+  }
+  record.schedule = plan.schedule;
+  record.restored_tokens = plan.restored_tokens;
+  record.predicted_first_s = plan.predicted.makespan_s;
+  record.predicted_restore_s = plan.predicted.restored_s;
+  record.predicted_project_s = plan.predicted.project_busy_s;
+  for (const PlanRun& run : plan.runs) {
+    const auto count = [&](Method m) {
+      return std::count(run.layers.begin(), run.layers.end(), m);
+    };
+    const auto hidden = count(Method::kHidden);
+    const auto kv = count(Method::kKv);
+    const auto recomputed = count(Method::kRecompute);
+    if (recomputed > hidden && recomputed > kv) {
+      record.recomputed_tokens += run.tokens;
+    } else if (hidden >= kv) {
+      record.hidden_tokens += run.tokens;
+    } else {
+      record.kv_tokens += run.tokens;
+    }
+  }
+  return record;
+}
+
 // What both took beyond the time that passed, they did at the same time.
 double overlap(double io_busy_s, double compute_busy_s, double restore_s) {
   const double shorter = std::min(io_busy_s, compute_busy_s);

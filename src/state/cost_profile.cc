@@ -652,6 +652,11 @@ policy::RestoreCosts restore_costs(const CostProfile& profile, const Engine& eng
   const double last_row_s = costs.layers.back().dense.at(1);
   costs.layers.back().dense =
       costs.layers.back().project.scaled(1 + 0.5 * hp.n_embd_q() / std::max(1, hp.n_embd_kv()));
+  if (engine.stages_overlap()) {
+    for (const auto& [begin, end] : engine.stage_ranges()) {
+      costs.device_layers.push_back(end - begin);
+    }
+  }
   if (engine.model().streamed() != nullptr) {
     const double rate = weight_rate(profile, engine, max_read_bytes_per_s);
     const auto seconds = [&](int l, model::LayerPart part) {

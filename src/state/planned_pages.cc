@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "policy/read_order.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -96,8 +97,10 @@ policy::Availability availability(Engine& engine, const store::Match& match, int
   return result;
 }
 
-Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const store::Match* match,
-                                                        const policy::Plan& plan) {
+namespace {
+
+Result<std::vector<std::vector<Segment>>> pages_by_layer(Engine& engine, const store::Match* match,
+                                                         const policy::Plan& plan) {
   const int n_layer = engine.n_layer();
   std::vector<std::vector<Segment>> layers(n_layer);
   if (plan.runs.empty()) return layers;
@@ -124,14 +127,90 @@ Result<std::vector<std::vector<Segment>>> planned_pages(Engine& engine, const st
   return layers;
 }
 
-std::vector<store::PageRequest> requests_of(const std::vector<std::vector<Segment>>& layers) {
-  std::vector<store::PageRequest> requests;
-  for (const std::vector<Segment>& segments : layers) {
-    for (const Segment& segment : segments) {
+// A device's layers are one after the other, since stages_overlap() wants one stage of each.
+std::vector<LaneLayers> lanes_of(const Engine& engine, bool devices_at_once) {
+  if (!devices_at_once || !engine.stages_overlap()) return {{0, engine.n_layer()}};
+  std::vector<LaneLayers> lanes;
+  for (const auto& [begin, end] : engine.stage_ranges()) lanes.push_back({begin, end});
+  return lanes;
+}
+
+// Pages of a lane that are read together: what one projection takes.
+struct Piece {
+  size_t n_pages = 0;
+  int64_t bytes = 0;
+};
+
+std::vector<Piece> pieces_of(const PlannedPages& pages, const LaneLayers& lane, int64_t rows) {
+  std::vector<Piece> pieces;
+  for (int layer = lane.begin; layer < lane.end; ++layer) {
+    for (const Segment& segment : pages.layers[static_cast<size_t>(layer)]) {
+      int64_t left = 0;  // rows that the last piece has room for
       for (const PlannedPage& page : segment.pages) {
-        requests.push_back({*page.chunk, page.info->layer, page.info->encoding});
+        if (left <= 0) {
+          pieces.emplace_back();
+          left = rows;
+        }
+        ++pieces.back().n_pages;
+        pieces.back().bytes += page.info->bytes;
+        left -= page.n_rows;
       }
     }
+  }
+  return pieces;
+}
+
+std::vector<Turn> turns_of(const PlannedPages& pages, int64_t rows) {
+  std::vector<std::vector<Piece>> pieces;
+  std::vector<policy::ReadOrder::Lane> wanted;
+  for (const LaneLayers& lane : pages.lanes) {
+    pieces.push_back(pieces_of(pages, lane, rows));
+    policy::ReadOrder::Lane& sum = wanted.emplace_back();
+    sum.pieces = static_cast<int64_t>(pieces.back().size());
+    for (const Piece& piece : pieces.back()) sum.bytes += piece.bytes;
+  }
+  policy::ReadOrder order(std::move(wanted));
+  std::vector<size_t> next(pages.lanes.size(), 0);
+  std::vector<Turn> turns;
+  for (int32_t i = order.next(); i >= 0; i = order.next()) {
+    const auto lane = static_cast<size_t>(i);
+    const Piece& piece = pieces[lane][next[lane]++];
+    order.advance(i, piece.bytes);
+    if (turns.empty() || turns.back().lane != lane) turns.push_back({lane, 0});
+    turns.back().n_pages += piece.n_pages;
+  }
+  return turns;
+}
+
+}  // namespace
+
+Result<PlannedPages> planned_pages(Engine& engine, const store::Match* match,
+                                   const policy::Plan& plan, bool devices_at_once) {
+  PlannedPages pages;
+  HCACHE_ASSIGN_OR_RETURN(pages.layers, pages_by_layer(engine, match, plan));
+  pages.lanes = lanes_of(engine, devices_at_once);
+  pages.turns = turns_of(pages, engine.options().max_batch_rows);
+  return pages;
+}
+
+std::vector<store::PageRequest> requests_of(const PlannedPages& pages) {
+  std::vector<std::vector<store::PageRequest>> of_lanes(pages.lanes.size());
+  for (size_t i = 0; i < pages.lanes.size(); ++i) {
+    for (int layer = pages.lanes[i].begin; layer < pages.lanes[i].end; ++layer) {
+      for (const Segment& segment : pages.layers[static_cast<size_t>(layer)]) {
+        for (const PlannedPage& page : segment.pages) {
+          of_lanes[i].push_back({*page.chunk, page.info->layer, page.info->encoding});
+        }
+      }
+    }
+  }
+  if (of_lanes.size() == 1) return std::move(of_lanes.front());
+  std::vector<store::PageRequest> requests;
+  std::vector<size_t> next(of_lanes.size(), 0);
+  for (const Turn& turn : pages.turns) {
+    const auto from = of_lanes[turn.lane].begin() + static_cast<std::ptrdiff_t>(next[turn.lane]);
+    requests.insert(requests.end(), from, from + static_cast<std::ptrdiff_t>(turn.n_pages));
+    next[turn.lane] += turn.n_pages;
   }
   return requests;
 }

@@ -50,12 +50,31 @@ struct Segment {
                                                  const store::ChunkInfo& info, int layer,
                                                  policy::Method method);
 
-// What the plan reads, in its order: by layer. The pages point into the match.
-[[nodiscard]] Result<std::vector<std::vector<Segment>>> planned_pages(engine::Engine& engine,
-                                                                      const store::Match* match,
-                                                                      const policy::Plan& plan);
-[[nodiscard]] std::vector<store::PageRequest> requests_of(
-    const std::vector<std::vector<Segment>>& layers);
+// Layers [begin, end).
+struct LaneLayers {
+  int begin = 0;
+  int end = 0;
+};
+
+// So many pages are read of one lane before those of another.
+struct Turn {
+  size_t lane = 0;
+  size_t n_pages = 0;
+};
+
+// What a plan reads. The pages point into the match.
+struct PlannedPages {
+  std::vector<std::vector<Segment>> layers;
+  // All layers, in parts that are restored at once, each by layer, then by row.
+  std::vector<LaneLayers> lanes;
+  std::vector<Turn> turns;  // the order of the reads, as ReadOrder has it
+};
+
+// One lane for each device where these can compute at once and may (`devices_at_once`); else one.
+[[nodiscard]] Result<PlannedPages> planned_pages(engine::Engine& engine, const store::Match* match,
+                                                 const policy::Plan& plan, bool devices_at_once);
+// In the order of the reads.
+[[nodiscard]] std::vector<store::PageRequest> requests_of(const PlannedPages& pages);
 
 // A reader that has been asked for the pages; null when there are none. The ring is larger than
 // asked for where pages are large.

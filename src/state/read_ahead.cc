@@ -30,8 +30,9 @@ class ReadAheadImpl : public ReadAhead {
 
   Status add(uint64_t id, engine::Engine& engine, const store::Match& match,
              const policy::Plan& plan, double remote_timeout_s) override {
-    HCACHE_ASSIGN_OR_RETURN(const auto layers, planned_pages(engine, &match, plan));
-    List list{.id = id, .pages = requests_of(layers), .remote_timeout_s = remote_timeout_s};
+    HCACHE_ASSIGN_OR_RETURN(const PlannedPages pages,
+                            planned_pages(engine, &match, plan, /*devices_at_once=*/true));
+    List list{.id = id, .pages = requests_of(pages), .remote_timeout_s = remote_timeout_s};
     if (list.pages.empty()) return {};
     MutexLock lock(mutex_);
     waiting_.push_back(std::move(list));

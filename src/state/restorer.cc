@@ -7,7 +7,9 @@
 #include <deque>
 #include <utility>
 
+#include "new_tokens.h"
 #include "planned_pages.h"
+#include "restore_lanes.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -29,42 +31,6 @@ constexpr int64_t kRepairedPages = 2;
 // For one page that is read in another encoding; more where pages are large.
 constexpr uint64_t kSpareRingBytes = 1U << 20;
 
-// New tokens on their way through the layers behind the restored rows.
-class NewTokens {
- public:
-  // Prepares the first n of them. kResourceExhausted: the arena has no room, and nothing has
-  // changed.
-  static Result<NewTokens> begin(Engine& engine, const RestoreRun& run, int64_t first, int64_t n) {
-    const auto tokens = run.tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(n));
-    const bool last = first + n == static_cast<int64_t>(run.tokens.size());
-    const BatchItem item{.seq = run.seq,
-                         .tokens = tokens,
-                         .first_pos = first,
-                         .output = last ? BatchItem::Output::kLast : BatchItem::Output::kNone};
-    HCACHE_ASSIGN_OR_RETURN(Step step, engine.prepare({&item, 1}));
-    if (run.before_step) run.before_step(first, tokens);
-    return NewTokens(engine, std::move(step));
-  }
-  Status run_layer() {
-    ++layers_;
-    return engine_->run_layers(step_, layers_ - 1, layers_);
-  }
-  [[nodiscard]] int layers() const { return layers_; }  // that they have run through
-  // The logits of the last token, if it was among them.
-  Result<std::vector<float>> finish() {
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_->finish(step_));
-    if (logits.rows.empty()) return std::vector<float>();
-    return std::vector<float>(logits.rows[0].begin(), logits.rows[0].end());
-  }
-
- private:
-  NewTokens(Engine& engine, Step step) : engine_(&engine), step_(std::move(step)) {}
-
-  Engine* engine_;
-  Step step_;
-  int layers_ = 0;
-};
-
 class RestorationImpl : public Restoration {
  public:
   RestorationImpl(Env& env, Engine& engine, store::Store* store, const RestoreRun& run)
@@ -79,52 +45,53 @@ class RestorationImpl : public Restoration {
   Status open();
   Result<Phase> advance(const Slice& slice) override;
   double fraction() const override {
-    return static_cast<double>(cursor_.layer) / static_cast<double>(engine_.n_layer());
+    return static_cast<double>(lanes_.n_done()) / static_cast<double>(engine_.n_layer());
   }
   const policy::RestoreRecord& record() const override { return record_; }
   std::span<const float> logits() const override { return logits_; }
 
  private:
-  // The next row to be restored: layer, segment of the layer, page of the segment, row of the page.
-  struct Cursor {
+  using Lane = RestoreLane;
+  // A damaged page that is computed once the layers before are restored.
+  struct Repair {
     int layer = 0;
-    size_t segment = 0;
-    size_t page = 0;
-    int64_t row = 0;
-  };
-  // Hidden rows that wait for their projection.
-  struct Staged {
-    int64_t begin = 0;
-    int64_t rows = 0;
-    ggml_type type = GGML_TYPE_COUNT;
+    const PlannedPage* page = nullptr;
   };
   enum class Fetched : uint8_t { kReady, kWaiting, kDamaged };
 
   // One unit of work. False: there is none until a page has been read.
   Result<bool> work(const Slice& slice, double left_s);
   Status recompute_rows(int64_t n);
+  // Between two batches of it: a turn of other devices' pages, as far as they have been read.
+  Result<bool> restore_beside(const Slice& slice);
   [[nodiscard]] int64_t recompute_slice(const Slice& slice, double left_s) const;
   // One page, or the part of it that fills a slice. False: the page has not been read yet.
   Result<bool> restore_some(const Slice& slice);
-  Status stage(const PlannedPage& page, int64_t slice_rows);
-  Status load(const PlannedPage& page);
-  Status project();
+  Status stage(Lane& lane, const PlannedPage& page, int64_t slice_rows);
+  Status load(Lane& lane, const PlannedPage& page);
+  Status project(Lane& lane);
   // The device reads the view until `ticket` is done; the next page comes next.
-  Status leave_page(Engine::Ticket ticket);
-  void next_page();
-  // Makes view_ the cursor's page.
+  Status leave_page(Lane& lane, Engine::Ticket ticket);
+  void next_page(Lane& lane);
+  // Leading layers with all of their rows; what is next is in the one behind them.
+  [[nodiscard]] int restored_layers() const;
+  // Makes view_ the next lane's page.
   Result<Fetched> fetch_page(const PlannedPage& page, const Slice& slice);
   Result<bool> wait_for_page(const Slice& slice);
-  void note_read(Method method);  // view_'s bytes, and its times as its layer's
+  // view_'s bytes, and its times as its layer's.
+  void note_read(const store::PageInfo& page);
+  void list_devices();
   void count_reads(const store::PageReader& reader);
   Status release_done(bool all);
 
-  // The cursor's page can't be used.
-  Status repair(PlannedPage& page);
+  // The lane's page can't be used.
+  Status repair(Lane& lane, PlannedPage& page);
   // Gives the rows of the partial last chunk up.
-  Status drop_tail();
-  Status compute_page(const PlannedPage& page);
-  Status hand_over(const PlannedPage& page);
+  Status drop_tail(Lane& lane);
+  // The repair whose layers before it are restored, if there is one.
+  [[nodiscard]] std::optional<Repair> take_due_repair();
+  Status compute_page(const Repair& repair);
+  Status hand_over(const Repair& repair);
 
   // Runs new tokens through the next layer if it is restored. False: nothing could be done.
   Result<bool> follow(int64_t most_rows);
@@ -168,7 +135,7 @@ class RestorationImpl : public Restoration {
     return static_cast<double>(env_.monotonic_ns() - since_ns) * 1e-9;
   }
   [[nodiscard]] bool recomputes() const {
-    return plan_.recompute_layers > 0 && recomputed_rows_ < plan_.restored_tokens;
+    return plan_.recompute_layers > 0 && recomputed_rows_ < rows_;
   }
 
   Env& env_;
@@ -182,17 +149,18 @@ class RestorationImpl : public Restoration {
   bool reserved_ = false;
   int64_t rows_ = 0;  // that are restored: the plan's, or without those of its last chunk
   int64_t recomputed_rows_ = 0;
-  double recompute_row_s_ = 0;                // of the newest rows; 0: not known yet
-  double unit_s_ = 0;                         // what a unit of advance() is expected to take
-  std::vector<std::vector<Segment>> layers_;  // per layer
-  Cursor cursor_;
-  Staged staged_;
+  double recompute_row_s_ = 0;  // of the newest rows; 0: not known yet
+  double unit_s_ = 0;           // what a unit of advance() is expected to take
+  RestoreLanes lanes_;
+  bool beside_ = false;          // a turn of other devices' pages is due
+  std::vector<Repair> repairs_;  // that wait
+  int64_t repair_rows_ = 0;      // of all repairs, those that wait included; as repaired_layer_rows
   std::optional<NewTokens> following_;  // on their way through the layers
   std::vector<float> logits_;
   std::unique_ptr<store::PageReader> reader_;
-  // Of the cursor's page alone, which was damaged: it reads another encoding of it.
+  // Of the next lane's page alone, which was damaged: it reads another encoding of it.
   std::unique_ptr<store::PageReader> spare_;
-  std::optional<store::PageView> view_;  // of the cursor's page
+  std::optional<store::PageView> view_;  // of the next lane's page
   struct Held {
     Engine::Ticket ticket = 0;
     size_t index = 0;
@@ -202,41 +170,37 @@ class RestorationImpl : public Restoration {
   bool no_room_ = false;      // for the new tokens behind the restored ones
   double busy_at_end_s_ = 0;  // of compute, when the last layer was restored
   policy::RestoreRecord record_;
+  std::vector<size_t> device_of_;  // per layer, in record_.devices
 };
 
 Status RestorationImpl::open() {
   start_ns_ = env_.monotonic_ns();
   rows_ = plan_.restored_tokens;
-  HCACHE_ASSIGN_OR_RETURN(layers_, planned_pages(engine_, run_.match, plan_));
+  HCACHE_ASSIGN_OR_RETURN(PlannedPages pages,
+                          planned_pages(engine_, run_.match, plan_, run_.devices_at_once));
   store::ReaderOptions options;
   options.ring_bytes = run_.ring_bytes;
   options.remote_timeout_s = run_.remote_timeout_s;
-  HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(layers_), options));
-  record_.layers.resize(engine_.n_layer());
-  for (int layer = 0; layer < engine_.n_layer() && !plan_.runs.empty(); ++layer) {
-    record_.layers[layer].method = plan_.runs[0].layers[layer];
-  }
-  record_.schedule = plan_.schedule;
-  record_.restored_tokens = plan_.restored_tokens;
-  record_.predicted_first_s = plan_.predicted.makespan_s;
-  record_.predicted_restore_s = plan_.predicted.restored_s;
-  record_.predicted_project_s = plan_.predicted.project_busy_s;
-  for (const policy::PlanRun& run : plan_.runs) {
-    const auto count = [&](Method m) {
-      return std::count(run.layers.begin(), run.layers.end(), m);
-    };
-    const auto hidden = count(Method::kHidden);
-    const auto kv = count(Method::kKv);
-    const auto recomputed = count(Method::kRecompute);
-    if (recomputed > hidden && recomputed > kv) {
-      record_.recomputed_tokens += run.tokens;
-    } else if (hidden >= kv) {
-      record_.hidden_tokens += run.tokens;
-    } else {
-      record_.kv_tokens += run.tokens;
-    }
-  }
+  HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(pages), options));
+  lanes_ = RestoreLanes(std::move(pages));
+  record_ = policy::planned_record(plan_, engine_.n_layer());
+  list_devices();
   return {};
+}
+
+void RestorationImpl::list_devices() {
+  std::vector<const model::Device*> known;
+  for (const auto& [begin, end] : engine_.stage_ranges()) {
+    const model::Device& device = engine_.model().device(begin);
+    const auto at = std::find(known.begin(), known.end(), &device);
+    const auto i = static_cast<size_t>(at - known.begin());
+    if (at == known.end()) {
+      known.push_back(&device);
+      record_.devices.push_back({.device = device.name(), .n_layers = 0, .pages = {}});
+    }
+    record_.devices[i].n_layers += end - begin;
+    device_of_.insert(device_of_.end(), static_cast<size_t>(end - begin), i);
+  }
 }
 
 // Gives back ring memory that the device has read; `all` waits for the rest.
@@ -255,12 +219,15 @@ Status RestorationImpl::release_done(bool all) {
 // False: it has not come yet.
 Result<bool> RestorationImpl::wait_for_page(const Slice& slice) {
   store::PageReader& reader = spare_ ? *spare_ : *reader_;
-  HCACHE_RETURN_IF_ERROR(release_done(false));
-  HCACHE_ASSIGN_OR_RETURN(view_, reader.try_next());
-  if (view_) return true;
-  // The reader may be out of ring space because of pages that are still held.
-  HCACHE_RETURN_IF_ERROR(release_done(true));
-  HCACHE_ASSIGN_OR_RETURN(view_, reader.try_next());
+  while (true) {
+    HCACHE_RETURN_IF_ERROR(release_done(false));
+    HCACHE_ASSIGN_OR_RETURN(view_, reader.try_next());
+    if (view_) return true;
+    if (held_.empty()) break;
+    // The reader may be out of ring space because of pages that are still held. The others may be
+    // another device's, which is not waited for.
+    HCACHE_RETURN_IF_ERROR(engine_.wait(held_.front().ticket));
+  }
   while (!view_ && slice.proceed && slice.proceed(fraction())) {
     HCACHE_ASSIGN_OR_RETURN(view_, reader.next_within(kLookUpNs));
   }
@@ -273,7 +240,7 @@ Result<RestorationImpl::Fetched> RestorationImpl::fetch_page(const PlannedPage& 
   HCACHE_ASSIGN_OR_RETURN(const bool there, wait_for_page(slice));
   if (!there) return Fetched::kWaiting;
   if (view_->status.ok()) {
-    note_read(store::is_hidden(page.info->encoding) ? Method::kHidden : Method::kKv);
+    note_read(*page.info);
     return Fetched::kReady;
   }
   ++record_.damaged_pages;
@@ -289,66 +256,69 @@ Result<RestorationImpl::Fetched> RestorationImpl::fetch_page(const PlannedPage& 
   return Fetched::kDamaged;
 }
 
-void RestorationImpl::note_read(Method method) {
-  policy::TierBytes& pages = method == Method::kHidden ? record_.hidden_pages : record_.kv_pages;
-  const uint64_t bytes = view_->bytes.size();
+void RestorationImpl::note_read(const store::PageInfo& page) {
+  policy::TierBytes bytes;
   switch (view_->origin) {
-    case store::PageOrigin::kMemory: pages.dram += bytes; return;
-    case store::PageOrigin::kDisk: pages.disk += bytes; break;
-    case store::PageOrigin::kRemote: pages.remote += bytes; break;
+    case store::PageOrigin::kMemory: bytes.dram = view_->bytes.size(); break;
+    case store::PageOrigin::kDisk: bytes.disk = view_->bytes.size(); break;
+    case store::PageOrigin::kRemote: bytes.remote = view_->bytes.size(); break;
   }
+  (store::is_hidden(page.encoding) ? record_.hidden_pages : record_.kv_pages) += bytes;
+  record_.devices[device_of_[page.layer]].pages += bytes;
+  if (view_->origin == store::PageOrigin::kMemory) return;
   const auto since_start = [&](int64_t ns) {
     return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
   };
-  policy::RestoredLayer& times = record_.layers[cursor_.layer];
+  policy::RestoredLayer& times = record_.layers[page.layer];
   if (times.io_end_s == 0) times.io_begin_s = since_start(view_->read_begin_ns);
   times.io_begin_s = std::min(times.io_begin_s, since_start(view_->read_begin_ns));
   times.io_end_s = std::max(times.io_end_s, since_start(view_->read_end_ns));
 }
 
-Status RestorationImpl::load(const PlannedPage& page) {
+Status RestorationImpl::load(Lane& lane, const PlannedPage& page) {
+  const int layer = lane.layer;
   const size_t row_bytes = engine_.kv_row_bytes();
   const std::byte* k = view_->bytes.data() + page.row * row_bytes;
   const std::byte* v = k + page.chunk->info().tokens.size() * row_bytes;
-  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket,
-                          timed_layers(cursor_.layer, cursor_.layer + 1, [&] {
-                            return engine_.load_kv(run_.seq, cursor_.layer, page.begin,
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_layers(layer, layer + 1, [&] {
+                            return engine_.load_kv(run_.seq, layer, page.begin,
                                                    static_cast<int>(page.n_rows), k, v);
                           }));
-  return leave_page(ticket);
+  return leave_page(lane, ticket);
 }
 
 // Projections are done in slices of consecutive rows in one encoding.
-Status RestorationImpl::stage(const PlannedPage& page, int64_t slice_rows) {
+Status RestorationImpl::stage(Lane& lane, const PlannedPage& page, int64_t slice_rows) {
+  StagedRows& staged = lane.staged;
   const ggml_type type = *hidden_type(page.info->encoding);
-  if (type != staged_.type) HCACHE_RETURN_IF_ERROR(project());
-  if (staged_.rows == 0) staged_ = {.begin = page.begin + cursor_.row, .rows = 0, .type = type};
-  const int64_t n = std::min(slice_rows - staged_.rows, page.n_rows - cursor_.row);
+  if (type != staged.type) HCACHE_RETURN_IF_ERROR(project(lane));
+  if (staged.rows == 0) staged = {.begin = page.begin + lane.row, .rows = 0, .type = type};
+  const int64_t n = std::min(slice_rows - staged.rows, page.n_rows - lane.row);
   const std::byte* rows =
-      view_->bytes.data() + (page.row + cursor_.row) * engine_.hidden_row_bytes(type);
-  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_projection(cursor_.layer, [&] {
-                            return engine_.stage_hidden(run_.seq, cursor_.layer,
-                                                        static_cast<int>(staged_.rows),
+      view_->bytes.data() + (page.row + lane.row) * engine_.hidden_row_bytes(type);
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_projection(lane.layer, [&] {
+                            return engine_.stage_hidden(run_.seq, lane.layer,
+                                                        static_cast<int>(staged.rows),
                                                         static_cast<int>(n), type, rows);
                           }));
-  staged_.rows += n;
-  cursor_.row += n;
-  if (cursor_.row == page.n_rows) HCACHE_RETURN_IF_ERROR(leave_page(ticket));
+  staged.rows += n;
+  lane.row += n;
+  if (lane.row == page.n_rows) HCACHE_RETURN_IF_ERROR(leave_page(lane, ticket));
   // At a segment's end the next rows are another layer's, or another method's.
-  const bool segment_ends = cursor_.page == 0 && cursor_.row == 0;
-  return staged_.rows >= slice_rows || segment_ends ? project() : Status();
+  const bool segment_ends = lane.page == 0 && lane.row == 0;
+  return staged.rows >= slice_rows || segment_ends ? project(lane) : Status();
 }
 
-Status RestorationImpl::project() {
-  if (staged_.rows == 0) return {};
-  const Staged staged = std::exchange(staged_, {});
-  return timed_projection(cursor_.layer, [&] {
-    return engine_.project_staged(run_.seq, cursor_.layer, staged.begin,
-                                  static_cast<int>(staged.rows), staged.type);
+Status RestorationImpl::project(Lane& lane) {
+  if (lane.staged.rows == 0) return {};
+  const StagedRows staged = std::exchange(lane.staged, {});
+  return timed_projection(lane.layer, [&] {
+    return engine_.project_staged(run_.seq, lane.layer, staged.begin, static_cast<int>(staged.rows),
+                                  staged.type);
   });
 }
 
-Status RestorationImpl::leave_page(Engine::Ticket ticket) {
+Status RestorationImpl::leave_page(Lane& lane, Engine::Ticket ticket) {
   if (spare_) {
     HCACHE_RETURN_IF_ERROR(engine_.wait(ticket));
     count_reads(*spare_);
@@ -357,45 +327,61 @@ Status RestorationImpl::leave_page(Engine::Ticket ticket) {
   } else {
     held_.push_back({ticket, view_->index});
   }
-  next_page();
+  next_page(lane);
   return {};
 }
 
-void RestorationImpl::next_page() {
+void RestorationImpl::next_page(Lane& lane) {
   view_.reset();
-  cursor_.row = 0;
-  if (++cursor_.page < layers_[cursor_.layer][cursor_.segment].pages.size()) return;
-  cursor_.page = 0;
-  ++cursor_.segment;
+  lanes_.pass_page(lane);
+}
+
+int RestorationImpl::restored_layers() const {
+  if (recomputes()) return 0;
+  int layers = lanes_.leading_layers();
+  for (const Repair& repair : repairs_) layers = std::min(layers, repair.layer);
+  return layers;
 }
 
 Result<bool> RestorationImpl::restore_some(const Slice& slice) {
-  std::vector<Segment>& segments = layers_[cursor_.layer];
-  if (cursor_.segment == segments.size()) {
-    cursor_ = {.layer = cursor_.layer + 1};
+  Lane& lane = lanes_.next();
+  if (lanes_.at_layer_end(lane)) {
+    RestoreLanes::pass_layer_end(lane);
     return true;
   }
-  PlannedPage& page = segments[cursor_.segment].pages[cursor_.page];
+  PlannedPage& page = lanes_.page(lane);
   HCACHE_ASSIGN_OR_RETURN(const Fetched fetched, fetch_page(page, slice));
-  if (fetched != Fetched::kReady) HCACHE_RETURN_IF_ERROR(project());  // rather than idle
+  if (fetched != Fetched::kReady) {
+    for (Lane& each : lanes_.all()) HCACHE_RETURN_IF_ERROR(project(each));  // rather than idle
+  }
   if (fetched == Fetched::kWaiting) return false;
   if (page.begin >= rows_) {
     if (view_) reader_->release(view_->index);
-    next_page();
+    next_page(lane);
     return true;
   }
   if (fetched == Fetched::kDamaged) {
-    HCACHE_RETURN_IF_ERROR(repair(page));
+    HCACHE_RETURN_IF_ERROR(repair(lane, page));
     return true;
   }
   if (!store::is_hidden(page.info->encoding)) {
-    HCACHE_RETURN_IF_ERROR(project());  // of a damaged page before it, maybe
-    HCACHE_RETURN_IF_ERROR(load(page));
+    HCACHE_RETURN_IF_ERROR(project(lane));  // of a damaged page before it, maybe
+    HCACHE_RETURN_IF_ERROR(load(lane, page));
     return true;
   }
   const int64_t most = engine_.options().max_batch_rows;
-  HCACHE_RETURN_IF_ERROR(stage(page, std::clamp<int64_t>(slice.rows, 1, most)));
+  HCACHE_RETURN_IF_ERROR(stage(lane, page, std::clamp<int64_t>(slice.rows, 1, most)));
   return true;
+}
+
+Result<bool> RestorationImpl::restore_beside(const Slice& slice) {
+  if (!beside_ || !lanes_.has_pages()) return false;
+  const size_t turns = lanes_.turns();
+  Slice without_waiting = slice;
+  without_waiting.proceed = nullptr;
+  HCACHE_ASSIGN_OR_RETURN(const bool went_on, restore_some(without_waiting));
+  beside_ = went_on && turns == lanes_.turns();
+  return went_on;
 }
 
 // A slice's rows are meant for one layer's projection; so many as fit run through several layers.
@@ -411,7 +397,7 @@ int64_t RestorationImpl::recompute_slice(const Slice& slice, double left_s) cons
 // last such layer only K and V are needed.
 Status RestorationImpl::recompute_rows(int64_t n) {
   const int layers = plan_.recompute_layers;
-  n = std::min(n, plan_.restored_tokens - recomputed_rows_);
+  n = std::min(n, rows_ - recomputed_rows_);
   const BatchItem item{.seq = run_.seq,
                        .tokens = run_.tokens.subspan(recomputed_rows_, n),
                        .first_pos = recomputed_rows_,
@@ -425,6 +411,7 @@ Status RestorationImpl::recompute_rows(int64_t n) {
   }));
   if (layers > 1) record_.project_busy_s += record_.compute_busy_s - before_s;
   recomputed_rows_ += n;
+  beside_ = lanes_.size() > 1;
   recompute_row_s_ = elapsed(start) / static_cast<double>(n);
   return {};
 }
@@ -457,7 +444,7 @@ void RestorationImpl::abandon() {
 
 // ---- Damage
 
-Status RestorationImpl::drop_tail() {
+Status RestorationImpl::drop_tail(Lane& lane) {
   const int64_t whole = rows_ / store::kChunkTokens * store::kChunkTokens;
   following_.reset();
   record_.prefilled_tokens = 0;
@@ -470,20 +457,21 @@ Status RestorationImpl::drop_tail() {
     *tokens -= n;
     dropped -= n;
   }
+  std::erase_if(repairs_, [&](const Repair& repair) { return repair.page->begin >= rows_; });
   run_.on_shorter(rows_);
-  next_page();
+  next_page(lane);
   return {};
 }
 
-Status RestorationImpl::repair(PlannedPage& page) {
+Status RestorationImpl::repair(Lane& lane, PlannedPage& page) {
+  const int layer = lane.layer;
   const bool was_spare = spare_ != nullptr;
   if (spare_) count_reads(*spare_);
   spare_.reset();
   const bool is_tail = page.begin + store::kChunkTokens > rows_ && rows_ % store::kChunkTokens != 0;
-  if (is_tail && run_.on_shorter) return drop_tail();
+  if (is_tail && run_.on_shorter) return drop_tail(lane);
   const Method other = store::is_hidden(page.info->encoding) ? Method::kKv : Method::kHidden;
-  const store::PageInfo* replacement =
-      usable_page(engine_, page.chunk->info(), cursor_.layer, other);
+  const store::PageInfo* replacement = usable_page(engine_, page.chunk->info(), layer, other);
   if (!was_spare && replacement != nullptr) {
     page.info = replacement;
     const store::PageRequest request{*page.chunk, replacement->layer, replacement->encoding};
@@ -495,20 +483,39 @@ Status RestorationImpl::repair(PlannedPage& page) {
     return {};
   }
   if (was_spare) --record_.replaced_pages;
-  const int64_t cost = page.n_rows * (cursor_.layer + 1);
+  repair_rows_ += page.n_rows * (layer + 1);
   const int64_t most = std::max(rows_ * engine_.n_layer() / kRepairShare,
                                 kRepairedPages * page.n_rows * engine_.n_layer());
-  if (record_.repaired_layer_rows + cost > most) {
+  if (repair_rows_ > most) {
     too_damaged_ = true;
     return data_loss("too much of the saved state is damaged");
   }
-  return compute_page(page);
+  const Repair needed{.layer = layer, .page = &page};
+  if (restored_layers() >= layer) {
+    HCACHE_RETURN_IF_ERROR(compute_page(needed));
+  } else {
+    repairs_.push_back(needed);
+  }
+  next_page(lane);
+  return {};
 }
 
-// Its rows run through the layers up to the cursor's, whose rows before them are all restored; of
-// the cursor's layer only K and V are needed.
-Status RestorationImpl::compute_page(const PlannedPage& page) {
+std::optional<RestorationImpl::Repair> RestorationImpl::take_due_repair() {
+  const auto first =
+      std::min_element(repairs_.begin(), repairs_.end(),
+                       [](const Repair& a, const Repair& b) { return a.layer < b.layer; });
+  if (first == repairs_.end() || restored_layers() < first->layer) return std::nullopt;
+  const Repair due = *first;
+  repairs_.erase(first);
+  return due;
+}
+
+// Its rows run through the layers up to its own, of which those before have all their rows; of the
+// last only K and V are needed.
+Status RestorationImpl::compute_page(const Repair& repair) {
   const int64_t most = engine_.options().max_batch_rows;
+  const PlannedPage& page = *repair.page;
+  const int layer = repair.layer;
   for (int64_t row = 0; row < page.n_rows; row += most) {
     const int64_t n = std::min(most, page.n_rows - row);
     const BatchItem item{.seq = run_.seq,
@@ -517,27 +524,26 @@ Status RestorationImpl::compute_page(const PlannedPage& page) {
                          .first_pos = page.begin + row,
                          .output = BatchItem::Output::kNone};
     HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-    HCACHE_RETURN_IF_ERROR(timed_layers(cursor_.layer, cursor_.layer + 1, [&]() -> Status {
-      HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, cursor_.layer));
-      return engine_.finish_with_kv(step, cursor_.layer);
+    HCACHE_RETURN_IF_ERROR(timed_layers(layer, layer + 1, [&]() -> Status {
+      HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layer));
+      return engine_.finish_with_kv(step, layer);
     }));
-    record_.repaired_layer_rows += n * (cursor_.layer + 1);
+    record_.repaired_layer_rows += n * (layer + 1);
   }
-  HCACHE_RETURN_IF_ERROR(hand_over(page));
-  next_page();
-  return {};
+  return hand_over(repair);
 }
 
 // Rows of a chunk that is only used in part are saved again with what follows them.
-Status RestorationImpl::hand_over(const PlannedPage& page) {
+Status RestorationImpl::hand_over(const Repair& repair) {
+  const PlannedPage& page = *repair.page;
   const store::ChunkInfo& chunk = page.chunk->info();
   if (!run_.on_computed || page.n_rows != static_cast<int64_t>(chunk.tokens.size())) return {};
   const size_t half = engine_.kv_row_bytes() * static_cast<size_t>(page.n_rows);
   std::vector<std::byte> kv(2 * half);
-  HCACHE_RETURN_IF_ERROR(engine_.read_kv(run_.seq, cursor_.layer, page.begin,
+  HCACHE_RETURN_IF_ERROR(engine_.read_kv(run_.seq, repair.layer, page.begin,
                                          static_cast<int>(page.n_rows), kv.data(),
                                          kv.data() + half));
-  run_.on_computed({chunk, static_cast<uint16_t>(cursor_.layer), kv});
+  run_.on_computed({chunk, static_cast<uint16_t>(repair.layer), kv});
   return {};
 }
 
@@ -564,7 +570,7 @@ Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
   // The last token is the caller's: it wants the logits.
   const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - rows_ - 1;
   const int64_t n = std::min<int64_t>({fresh, most_rows, engine_.options().max_batch_rows});
-  if (n < kFewRows || cursor_.layer == 0 || record_.prefilled_tokens > 0) return false;
+  if (n < kFewRows || restored_layers() == 0 || record_.prefilled_tokens > 0) return false;
   const Status begun = begin_new_tokens(n);
   if (begun.code() == Code::kResourceExhausted) return false;
   HCACHE_RETURN_IF_ERROR(begun);
@@ -576,7 +582,7 @@ Result<bool> RestorationImpl::follow(int64_t most_rows) {
     HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(most_rows));
     if (!begun) return false;
   }
-  if (following_->layers() == cursor_.layer) return false;
+  if (following_->layers() == restored_layers()) return false;
   HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layer(); }));
   return true;
 }
@@ -595,20 +601,27 @@ Result<bool> RestorationImpl::work(const Slice& slice, double left_s) {
     reserved_ = true;
   }
   if (recomputes()) {
+    HCACHE_ASSIGN_OR_RETURN(const bool beside, restore_beside(slice));
+    if (beside) return true;
     HCACHE_RETURN_IF_ERROR(recompute_rows(recompute_slice(slice, left_s)));
     return true;
   }
   const bool alone = slice.proceed != nullptr;
   if (alone) HCACHE_RETURN_IF_ERROR(begin_to_follow_all());
-  if (cursor_.layer == engine_.n_layer() && record_.restore_s == 0) {
+  if (const std::optional<Repair> repair = take_due_repair()) {
+    HCACHE_RETURN_IF_ERROR(compute_page(*repair));
+    return true;
+  }
+  const bool restored = restored_layers() == engine_.n_layer();
+  if (restored && record_.restore_s == 0) {
     record_.restore_s = elapsed(start_ns_);
     busy_at_end_s_ = record_.compute_busy_s;
   }
-  if (alone || cursor_.layer == engine_.n_layer()) {
+  if (alone || restored) {
     HCACHE_ASSIGN_OR_RETURN(const bool followed, follow(0));
     if (followed) return true;
   }
-  if (cursor_.layer == engine_.n_layer()) {
+  if (restored) {
     if (following_) HCACHE_RETURN_IF_ERROR(end_follow());
     HCACHE_RETURN_IF_ERROR(finish());
     return true;

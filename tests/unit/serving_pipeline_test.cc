@@ -1,5 +1,5 @@
 // Requests that are served together over two devices, with steps in flight on both, are answered
-// as one after another.
+// as one after another; and what they restore goes to both at once.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -23,8 +23,9 @@ class PipelineTest : public ::testing::Test {
     const auto first = RpcServer::shared();
     const auto second = RpcServer::second();
     ASSERT_TRUE(first.ok() && second.ok());
-    runtime_ =
-        tiny_runtime(make_tiny(dir_, tiny_options("llama", 2, GGML_TYPE_Q8_0)), dir_.file("state"));
+    model::SynthOptions options = tiny_options("llama", 2, GGML_TYPE_Q8_0);
+    options.shape.n_layer = 4;  // two on each
+    runtime_ = tiny_runtime(make_tiny(dir_, options), dir_.file("state"));
     runtime_.device = (*first)->device() + "," + (*second)->device();
     for (uint32_t i = 0; i < 4; ++i)
       prompts_.push_back(random_tokens(70 + 7 * static_cast<int>(i), i + 1));
@@ -77,9 +78,42 @@ TEST_F(PipelineTest, WhatTheySaveComesBack) {
   for (size_t i = 0; i < prompts_.size(); ++i) {
     const Said again = say(*serving, prompts_[i], kAnswer, {.mode = policy::Mode::kHidden});
     EXPECT_GT(again.record().restored_tokens, 0) << "request " << i;
+    ASSERT_EQ(again.record().devices.size(), 2U);
+    EXPECT_EQ(again.record().devices[0].pages.total(), again.record().devices[1].pages.total());
     EXPECT_EQ(again.answer, said[i].answer) << "request " << i;
   }
   EXPECT_TRUE(serving->close().ok());
+}
+
+// Both servers' layers are restored at once, to the bits of one server, and each is sent half.
+TEST_F(PipelineTest, ARestoreReadsHalfForEach) {
+  const RuntimeOptions servers = runtime_;
+  runtime_.device = runtime_.device.substr(0, runtime_.device.find(','));
+  Reference ref;
+  {
+    const std::unique_ptr<Serving> serving = open(runtime_);
+    ASSERT_NE(serving, nullptr);
+    ref = hold_conversation(*serving, 300, 21);
+    EXPECT_TRUE(serving->close().ok());
+  }
+  for (const policy::Mode mode : {policy::Mode::kHidden, policy::Mode::kKv}) {
+    const How how{.mode = mode, .save = false};
+    const Restored on_one = restore(runtime_, ref, how);
+    const Restored restored = restore(servers, ref, how);
+    EXPECT_TRUE(restored.state == ref.state) << restored.record.schedule;
+    EXPECT_EQ(restored.said.answer, on_one.said.answer);
+    EXPECT_EQ(restored.said.logits, on_one.said.logits);
+    EXPECT_EQ(on_one.record.devices.size(), 1U);
+    ASSERT_EQ(restored.record.devices.size(), 2U);
+    const policy::RestoredDevice& first = restored.record.devices[0];
+    const policy::RestoredDevice& second = restored.record.devices[1];
+    EXPECT_EQ(first.n_layers, 2);
+    EXPECT_NE(first.device, second.device);
+    EXPECT_GT(first.pages.disk, 0U);
+    EXPECT_EQ(first.pages.disk, second.pages.disk);
+    EXPECT_EQ(first.pages.total() + second.pages.total(),
+              restored.record.hidden_pages.total() + restored.record.kv_pages.total());
+  }
 }
 
 TEST_F(PipelineTest, TheExecutorKeepsStepsInFlight) {

@@ -32,6 +32,13 @@ struct RestoredLayer {
   double compute_end_s = 0;
 };
 
+// A device's part of a restore.
+struct RestoredDevice {
+  std::string device;
+  int32_t n_layers = 0;
+  TierBytes pages;  // that were used in its layers
+};
+
 struct RestoreRecord {
   std::string schedule;         // "RE:4 H:26 KV:2"
   int64_t restored_tokens = 0;  // the sum of the next three
@@ -57,7 +64,11 @@ struct RestoreRecord {
   uint64_t replaced_pages = 0;
   int64_t repaired_layer_rows = 0;
   std::vector<RestoredLayer> layers;
+  std::vector<RestoredDevice> devices;  // in the order of their first layers
 };
+
+// What a record begins with: what its plan says of a model of n_layer layers.
+[[nodiscard]] RestoreRecord planned_record(const Plan& plan, int32_t n_layer);
 
 // Share of the I/O time during which was computed too, of a restore of restore_s seconds.
 [[nodiscard]] double overlap(double io_busy_s, double compute_busy_s, double restore_s);

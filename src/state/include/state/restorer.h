@@ -43,6 +43,9 @@ struct RestoreRun {
   const policy::Plan* plan = nullptr;
   double remote_timeout_s = 10;  // for the pages of the remote tier; see store::ReaderOptions
   uint64_t ring_bytes = 64U << 20;
+  // The layers of several devices are restored at once where these can (Engine::stages_overlap());
+  // false: one after the other, for comparison.
+  bool devices_at_once = true;
   // Tokens about to be computed anew, and their first position.
   std::function<void(int64_t first_pos, std::span<const int32_t>)> before_step;
   // A page could not be used, and won't be: drop it from the store.
@@ -60,8 +63,13 @@ struct RestoreRun {
 // §3.2.1). Reads run ahead in the background from begin() on, as far as the ring has room,
 // which is the read buffer of that section.
 //
+// Where the engine's devices can compute at once, each has its layers restored beside the others':
+// pages are read in turns (policy/read_order.h), and each device's are uploaded and projected on
+// its own queues.
+//
 // A damaged page costs its own rows of its own layer: they are read in another encoding, or
-// computed again through the layers up to it. Where that would be too much, the restore fails.
+// computed again through the layers up to it, as soon as those before it are restored. Where that
+// would be too much, the restore fails.
 //
 // Several restorations of one engine may be under way, each of another sequence.
 // Threading: the engine's thread. The engine and what `run` points to must outlive it.
