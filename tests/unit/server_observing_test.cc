@@ -34,6 +34,8 @@ scheduler::Outcome restored_twice() {
   first.hidden_tokens = 300;
   first.hidden_pages = {.disk = 5000};
   first.kv_pages = {.disk = 700};
+  first.devices = {{.device = "RPC0", .n_layers = 2, .pages = {.disk = 2850}},
+                   {.device = "RPC1", .n_layers = 2, .pages = {.disk = 2850}}};
   policy::RestoreRecord second;
   second.schedule = "H:26 KV:4";
   second.restore_s = 0.3;
@@ -41,6 +43,8 @@ scheduler::Outcome restored_twice() {
   second.alone = false;
   second.kv_tokens = 310;
   second.kv_pages = {.dram = 900, .disk = 100};
+  second.devices = {{.device = "RPC0", .n_layers = 2, .pages = {.dram = 400, .disk = 100}},
+                    {.device = "RPC1", .n_layers = 2, .pages = {.dram = 500}}};
   o.restores = {first, second};
   return o;
 }
@@ -54,6 +58,8 @@ TEST(MetricsTest, RestoresAreCountedByTierAndMethod) {
            "hcache_restored_bytes_total{method=\"hidden\",tier=\"dram\"} 0",
            "hcache_restored_bytes_total{method=\"kv\",tier=\"disk\"} 800",
            "hcache_restored_bytes_total{method=\"kv\",tier=\"dram\"} 900",
+           "hcache_restored_device_bytes_total{device=\"RPC0\"} 3350",
+           "hcache_restored_device_bytes_total{device=\"RPC1\"} 3350",
            "hcache_restore_seconds_count{method=\"hidden\",tier=\"disk\"} 1",
            "hcache_restore_seconds_count{method=\"kv\",tier=\"dram\"} 1",
            "hcache_restore_seconds_sum{method=\"kv\",tier=\"dram\"} 0.3",

@@ -59,6 +59,15 @@ Json timeline_json(const std::vector<policy::RestoredLayer>& layers) {
   return spans;
 }
 
+Json devices_json(const std::vector<policy::RestoredDevice>& devices) {
+  Json parts = Json::array();
+  for (const policy::RestoredDevice& part : devices) {
+    parts.push_back(
+        {{"device", part.device}, {"layers", part.n_layers}, {"bytes", part.pages.total()}});
+  }
+  return parts;
+}
+
 }  // namespace
 
 Json outcome_json(const Outcome& o) {
@@ -73,6 +82,7 @@ Json outcome_json(const Outcome& o) {
           {"overlap", o.restore.overlap},
           {"schedule", o.restore.schedule},
           {"timeline", timeline_json(o.restore.layers)},
+          {"devices", devices_json(o.restore.devices)},
           {"queue_ms", o.queue_ms},
           {"first_token_ms", o.first_ms},
           {"preemptions", o.preemptions}};

@@ -79,6 +79,9 @@ struct Metrics::Impl {
       counter("hcache_reply_tokens_total", "Tokens generated").Add({});
   prometheus::Family<prometheus::Counter>& restored_bytes = counter(
       "hcache_restored_bytes_total", "Saved state that restores used, by tier and by method");
+  prometheus::Family<prometheus::Counter>& device_bytes =
+      counter("hcache_restored_device_bytes_total",
+              "Saved state that restores used, by the device that has its layers");
   prometheus::Counter& preemptions =
       counter("hcache_preemptions_total", "Running requests that had to make room").Add({});
 
@@ -173,6 +176,10 @@ void Metrics::observe_restore(const policy::RestoreRecord& restore) {
       .Observe(restore.restore_s);
   observe_bytes("hidden", restore.hidden_pages);
   observe_bytes("kv", restore.kv_pages);
+  for (const policy::RestoredDevice& part : restore.devices) {
+    impl_->device_bytes.Add({{"device", part.device}})
+        .Increment(static_cast<double>(part.pages.total()));
+  }
   const double predicted_s = restore.predicted_restore_s;
   if (predicted_s <= 0 || restore.restore_s <= 0) return;
   impl_->planner_error.Add({{"alone", restore.alone ? "yes" : "no"}}, kPlannerError)
