@@ -107,7 +107,10 @@ struct PipelineBenchArgs : BenchArgs {
       integer(&sequences, "--sequences", "N", 4, {2, 1024}, "sequences that decode together");
   int64_t gen = integer(&gen, "--gen", "TOKENS", 32, {1, 4096}, "tokens that each of them gets");
   double row_ms = number(&row_ms, "--slow", "MS", 25, {0, 10000},
-                         "each device sleeps so long for every row of a step");
+                         "each device sleeps so long for every row of a step, and behind every "
+                         "product of a restore");
+  int64_t history = integer(&history, "--history", "TOKENS", 512, {64},
+                            "tokens of the conversation that is restored, a multiple of 64");
   bool quick = flag(&quick, "--quick", "one run of few tokens");
 };
 
@@ -121,7 +124,8 @@ struct PipelineBenchArgs : BenchArgs {
 [[nodiscard]] Status bench_batch(BatchBenchArgs args);
 
 // Times decoding over several devices, with steps in flight on all of them and one after another,
-// after comparing their tokens. The devices are slowed by sleeping.
+// and restoring a conversation to all of them at once and to one after another, after comparing
+// tokens and state. The devices are slowed by sleeping.
 [[nodiscard]] Status bench_pipeline(PipelineBenchArgs args);
 
 [[nodiscard]] double now_s();  // of the monotonic clock

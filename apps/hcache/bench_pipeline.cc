@@ -1,5 +1,5 @@
 // hcache bench pipeline: what sequences decode together over several devices, with steps in flight
-// on all of them and with the same steps one after another.
+// on all of them and with the same steps one after another; and restoring to all of them at once.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bench.h"
+#include "bench_device_restore.h"
 #include "commands.h"
 #include "engine/pipeline.h"
 #include "model/logits.h"
@@ -216,6 +217,7 @@ Status bench_pipeline(PipelineBenchArgs args) {
   if (args.quick) {
     args.reps = 1;
     args.gen = std::min<int64_t>(args.gen, 4);
+    args.history = std::min<int64_t>(args.history, 128);
   }
   HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
   HCACHE_ASSIGN_OR_RETURN(const model::OpenDevices devices, open_stages(args));
@@ -224,15 +226,14 @@ Status bench_pipeline(PipelineBenchArgs args) {
   HCACHE_ASSIGN_OR_RETURN(const auto model,
                           model::Model::load(path, *devices.devices.front(), load));
   std::atomic<int64_t> graph_ns{0};
+  const int64_t decoding_tokens = args.sequences * (kPromptTokens + args.gen + 2);
   HCACHE_ASSIGN_OR_RETURN(
       const auto engine,
-      engine::Engine::create(*model,
-                             {.arena_tokens = args.sequences * (kPromptTokens + args.gen + 2),
-                              .max_batch_rows = std::max<int>(args.runtime.batch, kPromptTokens)},
-                             [&](model::Device& device) -> engine::DeviceQueues {
-                               return {std::make_unique<SlowQueue>(Env::real(), device, graph_ns),
-                                       engine::make_device_copy_queue(device)};
-                             }));
+      engine::Engine::create(
+          *model,
+          {.arena_tokens = std::max(decoding_tokens, args.history),
+           .max_batch_rows = std::max<int>(args.runtime.batch, kPromptTokens)},
+          [&](model::Device& device) { return slow_queues(Env::real(), device, graph_ns); }));
   if (!engine->stages_overlap()) {
     return invalid_argument(
         "the layers are on one device, so no two steps can be computed at once; name several, as "
@@ -241,10 +242,16 @@ Status bench_pipeline(PipelineBenchArgs args) {
   ProgressLine line;
   PipelineBench bench(args, *engine, graph_ns);
   HCACHE_RETURN_IF_ERROR(bench.run(line));
+  const Scratch scratch(args.runtime);
+  HCACHE_ASSIGN_OR_RETURN(const auto restores, DeviceRestoreBench::open(args, *engine, graph_ns));
+  HCACHE_RETURN_IF_ERROR(restores->run(line));
   line.finish();
   Json results = {{"machine", machine_json(*model)}};
   results.update(bench.results());
-  return report(args, results, bench.table());
+  results["restore"] = restores->results();
+  HCACHE_RETURN_IF_ERROR(report(args, results, bench.table()));
+  if (args.json_file != "-") fmt::print("\n{}", format_columns(restores->table()));
+  return {};
 }
 
 }  // namespace hcache::cli

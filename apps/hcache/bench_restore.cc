@@ -60,6 +60,17 @@ struct Run {
   std::vector<std::vector<float>> logits;  // that each of its tokens was chosen from
 };
 
+// With what each device's layers took of it, where there are several.
+std::string bytes_read(const policy::RestoreRecord& record) {
+  std::string text = format_bytes(record.read.disk);
+  if (record.devices.size() < 2) return text;
+  for (size_t i = 0; i < record.devices.size(); ++i) {
+    text +=
+        fmt::format("{}{}", i == 0 ? " (" : " + ", format_bytes(record.devices[i].pages.total()));
+  }
+  return text + ")";
+}
+
 class RestoreBench {
  public:
   RestoreBench(const RestoreBenchArgs& args, ThrottledEnv& env, serving::Serving& serving,
@@ -314,6 +325,7 @@ class RestoreBench {
                       row.link_bytes_per_s > 0 ? Json(row.link_bytes_per_s) : Json(nullptr)},
                      {"bytes_per_token", per_token},
                      {"bytes_read", row.record.read.disk},
+                     {"devices", devices_json(row.record)},
                      {"restore_ms", spread(row.restore_s, 1e3)},
                      {"ttft_ms", spread(row.ttft_s, 1e3)},
                      {"ttft_samples_ms", milliseconds(row.ttft_s)},
@@ -327,17 +339,17 @@ class RestoreBench {
                        {"max_logit_diff", row.fidelity.max_logit_diff},
                        {"mean_kl", row.fidelity.mean_kl},
                        {"margin", row.fidelity.margin}}}});
-    table_.push_back(
-        {fmt::format("{}", history_),
-         row.link_bytes_per_s > 0 ? format_rate(row.link_bytes_per_s) : "none", row.method,
-         row.record.schedule, fmt::format("{:.1f}", median(row.ttft_s) * 1e3),
-         predicted_ms > 0 ? fmt::format("{:.1f}", predicted_ms) : "-",
-         fmt::format("{:.1f}", median(row.restore_s) * 1e3), format_bytes(row.record.read.disk),
-         fmt::format("{:.0f} %", median(row.io_busy) * 100),
-         fmt::format("{:.0f} %", median(row.compute_busy) * 100),
-         row.fidelity.kv_identical ? "identical" : "differs",
-         fmt::format("{}/{}", row.fidelity.greedy_agree, row.fidelity.greedy_total),
-         fmt::format("{:.1e}", row.fidelity.mean_kl)});
+    table_.push_back({fmt::format("{}", history_),
+                      row.link_bytes_per_s > 0 ? format_rate(row.link_bytes_per_s) : "none",
+                      row.method, row.record.schedule,
+                      fmt::format("{:.1f}", median(row.ttft_s) * 1e3),
+                      predicted_ms > 0 ? fmt::format("{:.1f}", predicted_ms) : "-",
+                      fmt::format("{:.1f}", median(row.restore_s) * 1e3), bytes_read(row.record),
+                      fmt::format("{:.0f} %", median(row.io_busy) * 100),
+                      fmt::format("{:.0f} %", median(row.compute_busy) * 100),
+                      row.fidelity.kv_identical ? "identical" : "differs",
+                      fmt::format("{}/{}", row.fidelity.greedy_agree, row.fidelity.greedy_total),
+                      fmt::format("{:.1e}", row.fidelity.mean_kl)});
   }
 
   // What the paper's GPUs like: a multiple of this many rows (section 6.3.2).

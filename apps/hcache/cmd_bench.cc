@@ -28,8 +28,7 @@ BatchBenchArgs::BatchBenchArgs() {
 }
 
 PipelineBenchArgs::PipelineBenchArgs() {
-  withhold({&runtime.kv_type, &runtime.attention, &runtime.state.state_dir, &runtime.state.stores,
-            &runtime.state_type, &runtime.saver, &text_file});
+  withhold({&runtime.kv_type, &runtime.attention, &runtime.state_type, &runtime.saver, &text_file});
 }
 
 ThroughputArgs::ThroughputArgs() { offer(runtime, {&runtime.save}); }
@@ -51,8 +50,9 @@ void add_bench(CLI::App& app, Verb* verb) {
       bench_batch);
   add_verb<PipelineBenchArgs>(
       *group, verb, "pipeline",
-      "Time decoding over several devices, slowed equally by sleeping, with steps in flight on all "
-      "of them and one after another; checks the tokens first",
+      "Time decoding and restoring over several devices, slowed equally by sleeping: on all of "
+      "them "
+      "at once, and on one after another; checks tokens and restored state first",
       bench_pipeline);
   add_verb<ServeArgs>(*group, verb, "serve",
                       "Hold many conversations with a server at a time, and measure its answers",

@@ -166,6 +166,15 @@ double Turn::decode_tokens_per_s() const {
              : static_cast<double>(reply_tokens.size() - 1) / decode_s;
 }
 
+Json devices_json(const policy::RestoreRecord& record) {
+  Json parts = Json::array();
+  for (const policy::RestoredDevice& part : record.devices) {
+    parts.push_back(
+        {{"device", part.device}, {"layers", part.n_layers}, {"bytes", part.pages.total()}});
+  }
+  return parts;
+}
+
 Json to_json(const Turn& turn) {
   Json json = {{"history_tokens", turn.history_tokens},
                {"prompt_tokens", turn.prompt_tokens},
@@ -182,6 +191,7 @@ Json to_json(const Turn& turn) {
                      {"prefilled_tokens", turn.computed_tokens},
                      {"bytes_read", r.read.disk},
                      {"bytes_remote", r.read.remote},
+                     {"devices", devices_json(r)},
                      {"restore_ms", r.restore_s * 1e3},
                      {"first_logits_ms", turn.first_logits_s * 1e3},
                      {"predicted_ms", r.predicted_first_s * 1e3},

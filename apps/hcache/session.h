@@ -133,6 +133,8 @@ struct Turn {
   [[nodiscard]] double decode_tokens_per_s() const;
 };
 [[nodiscard]] Json to_json(const Turn& turn);
+// The bytes that each device's layers took: [{"device", "layers", "bytes"}].
+[[nodiscard]] Json devices_json(const policy::RestoreRecord& record);
 // "3,401 tokens restored (RE:2 KV:28) and 31 computed; first token after 0.31 s; 54.1 tokens/s".
 [[nodiscard]] std::string summary(const Turn& turn);
 

@@ -18,10 +18,21 @@ SlowQueue::~SlowQueue() {
   thread_.join();
 }
 
-void SlowQueue::give(std::function<void()> work) {
+uint64_t SlowQueue::give(std::function<void()> work) {
   const MutexLock lock(mutex_);
   given_.push_back(std::move(work));
   changed_.notify_all();
+  return ++n_given_;
+}
+
+bool SlowQueue::done(uint64_t number) const {
+  const MutexLock lock(mutex_);
+  return n_done_ >= number;
+}
+
+void SlowQueue::wait(uint64_t number) {
+  const MutexLock lock(mutex_);
+  while (n_done_ < number) changed_.wait(mutex_);
 }
 
 void SlowQueue::work() {
@@ -31,18 +42,17 @@ void SlowQueue::work() {
     if (given_.empty()) return;
     const std::function<void()> work = std::move(given_.front());
     given_.pop_front();
-    busy_ = true;
     lock.unlock();
     work();
     lock.lock();
-    busy_ = false;
+    ++n_done_;
     changed_.notify_all();
   }
 }
 
 void SlowQueue::synchronize() {
   const MutexLock lock(mutex_);
-  while (busy_ || !given_.empty()) changed_.wait(mutex_);
+  while (n_done_ < n_given_) changed_.wait(mutex_);
 }
 
 ggml_status SlowQueue::run(ggml_cgraph* graph) {
@@ -67,6 +77,23 @@ void SlowQueue::copy(ggml_tensor* src, ComputeQueue& to, ggml_tensor* dst) {
   synchronize();
   if (&to != this) to.synchronize();
   ggml_backend_tensor_copy(src, dst);
+}
+
+engine::CopyQueue::Ticket SlowCopyQueue::upload(ggml_tensor* dst, size_t offset, const void* src,
+                                                size_t n_bytes) {
+  return queue_.give([=] { ggml_backend_tensor_set(dst, src, offset, n_bytes); });
+}
+
+engine::CopyQueue::Ticket SlowCopyQueue::download(const ggml_tensor* src, size_t offset, void* dst,
+                                                  size_t n_bytes) {
+  return queue_.give([=] { ggml_backend_tensor_get(src, dst, offset, n_bytes); });
+}
+
+engine::DeviceQueues slow_queues(Env& env, model::Device& device,
+                                 const std::atomic<int64_t>& graph_ns) {
+  auto compute = std::make_unique<SlowQueue>(env, device, graph_ns);
+  auto copy = std::make_unique<SlowCopyQueue>(*compute);
+  return {std::move(compute), std::move(copy)};
 }
 
 }  // namespace hcache::cli

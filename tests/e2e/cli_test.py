@@ -182,6 +182,20 @@ class Cli(unittest.TestCase):
                       self.hcache("run", "-m", MODEL, "--state-dir", self.state, *place,
                                   "--override-tensor", "ffn_=cpu", "-p", "x", code=8))
 
+    def test_several_devices_are_measured_once_they_agree(self):
+        out = json.loads(self.hcache("bench", "pipeline", "-m", MODEL, "--quick", "--slow", "0",
+                                     "--state-dir", self.state, "--json", "-"))
+        self.assertEqual(out["stages"], 2)
+        self.assertTrue(out["tokens_equal"])
+        restore = out["restore"]
+        self.assertEqual(restore["tokens"], 128)
+        self.assertTrue(restore["kv_identical"])
+        for row in restore["rows"]:
+            first, second = row["devices"]
+            self.assertGreater(first["bytes"], 0)
+            self.assertEqual(first["bytes"], second["bytes"])
+        self.assertEqual([str(left) for left in pathlib.Path(self.state).glob("store/bench-*")], [])
+
     def rpc_server(self) -> int:
         """The port of an `rpc-serve`, which is stopped after the test."""
         # Below those that the system gives to outgoing connections: another program may have one
