@@ -42,6 +42,34 @@ ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int laye
   return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
 }
 
+// What a parallel feed-forward block multiplies.
+ggml_tensor* parallel_ffn_input(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
+                                ggml_tensor* hidden) {
+  const LayerWeights& w = model.weights().layers[layer];
+  return w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, model.spec().norm, w.attn_norm, x)
+                                    : hidden;
+}
+
+// From the block's normed input to its output, without the residual.
+ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeights& w,
+                          ggml_tensor* in) {
+  const DecoderSpec& spec = model.spec();
+  ggml_tensor* up = apply_linear(ctx, w.up, in);
+  ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, w.gate, in) : up;
+  switch (spec.activation) {
+    case Activation::kSilu:
+      act = spec.gated_ffn ? ggml_swiglu_split(ctx, act, up) : ggml_silu(ctx, act);
+      break;
+    case Activation::kGelu:
+      act = spec.gated_ffn ? ggml_geglu_split(ctx, act, up) : ggml_gelu(ctx, act);
+      break;
+    case Activation::kRelu:
+      act = spec.gated_ffn ? ggml_reglu_split(ctx, act, up) : ggml_relu(ctx, act);
+      break;
+  }
+  return apply_linear(ctx, w.down, act);
+}
+
 }  // namespace
 
 ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x) {
@@ -85,35 +113,34 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden, ggml_tensor* attn) {
   const LayerWeights& w = model.weights().layers[layer];
-  const DecoderSpec& spec = model.spec();
-
   ggml_tensor* attn_out = apply_linear(ctx, w.o, attn);
-  ggml_tensor* residual = nullptr;
-  ggml_tensor* ffn_in = nullptr;
-  if (spec.parallel_attention) {
-    residual = attn_out;
-    ffn_in =
-        w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, spec.norm, w.attn_norm, x) : hidden;
-  } else {
-    residual = ggml_add(ctx, attn_out, x);
-    ffn_in = apply_norm(ctx, model, spec.norm, w.ffn_norm, residual);
+  if (model.spec().parallel_attention) {
+    ggml_tensor* ffn_in = parallel_ffn_input(ctx, model, layer, x, hidden);
+    ggml_tensor* y = ggml_add(ctx, feed_forward(ctx, model, w, ffn_in), attn_out);
+    return ggml_add(ctx, y, x);
   }
+  ggml_tensor* residual = ggml_add(ctx, attn_out, x);
+  ggml_tensor* ffn_in = apply_norm(ctx, model, model.spec().norm, w.ffn_norm, residual);
+  return ggml_add(ctx, feed_forward(ctx, model, w, ffn_in), residual);
+}
 
-  ggml_tensor* up = apply_linear(ctx, w.up, ffn_in);
-  ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, w.gate, ffn_in) : up;
-  switch (spec.activation) {
-    case Activation::kSilu:
-      act = spec.gated_ffn ? ggml_swiglu_split(ctx, act, up) : ggml_silu(ctx, act);
-      break;
-    case Activation::kGelu:
-      act = spec.gated_ffn ? ggml_geglu_split(ctx, act, up) : ggml_gelu(ctx, act);
-      break;
-    case Activation::kRelu:
-      act = spec.gated_ffn ? ggml_reglu_split(ctx, act, up) : ggml_relu(ctx, act);
-      break;
+ggml_tensor* build_attention_share(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                   ggml_tensor* hidden, ggml_tensor* attn) {
+  const LayerWeights& w = part.weights().layers[layer];
+  ggml_tensor* y = apply_linear(ctx, w.o, attn);
+  if (part.spec().parallel_attention) {
+    ggml_tensor* ffn_in = parallel_ffn_input(ctx, part, layer, x, hidden);
+    y = ggml_add(ctx, feed_forward(ctx, part, w, ffn_in), y);
   }
-  ggml_tensor* y = ggml_add(ctx, apply_linear(ctx, w.down, act), residual);
-  return spec.parallel_attention ? ggml_add(ctx, y, x) : y;
+  return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
+}
+
+ggml_tensor* build_feed_forward_share(ggml_context* ctx, const Model& part, int layer,
+                                      ggml_tensor* x) {
+  const LayerWeights& w = part.weights().layers[layer];
+  ggml_tensor* ffn_in = apply_norm(ctx, part, part.spec().norm, w.ffn_norm, x);
+  ggml_tensor* y = feed_forward(ctx, part, w, ffn_in);
+  return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x) {

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <set>
+#include <numeric>
 
 #include "base/memory.h"
 #include "base/units.h"
@@ -18,254 +18,13 @@
 #include "gguf_file.h"
 #include "hparams.h"
 #include "streamed_layers.h"
-#include "weight_types.h"
+#include "weight_slots.h"
 
 namespace hcache::model {
 namespace {
 
 constexpr size_t kUploadChunk = size_t{4} << 20;
 constexpr uintptr_t kPageBytes = 4096;
-
-// ---- Tensors -----------------------------------------------------------------------------------
-
-// Where a weight wants to live.
-enum class Use {
-  kVector,       // F32, added or multiplied element by element
-  kMatrix,       // left-hand side of a product: may be repacked
-  kPlainMatrix,  // k and v: also multiply saved hidden states, so never repacked
-};
-
-// One weight on its way from the file to the device.
-struct Slot {
-  ggml_tensor** target = nullptr;
-  const GgufTensor* source = nullptr;
-  int64_t first_row = 0;  // a part of a fused matrix, in rows (elements of a fused bias)
-  int64_t n_rows = 0;
-  Use use = Use::kVector;
-  Device* device = nullptr;
-  int layer = -1;      // -1: none's
-  bool is_kv = false;  // see LayerPart::kKv
-};
-
-// Finds each tensor the architecture has, checks it, and notes where it goes. A tensor of the file
-// that nobody asked for is an error: it would change the result if it were ignored.
-class TensorReader {
- public:
-  // `devices`: each layer's.
-  TensorReader(const GgufFile& file, const DecoderSpec& spec, HParams& h,
-               const std::vector<Device*>& devices)
-      : file_(file), spec_(spec), h_(h), devices_(devices), device_(devices.back()) {}
-
-  Status read(Weights& w, const GgufTensor*& token_embd, const GgufTensor*& position_embd);
-  [[nodiscard]] const std::vector<Slot>& slots() const { return slots_; }
-
- private:
-  struct Shape {
-    int64_t ne0;
-    int64_t ne1 = 1;
-  };
-
-  // The tensor with its shape checked; nullptr when it is absent and optional.
-  Result<const GgufTensor*> claim(const std::string& name, Shape shape, bool required) {
-    const GgufTensor* t = file_.tensor(name);
-    if (t == nullptr) {
-      if (!required) return t;
-      return not_found(fmt::format("{}: tensor {} is missing", file_.path(), name));
-    }
-    claimed_.insert(name);
-    if (t->ne[0] != shape.ne0 || t->ne[1] != shape.ne1 || t->ne[2] != 1 || t->ne[3] != 1) {
-      return data_loss(fmt::format("{}: tensor {} is {}, expected [{}, {}]", file_.path(), name,
-                                   t->describe(), shape.ne0, shape.ne1));
-    }
-    return t;
-  }
-
-  [[nodiscard]] Status bad_type(const GgufTensor& t, std::string_view why) const {
-    return unimplemented(
-        fmt::format("{}: tensor {} is {}: {}", file_.path(), t.name, ggml_type_name(t.type), why));
-  }
-
-  [[nodiscard]] Status check_matrix(const GgufTensor& t) const {
-    if (find_weight_type(t.type) == nullptr)
-      return bad_type(t, "no matrix product takes this type");
-    if (device_->is_cpu()) return {};
-    const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(
-        ggml_init({ggml_tensor_overhead() * 4, nullptr, true}), &ggml_free);
-    ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), t.type, t.ne[0], t.ne[1]);
-    ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, t.ne[0], 1);
-    if (!ggml_backend_dev_supports_op(device_->dev(), ggml_mul_mat(ctx.get(), w, x))) {
-      return bad_type(t, fmt::format("device {} can't multiply it", device_->name()));
-    }
-    return {};
-  }
-
-  Status vector(ggml_tensor*& target, const std::string& name, int64_t n, bool required) {
-    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {n}, required));
-    if (t == nullptr) return {};
-    if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
-    add_slot(target, t, 0, n, Use::kVector);
-    return {};
-  }
-
-  Status norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
-    HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, required));
-    const bool has_bias = spec_.norm == Norm::kLayer && file_.tensor(name + ".weight") != nullptr;
-    return has_bias ? vector(target.b, name + ".bias", n, true) : Status();
-  }
-
-  Status linear(Linear& target, const std::string& name, int64_t n_in, int64_t n_out, Use use) {
-    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {n_in, n_out}, true));
-    HCACHE_RETURN_IF_ERROR(check_matrix(*t));
-    add_slot(target.w, t, 0, n_out, use);
-    return vector(target.b, name + ".bias", n_out, false);
-  }
-
-  Status fused_qkv(LayerWeights& l, const std::string& name) {
-    const int64_t n_q = h_.n_embd_q();
-    const int64_t n_kv = h_.n_embd_kv();
-    const int64_t n_out = n_q + 2 * n_kv;
-    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {h_.n_embd, n_out}, true));
-    HCACHE_RETURN_IF_ERROR(check_matrix(*t));
-    add_slot(l.q.w, t, 0, n_q, Use::kMatrix);
-    add_slot(l.k.w, t, n_q, n_kv, Use::kPlainMatrix);
-    add_slot(l.v.w, t, n_q + n_kv, n_kv, Use::kPlainMatrix);
-    HCACHE_ASSIGN_OR_RETURN(const GgufTensor* b, claim(name + ".bias", {n_out}, false));
-    if (b == nullptr) return {};
-    if (b->type != GGML_TYPE_F32) return bad_type(*b, "norms and biases must be F32");
-    add_slot(l.q.b, b, 0, n_q, Use::kVector);
-    add_slot(l.k.b, b, n_q, n_kv, Use::kVector);
-    add_slot(l.v.b, b, n_q + n_kv, n_kv, Use::kVector);
-    return {};
-  }
-
-  Status layer(LayerWeights& l, int index);
-  Status rope_factors(Weights& w);
-  Status tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd);
-
-  void add_slot(ggml_tensor*& target, const GgufTensor* source, int64_t first_row, int64_t n_rows,
-                Use use) {
-    slots_.push_back({&target, source, first_row, n_rows, use, device_});
-  }
-
-  const GgufFile& file_;
-  const DecoderSpec& spec_;
-  HParams& h_;
-  const std::vector<Device*>& devices_;
-  Device* device_;  // of what is being read
-  std::set<std::string, std::less<>> claimed_;
-  std::vector<Slot> slots_;
-};
-
-// The embedding tables: rows are looked up on the host.
-Status TensorReader::tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd) {
-  token_embd = file_.tensor("token_embd.weight");
-  if (token_embd == nullptr) {
-    return not_found(fmt::format("{}: tensor token_embd.weight is missing", file_.path()));
-  }
-  h_.n_vocab = token_embd->ne[1];
-  if (h_.n_vocab > std::numeric_limits<int32_t>::max()) {
-    return data_loss(
-        fmt::format("{}: tensor token_embd.weight has {} rows", file_.path(), h_.n_vocab));
-  }
-  HCACHE_RETURN_IF_ERROR(claim("token_embd.weight", {h_.n_embd, h_.n_vocab}, true).status());
-  if (find_weight_type(token_embd->type) == nullptr) {
-    return bad_type(*token_embd, "rows of this type can't be looked up");
-  }
-  if (const GgufValue* tokens = file_.find("tokenizer.ggml.tokens");
-      tokens != nullptr && static_cast<int64_t>(tokens->count) != h_.n_vocab) {
-    return data_loss(fmt::format("{}: the vocabulary has {} tokens, token_embd.weight {} rows",
-                                 file_.path(), tokens->count, h_.n_vocab));
-  }
-  if (!spec_.learned_positions) return {};
-  const int64_t n_rows = int64_t{h_.n_ctx_train} + h_.position_offset;
-  HCACHE_ASSIGN_OR_RETURN(position_embd, claim("position_embd.weight", {h_.n_embd, n_rows}, true));
-  if (find_weight_type(position_embd->type) == nullptr) {
-    return bad_type(*position_embd, "rows of this type can't be looked up");
-  }
-  return {};
-}
-
-Status TensorReader::layer(LayerWeights& l, int index) {
-  const std::string p = fmt::format("blk.{}.", index);
-  device_ = devices_[static_cast<size_t>(index)];
-  const int64_t n_embd = h_.n_embd;
-  HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
-  if (spec_.parallel_attention) {
-    HCACHE_RETURN_IF_ERROR(norm(l.attn_norm_2, p + "attn_norm_2", n_embd, false));
-  } else {
-    HCACHE_RETURN_IF_ERROR(norm(l.ffn_norm, p + "ffn_norm", n_embd, true));
-  }
-  if (spec_.fused_qkv || file_.tensor(p + "attn_qkv.weight") != nullptr) {
-    HCACHE_RETURN_IF_ERROR(fused_qkv(l, p + "attn_qkv"));
-  } else {
-    HCACHE_RETURN_IF_ERROR(linear(l.q, p + "attn_q", n_embd, h_.n_embd_q(), Use::kMatrix));
-    HCACHE_RETURN_IF_ERROR(linear(l.k, p + "attn_k", n_embd, h_.n_embd_kv(), Use::kPlainMatrix));
-    HCACHE_RETURN_IF_ERROR(linear(l.v, p + "attn_v", n_embd, h_.n_embd_kv(), Use::kPlainMatrix));
-  }
-  if (spec_.qk_norm) {
-    HCACHE_RETURN_IF_ERROR(vector(l.q_norm.w, p + "attn_q_norm.weight", h_.head_dim, true));
-    HCACHE_RETURN_IF_ERROR(vector(l.k_norm.w, p + "attn_k_norm.weight", h_.head_dim, true));
-  }
-  HCACHE_RETURN_IF_ERROR(linear(l.o, p + "attn_output", h_.n_embd_q(), n_embd, Use::kMatrix));
-  if (spec_.gated_ffn) {
-    HCACHE_RETURN_IF_ERROR(linear(l.gate, p + "ffn_gate", n_embd, h_.n_ff, Use::kMatrix));
-  }
-  HCACHE_RETURN_IF_ERROR(linear(l.up, p + "ffn_up", n_embd, h_.n_ff, Use::kMatrix));
-  return linear(l.down, p + "ffn_down", h_.n_ff, n_embd, Use::kMatrix);
-}
-
-// Whether K and V of the layer need the weight that `target` is.
-bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
-  const std::array<ggml_tensor* const*, 9> parts = {
-      &l.attn_norm.w,   &l.attn_norm.b, &l.attn_norm_2.w,
-      &l.attn_norm_2.b, &l.k_norm.w,    &l.k.w,
-      &l.k.b,           &l.v.w,         &l.v.b};
-  return std::find(parts.begin(), parts.end(), target) != parts.end();
-}
-
-// Llama 3's frequency factors: one tensor for all layers of a device, the first of which has it.
-Status TensorReader::rope_factors(Weights& w) {
-  for (auto at = devices_.begin(); at != devices_.end(); ++at) {
-    if (std::find(devices_.begin(), at, *at) != at) continue;
-    device_ = *at;
-    ggml_tensor*& target = w.layers[static_cast<size_t>(at - devices_.begin())].rope_factors;
-    HCACHE_RETURN_IF_ERROR(vector(target, "rope_freqs.weight", h_.n_rot / 2, false));
-  }
-  return {};
-}
-
-Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
-                          const GgufTensor*& position_embd) {
-  HCACHE_RETURN_IF_ERROR(tables(token_embd, position_embd));
-  HCACHE_RETURN_IF_ERROR(norm(w.output_norm, "output_norm", h_.n_embd, true));
-  if (file_.tensor("output.weight") != nullptr) {
-    HCACHE_RETURN_IF_ERROR(linear(w.output, "output", h_.n_embd, h_.n_vocab, Use::kMatrix));
-  } else {
-    HCACHE_RETURN_IF_ERROR(check_matrix(*token_embd));
-    add_slot(w.output.w, token_embd, 0, h_.n_vocab, Use::kMatrix);
-  }
-  w.layers.resize(static_cast<size_t>(h_.n_layer));
-  for (int i = 0; i < h_.n_layer; i++) {
-    const size_t begin = slots_.size();
-    LayerWeights& l = w.layers[static_cast<size_t>(i)];
-    HCACHE_RETURN_IF_ERROR(layer(l, i));
-    for (size_t s = begin; s < slots_.size(); ++s) {
-      slots_[s].layer = i;
-      slots_[s].is_kv = makes_kv(l, slots_[s].target);
-    }
-  }
-  if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
-    HCACHE_RETURN_IF_ERROR(rope_factors(w));
-  }
-  for (const GgufTensor& t : file_.tensors()) {
-    if (!claimed_.contains(t.name)) {
-      return unimplemented(
-          fmt::format("{}: tensor {} is no part of a {} decoder as this build knows it",
-                      file_.path(), t.name, spec_.arch));
-    }
-  }
-  return {};
-}
 
 // ---- Placement ---------------------------------------------------------------------------------
 
@@ -285,10 +44,9 @@ std::vector<ggml_backend_buffer_type_t> extra_buffer_types(const Device& device)
 // Whether a product with a matrix of this shape works from that buffer type.
 bool takes_matrix(const Device& device, ggml_backend_buffer_type_t type, const Slot& slot) {
   const ContextPtr ctx(ggml_init({ggml_tensor_overhead() * 4, nullptr, true}));
-  ggml_tensor* w =
-      ggml_new_tensor_2d(ctx.get(), slot.source->type, slot.source->ne[0], slot.n_rows);
+  ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), slot.source->type, slot.n_columns, slot.n_rows);
   constexpr int64_t kRows = 512;
-  ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, slot.source->ne[0], kRows);
+  ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, slot.n_columns, kRows);
   ggml_tensor* y = ggml_mul_mat(ctx.get(), w, x);
   const BufferPtr probe(ggml_backend_buft_alloc_buffer(type, 0));
   if (probe == nullptr) return false;
@@ -296,19 +54,10 @@ bool takes_matrix(const Device& device, ggml_backend_buffer_type_t type, const S
   return ggml_backend_dev_supports_op(device.dev(), y);
 }
 
-// The bytes of the file that a slot holds.
-std::span<const uint8_t> slot_bytes(const Slot& slot) {
-  const bool is_vector = slot.use == Use::kVector;
-  const size_t unit = is_vector ? sizeof(float) : slot.source->row_bytes();
-  return slot.source->data.subspan(static_cast<size_t>(slot.first_row) * unit,
-                                   static_cast<size_t>(slot.n_rows) * unit);
-}
-
 ggml_tensor* new_tensor(ggml_context* ctx, const Slot& slot) {
-  ggml_tensor* t =
-      slot.use == Use::kVector
-          ? ggml_new_tensor_1d(ctx, slot.source->type, slot.n_rows)
-          : ggml_new_tensor_2d(ctx, slot.source->type, slot.source->ne[0], slot.n_rows);
+  ggml_tensor* t = slot.use == Use::kVector
+                       ? ggml_new_tensor_1d(ctx, slot.source->type, slot.n_rows)
+                       : ggml_new_tensor_2d(ctx, slot.source->type, slot.n_columns, slot.n_rows);
   ggml_set_name(t, slot.source->name.c_str());
   return t;
 }
@@ -333,7 +82,7 @@ void widen_row(const GgufTensor& table, int64_t row, float* out) {
 }  // namespace
 
 struct Model::Impl {
-  Impl(std::unique_ptr<GgufFile> f, Env& e) : env(e), file(std::move(f)) {}
+  Impl(std::shared_ptr<const GgufFile> f, Env& e) : env(e), file(std::move(f)) {}
 
   Status place_layers(const LoadOptions& options, Device& otherwise);
   Status place(const std::vector<Slot>& slots, const LoadOptions& options);
@@ -350,13 +99,22 @@ struct Model::Impl {
   Status place_on(Device& device, const std::vector<Slot>& slots, const LoadOptions& options,
                   std::vector<Slot>& to_fill);
   Status upload(const std::vector<Slot>& slots, const Progress& progress);
+  // The share's weights, to the devices of the layers.
+  Status load_weights(const LoadOptions& options);
+  Status sharing_devices(const LoadOptions& options, std::vector<Device*>& devices,
+                         std::vector<double>& proportions) const;
+  Status share_units(Divisible& heads, Divisible& columns) const;
+  Status load_parts(const LoadOptions& options, const std::vector<Device*>& sharing,
+                    const std::vector<double>& proportions);
 
   std::vector<Device*> layer_devices;
   std::vector<Device*> devices;  // each once
   Env& env;
-  std::unique_ptr<GgufFile> file;
+  std::shared_ptr<const GgufFile> file;
   const DecoderSpec* spec = nullptr;
   HParams hparams;
+  Share share;
+  std::vector<std::unique_ptr<Model>> parts;  // empty: no layer is shared
   Weights weights;
   const GgufTensor* token_embd = nullptr;
   const GgufTensor* position_embd = nullptr;  // null without learned positions
@@ -379,6 +137,39 @@ Status Model::Impl::place_layers(const LoadOptions& options, Device& otherwise) 
   return {};
 }
 
+// Those that have some of every layer, and how much.
+Status Model::Impl::sharing_devices(const LoadOptions& options, std::vector<Device*>& devices,
+                                    std::vector<double>& proportions) const {
+  const Placement& p = options.placement;
+  if (options.weights == WeightPlace::kHost || options.weights == WeightPlace::kDisk) {
+    return unimplemented(
+        "weights are streamed on one device, and --split-mode tensor shares each layer; use "
+        "--weights resident");
+  }
+  if (!p.overrides.empty()) {
+    return unimplemented(
+        "--override-tensor moves whole layers, and --split-mode tensor shares each; use one of "
+        "them");
+  }
+  if (p.n_layers >= 0 && p.n_layers < hparams.n_layer) {
+    return unimplemented(fmt::format(
+        "--gpu-layers {} leaves layers to the CPU, and --split-mode tensor shares all {}; raise "
+        "it, or use --split-mode layer",
+        p.n_layers, hparams.n_layer));
+  }
+  if (!p.split.empty() && p.split.size() != p.devices.size()) {
+    return invalid_argument(
+        fmt::format("a tensor split of {} parts for {} devices", p.split.size(), p.devices.size()));
+  }
+  for (size_t i = 0; i < p.devices.size(); ++i) {
+    const double part = p.split.empty() ? 1.0 : p.split[i];
+    if (part <= 0) continue;
+    devices.push_back(p.devices[i]);
+    proportions.push_back(part);
+  }
+  return {};
+}
+
 // By the sizes of the weights and what there is of memory.
 Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
                                      const std::vector<Slot>& slots,
@@ -389,7 +180,7 @@ Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
   for (const Slot& slot : slots) {
     uint64_t& bytes =
         slot.layer < 0 ? sizes.shared_bytes : sizes.layer_bytes[static_cast<size_t>(slot.layer)];
-    bytes += slot_bytes(slot).size();
+    bytes += slot.n_bytes();
   }
   for (auto begin = sources.begin(); begin != sources.end();) {
     const auto end = std::find_if(begin, sources.end(),
@@ -420,7 +211,8 @@ Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
 // Lays out the layers that are streamed; the weights of the others are left in `resident`.
 Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& options,
                            std::vector<Slot>& resident) {
-  if (devices.size() > 1) {
+  const bool is_part = share.n_head_kv < hparams.n_head_kv;
+  if (devices.size() > 1 || is_part) {
     if (options.weights == WeightPlace::kHost || options.weights == WeightPlace::kDisk) {
       return unimplemented(fmt::format(
           "{}: weights are streamed on one device, these layers are on {}; use --weights resident, "
@@ -436,7 +228,7 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
     sources.push_back({.layer = slot.layer,
                        .target = slot.target,
                        .create = [slot](ggml_context* ctx) { return new_tensor(ctx, slot); },
-                       .bytes = slot_bytes(slot),
+                       .bytes = slot.bytes(),
                        .is_kv = slot.is_kv});
   }
   Result<WeightPlan> planned = plan(sources, slots, options);
@@ -458,7 +250,7 @@ Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
   const auto bytes = file->bytes();
   auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
   size_t largest = 0;
-  for (const Slot& slot : slots) largest = std::max(largest, slot_bytes(slot).size());
+  for (const Slot& slot : slots) largest = std::max(largest, slot.n_bytes());
   buffers.emplace_back(
       ggml_backend_dev_buffer_from_host_ptr(device.dev(), base, bytes.size(), largest));
   if (buffers.back() == nullptr) {
@@ -469,14 +261,14 @@ Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
   if (streamed == nullptr) madvise(base, bytes.size(), MADV_WILLNEED);
   for (const Slot& slot : slots) {
     *slot.target = new_tensor(ctx, slot);
-    auto* data = const_cast<uint8_t*>(slot_bytes(slot).data());
+    auto* data = const_cast<uint8_t*>(slot.bytes().data());
     if (ggml_backend_tensor_alloc(buffers.back().get(), *slot.target, data) !=
         GGML_STATUS_SUCCESS) {
       return internal_error(
           fmt::format("{}: tensor {} can't be mapped", file->path(), slot.source->name));
     }
     // Of a file that is mostly streamed no other pages may be read along.
-    if (streamed != nullptr) advise(slot_bytes(slot), MADV_WILLNEED);
+    if (streamed != nullptr) advise(slot.bytes(), MADV_WILLNEED);
   }
   return {};
 }
@@ -515,7 +307,7 @@ Status Model::Impl::place_on(Device& device, const std::vector<Slot>& slots,
         slot.use == Use::kMatrix ? std::find_if(extra.begin(), extra.end(), fits) : extra.end();
     if (found != extra.end()) {
       by_type[*found].push_back(slot);
-    } else if (mapped) {
+    } else if (mapped && slot.is_contiguous()) {
       in_mapping.push_back(slot);
     } else {
       by_type[device.buffer_type()].push_back(slot);
@@ -528,7 +320,7 @@ Status Model::Impl::place_on(Device& device, const std::vector<Slot>& slots,
     size_t bytes = 0;
     for (const Slot& slot : group) {
       *slot.target = new_tensor(ctx, slot);
-      bytes += slot_bytes(slot).size();
+      bytes += slot.n_bytes();
     }
     buffers.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(ctx, type));
     if (buffers.back() == nullptr) {
@@ -543,25 +335,112 @@ Status Model::Impl::place_on(Device& device, const std::vector<Slot>& slots,
 
 Status Model::Impl::upload(const std::vector<Slot>& slots, const Progress& progress) {
   size_t total = 0;
-  for (const Slot& slot : slots) total += slot_bytes(slot).size();
+  for (const Slot& slot : slots) total += slot.n_bytes();
   size_t done = 0;
-  const auto step = [&](size_t bytes) -> Status {
-    done += bytes;
-    if (progress &&
-        !progress(static_cast<float>(done) / static_cast<float>(std::max<size_t>(1, total)))) {
-      return cancelled(fmt::format("{}: loading was cancelled", file->path()));
-    }
-    return {};
-  };
+  std::vector<uint8_t> gathered;
   for (const Slot& slot : slots) {
-    const auto bytes = slot_bytes(slot);
-    // Repacked layouts take whole tensors only; other devices report progress by the chunk.
-    const size_t chunk = slot.device->is_cpu() ? bytes.size() : kUploadChunk;
-    for (size_t at = 0; at < bytes.size(); at += chunk) {
-      const size_t size = std::min(chunk, bytes.size() - at);
-      ggml_backend_tensor_set(*slot.target, bytes.data() + at, at, size);
-      HCACHE_RETURN_IF_ERROR(step(size));
+    // Repacked layouts take whole tensors only; other devices report progress by some rows.
+    const size_t row = slot.row_bytes();
+    const int64_t at_once = slot.device->is_cpu()
+                                ? slot.n_rows
+                                : std::max<int64_t>(1, static_cast<int64_t>(kUploadChunk / row));
+    for (int64_t first = 0; first < slot.n_rows; first += at_once) {
+      const int64_t n = std::min(at_once, slot.n_rows - first);
+      const size_t at = static_cast<size_t>(first) * row;
+      const size_t n_bytes = static_cast<size_t>(n) * row;
+      const uint8_t* from = nullptr;
+      if (slot.is_contiguous()) {
+        from = slot.bytes().data() + at;
+      } else {
+        gathered.resize(n_bytes);
+        slot.gather(first, n, gathered.data());
+        from = gathered.data();
+      }
+      ggml_backend_tensor_set(*slot.target, from, at, n_bytes);
+      done += n_bytes;
+      if (progress && !progress(static_cast<float>(done) / static_cast<float>(total))) {
+        return cancelled(fmt::format("{}: loading was cancelled", file->path()));
+      }
     }
+  }
+  return {};
+}
+
+// How finely the layers can be shared: the columns of the output projections are cut between
+// heads, those of the feed-forward block anywhere, both between blocks of the weights' types.
+Status Model::Impl::share_units(Divisible& heads, Divisible& columns) const {
+  constexpr int64_t kLeastColumns = 32;
+  const int64_t head = int64_t{hparams.n_head / hparams.n_head_kv} * hparams.head_dim;
+  heads = {.n = hparams.n_head_kv,
+           .what = fmt::format("{}: the model's {} KV heads", file->path(), hparams.n_head_kv),
+           .remedy = {}};
+  columns = {
+      .n = hparams.n_ff,
+      .unit = kLeastColumns,
+      .what = fmt::format("{}: the feed-forward blocks' {} columns", file->path(), hparams.n_ff),
+      .remedy = {}};
+  for (const GgufTensor& t : file->tensors()) {
+    const bool is_output = t.name.ends_with(".attn_output.weight");
+    if (!is_output && !t.name.ends_with(".ffn_down.weight")) continue;
+    Divisible& cut = is_output ? heads : columns;
+    const int64_t block = ggml_blck_size(t.type);
+    const int64_t unit = std::lcm(cut.unit, is_output ? block / std::gcd(block, head) : block);
+    if (unit == cut.unit) continue;
+    cut.unit = unit;
+    cut.what = fmt::format("{}: tensor {} ({} in blocks of {} columns)", file->path(), t.name,
+                           ggml_type_name(t.type), block);
+    cut.remedy = "weights of a type with smaller blocks, such as Q8_0";
+  }
+  return {};
+}
+
+// Loads a part for each device that has some of every layer.
+Status Model::Impl::load_parts(const LoadOptions& options, const std::vector<Device*>& sharing,
+                               const std::vector<double>& proportions) {
+  Divisible heads;
+  Divisible columns;
+  HCACHE_RETURN_IF_ERROR(share_units(heads, columns));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<Share> shares, cut_shares(heads, columns, proportions));
+  const auto n_layer = static_cast<size_t>(hparams.n_layer);
+  for (const Share& own : shares) {
+    const auto index = static_cast<size_t>(own.index);
+    auto part = std::make_unique<Impl>(file, env);
+    part->spec = spec;
+    part->hparams = hparams;
+    part->share = own;
+    part->devices = {sharing[index]};
+    part->layer_devices.assign(n_layer, sharing[index]);
+    LoadOptions of_part = options;
+    of_part.weights = WeightPlace::kResident;
+    if (options.progress) {
+      of_part.progress = [&, n = static_cast<float>(shares.size())](float done) {
+        return options.progress((static_cast<float>(own.index) + done) / n);
+      };
+    }
+    HCACHE_RETURN_IF_ERROR(part->load_weights(of_part));
+    part->hparams.n_head = own.n_head_kv * (hparams.n_head / hparams.n_head_kv);
+    part->hparams.n_head_kv = own.n_head_kv;
+    part->hparams.n_ff = own.n_ff;
+    parts.push_back(std::unique_ptr<Model>(new Model(std::move(part))));
+  }
+  const Impl& first = *parts.front()->impl_;
+  hparams.n_vocab = first.hparams.n_vocab;
+  weights = first.weights;
+  token_embd = first.token_embd;
+  position_embd = first.position_embd;
+  devices = sharing;
+  layer_devices.assign(n_layer, sharing.front());
+  return {};
+}
+
+Status Model::Impl::load_weights(const LoadOptions& options) {
+  TensorReader reader(*file, *spec, hparams, share, layer_devices);
+  HCACHE_RETURN_IF_ERROR(reader.read(weights, token_embd, position_embd));
+  HCACHE_RETURN_IF_ERROR(place(reader.slots(), options));
+  for (size_t i = 0; i < layer_devices.size(); ++i) {
+    const auto first = std::find(layer_devices.begin(), layer_devices.end(), layer_devices[i]);
+    weights.layers[i].rope_factors =
+        weights.layers[static_cast<size_t>(first - layer_devices.begin())].rope_factors;
   }
   return {};
 }
@@ -575,16 +454,19 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& devi
   auto impl = std::make_unique<Impl>(std::move(file), *options.env);
   HCACHE_ASSIGN_OR_RETURN(impl->spec, read_architecture(*impl->file));
   HCACHE_ASSIGN_OR_RETURN(impl->hparams, read_hparams(*impl->file, *impl->spec));
-  HCACHE_RETURN_IF_ERROR(impl->place_layers(options, device).with_context(impl->file->path()));
-  TensorReader reader(*impl->file, *impl->spec, impl->hparams, impl->layer_devices);
-  HCACHE_RETURN_IF_ERROR(reader.read(impl->weights, impl->token_embd, impl->position_embd));
-  HCACHE_RETURN_IF_ERROR(impl->place(reader.slots(), options));
-  for (size_t i = 0; i < impl->layer_devices.size(); ++i) {
-    const auto first =
-        std::find(impl->layer_devices.begin(), impl->layer_devices.end(), impl->layer_devices[i]);
-    impl->weights.layers[i].rope_factors =
-        impl->weights.layers[static_cast<size_t>(first - impl->layer_devices.begin())].rope_factors;
+  if (options.placement.share_layers) {
+    std::vector<Device*> sharing;
+    std::vector<double> proportions;
+    HCACHE_RETURN_IF_ERROR(
+        impl->sharing_devices(options, sharing, proportions).with_context(impl->file->path()));
+    if (sharing.size() > 1) {
+      HCACHE_RETURN_IF_ERROR(impl->load_parts(options, sharing, proportions));
+      return std::unique_ptr<Model>(new Model(std::move(impl)));
+    }
   }
+  HCACHE_RETURN_IF_ERROR(impl->place_layers(options, device).with_context(impl->file->path()));
+  impl->share = {.n_head_kv = impl->hparams.n_head_kv, .n_ff = impl->hparams.n_ff};
+  HCACHE_RETURN_IF_ERROR(impl->load_weights(options));
   return std::unique_ptr<Model>(new Model(std::move(impl)));
 }
 
@@ -592,6 +474,8 @@ const std::string& Model::path() const { return impl_->file->path(); }
 const HParams& Model::hparams() const { return impl_->hparams; }
 const DecoderSpec& Model::spec() const { return *impl_->spec; }
 const Weights& Model::weights() const { return impl_->weights; }
+const std::vector<std::unique_ptr<Model>>& Model::parts() const { return impl_->parts; }
+const Share& Model::share() const { return impl_->share; }
 const StreamedWeights* Model::streamed() const {
   return impl_->streamed == nullptr ? nullptr : &impl_->streamed->weights;
 }
@@ -604,7 +488,8 @@ std::string Model::describe_places() const {
     for (const Device* device : impl_->devices) {
       names += (names.empty() ? "" : ", ") + device->name();
     }
-    return fmt::format("all {} layers on {}", n_layer, names);
+    const char* where = impl_->parts.empty() ? "on" : "shared by";
+    return fmt::format("all {} layers {} {}", n_layer, where, names);
   }
   const bool in_host = streamed->place == WeightPlace::kHost;
   return fmt::format(

@@ -125,6 +125,13 @@ Result<OpenDevices> open_devices(const std::string& names, int n_threads, const 
     }
     HCACHE_ASSIGN_OR_RETURN(placement.rest, opener.open(kCpu));
   }
+  placement.share_layers = offload.share_layers;
+  if (placement.share_layers && placement.devices.size() < 2) {
+    return invalid_argument(fmt::format(
+        "--split-mode tensor shares each layer between the devices, and --device {} gives {}{}; "
+        "name two or more",
+        names, placement.devices.size(), partial ? " beside the CPU of --gpu-layers" : ""));
+  }
   placement.n_layers = offload.n_layers;
   if (!offload.tensor_split.empty()) {
     HCACHE_ASSIGN_OR_RETURN(placement.split, parse_split(offload.tensor_split));

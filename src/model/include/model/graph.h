@@ -39,6 +39,15 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden, ggml_tensor* attn);
 
+// What one part of a model (see Model::parts()) adds to a shared layer, [n_embd, n]; the parts' sum
+// goes on. The residual x is the first part's to add. In parallel architectures the attention's
+// share is the whole layer's; in others it is followed by that of the feed-forward block, whose x
+// is the first sum.
+ggml_tensor* build_attention_share(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                   ggml_tensor* hidden, ggml_tensor* attn);
+ggml_tensor* build_feed_forward_share(ggml_context* ctx, const Model& part, int layer,
+                                      ggml_tensor* x);
+
 // Final norm and output matrix: logits F32 [n_vocab, n].
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x);
 

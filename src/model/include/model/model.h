@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "model/device.h"
 #include "model/placement.h"
+#include "model/shares.h"
 #include "model/streamed_weights.h"
 
 namespace hcache::model {
@@ -108,7 +109,7 @@ struct LoadOptions {
   // what is computed must not depend on how many of them are.
   bool use_extra_buffers = true;
   // Where the layers go; without devices, and before those of them, to the device that load() is
-  // given. The output matrix is on the last layer's device.
+  // given. The output matrix is on the last layer's device, or the first of those that share all.
   Placement placement{};
   // Others than resident take one device: kUnimplemented.
   WeightPlace weights = WeightPlace::kResident;
@@ -138,12 +139,19 @@ class Model {
   [[nodiscard]] const DecoderSpec& spec() const;
   [[nodiscard]] const Weights& weights() const;
   [[nodiscard]] Device& device(int layer) const;
-  // The first layer's.
+  // The first layer's; of a shared layer, the first part's.
   [[nodiscard]] Device& device() const { return device(0); }
   // Each that has a layer, in the order of the first one.
   [[nodiscard]] const std::vector<Device*>& devices() const;
   // The first that pins host memory, for what is copied from and to all of them; else the first.
   [[nodiscard]] const Device& pinning_device() const;
+  // Where devices share every layer (Placement::share_layers): one model per device, with the whole
+  // model's layers and width, its own share of heads and columns, and hparams() that count these.
+  // hparams() of the whole count all; its weights() are the first part's. Empty: no layer is
+  // shared.
+  [[nodiscard]] const std::vector<std::unique_ptr<Model>>& parts() const;
+  // What a part has of each layer; of a model that is no part: all.
+  [[nodiscard]] const Share& share() const;
   // The layers whose weights are not on the device; null: all are.
   [[nodiscard]] const StreamedWeights* streamed() const;
   // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".

@@ -17,8 +17,9 @@ struct Offload {
   std::string tensor_split;  // --tensor-split: proportions with commas; empty: equal parts
   // --override-tensor: PATTERN=DEVICE, several with commas between them.
   std::vector<std::string> override_tensors;
-  bool one_device = false;  // --split-mode none: all layers on the main device
-  int main_device = 0;      // --main-gpu: its index among those of --device
+  bool one_device = false;    // --split-mode none: all layers on the main device
+  bool share_layers = false;  // --split-mode tensor: each layer is shared by the devices
+  int main_device = 0;        // --main-gpu: its index among those of --device
 };
 
 struct OpenDevices {

@@ -28,6 +28,9 @@ struct Placement {
   int n_layers = -1;       // more than the model has, or -1: all
   // Proportions of the devices, from 0 on; a device that has none is left out. Empty: equal parts.
   std::vector<double> split;
+  // Each layer is shared by all devices instead, by these proportions (see shares.h). Excludes
+  // overrides, and fewer layers than the model has.
+  bool share_layers = false;
   // Whole layers alone can be moved, since a layer is computed on one device.
   std::vector<TensorOverride> overrides;
 };

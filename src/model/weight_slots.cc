@@ -1,0 +1,273 @@
+#include "weight_slots.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "weight_types.h"
+
+namespace hcache::model {
+namespace {
+
+// Whether K and V of the layer need the weight that `target` is.
+bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
+  const std::array<ggml_tensor* const*, 9> parts = {
+      &l.attn_norm.w,   &l.attn_norm.b, &l.attn_norm_2.w,
+      &l.attn_norm_2.b, &l.k_norm.w,    &l.k.w,
+      &l.k.b,           &l.v.w,         &l.v.b};
+  return std::find(parts.begin(), parts.end(), target) != parts.end();
+}
+
+}  // namespace
+
+size_t Slot::row_bytes() const {
+  return use == Use::kVector ? sizeof(float) : ggml_row_size(source->type, n_columns);
+}
+
+size_t Slot::n_bytes() const { return static_cast<size_t>(n_rows) * row_bytes(); }
+
+bool Slot::is_contiguous() const { return use == Use::kVector || n_columns == source->ne[0]; }
+
+std::span<const uint8_t> Slot::bytes() const {
+  return source->data.subspan(static_cast<size_t>(first_row) * row_bytes(), n_bytes());
+}
+
+void Slot::gather(int64_t row, int64_t n, uint8_t* out) const {
+  const size_t n_row = row_bytes();
+  const size_t stride = source->row_bytes();
+  const uint8_t* from = source->data.data() + static_cast<size_t>(first_row + row) * stride +
+                        ggml_row_size(source->type, first_column);
+  for (int64_t i = 0; i < n; ++i, from += stride, out += n_row) std::memcpy(out, from, n_row);
+}
+
+TensorReader::Range TensorReader::q_part() const {
+  const int64_t group_rows = int64_t{h_.n_head / h_.n_head_kv} * h_.head_dim;
+  return {share_.first_head_kv * group_rows, share_.n_head_kv * group_rows};
+}
+
+TensorReader::Range TensorReader::kv_part() const {
+  return {int64_t{share_.first_head_kv} * h_.head_dim, int64_t{share_.n_head_kv} * h_.head_dim};
+}
+
+// The tensor with its shape checked; nullptr when it is absent and optional.
+Result<const GgufTensor*> TensorReader::claim(const std::string& name, Shape shape, bool required) {
+  const GgufTensor* t = file_.tensor(name);
+  if (t == nullptr) {
+    if (!required) return t;
+    return not_found(fmt::format("{}: tensor {} is missing", file_.path(), name));
+  }
+  claimed_.insert(name);
+  if (t->ne[0] != shape.ne0 || t->ne[1] != shape.ne1 || t->ne[2] != 1 || t->ne[3] != 1) {
+    return data_loss(fmt::format("{}: tensor {} is {}, expected [{}, {}]", file_.path(), name,
+                                 t->describe(), shape.ne0, shape.ne1));
+  }
+  return t;
+}
+
+Status TensorReader::bad_type(const GgufTensor& t, std::string_view why) const {
+  return unimplemented(
+      fmt::format("{}: tensor {} is {}: {}", file_.path(), t.name, ggml_type_name(t.type), why));
+}
+
+Status TensorReader::check_matrix(const GgufTensor& t) const {
+  if (find_weight_type(t.type) == nullptr) return bad_type(t, "no matrix product takes this type");
+  if (device_->is_cpu()) return {};
+  const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(
+      ggml_init({ggml_tensor_overhead() * 4, nullptr, true}), &ggml_free);
+  ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), t.type, t.ne[0], t.ne[1]);
+  ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, t.ne[0], 1);
+  if (!ggml_backend_dev_supports_op(device_->dev(), ggml_mul_mat(ctx.get(), w, x))) {
+    return bad_type(t, fmt::format("device {} can't multiply it", device_->name()));
+  }
+  return {};
+}
+
+void TensorReader::add_slot(ggml_tensor*& target, const GgufTensor* source, Range rows, Use use) {
+  slots_.push_back({.target = &target,
+                    .source = source,
+                    .first_row = rows.first,
+                    .n_rows = rows.n,
+                    .n_columns = source->ne[0],
+                    .use = use,
+                    .device = device_});
+}
+
+Status TensorReader::vector(ggml_tensor*& target, const std::string& name, int64_t n, Range part,
+                            bool required) {
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {n}, required));
+  if (t == nullptr) return {};
+  if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
+  if (part.n > 0) add_slot(target, t, part, Use::kVector);
+  return {};
+}
+
+Status TensorReader::norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
+  HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, {0, n}, required));
+  const bool has_bias = spec_.norm == Norm::kLayer && file_.tensor(name + ".weight") != nullptr;
+  return has_bias ? vector(target.b, name + ".bias", n, {0, n}, true) : Status();
+}
+
+// Some outputs of a product, each with its bias.
+Status TensorReader::rows_of(Linear& target, const std::string& name, Shape shape, Range rows,
+                             Use use) {
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", shape, true));
+  HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+  add_slot(target.w, t, rows, use);
+  return vector(target.b, name + ".bias", shape.ne1, rows, false);
+}
+
+// Some inputs of a product; the bias is added once.
+Status TensorReader::columns_of(Linear& target, const std::string& name, Shape shape,
+                                Range columns) {
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", shape, true));
+  HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+  add_slot(target.w, t, {0, shape.ne1}, Use::kMatrix);
+  slots_.back().first_column = columns.first;
+  slots_.back().n_columns = columns.n;
+  return vector(target.b, name + ".bias", shape.ne1, {0, is_first() ? shape.ne1 : 0}, false);
+}
+
+Status TensorReader::fused_qkv(LayerWeights& l, const std::string& name) {
+  const int64_t n_q = h_.n_embd_q();
+  const int64_t n_kv = h_.n_embd_kv();
+  const int64_t n_out = n_q + 2 * n_kv;
+  const Range q = q_part();
+  const Range kv = kv_part();
+  const Range k = {n_q + kv.first, kv.n};
+  const Range v = {n_q + n_kv + kv.first, kv.n};
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", {h_.n_embd, n_out}, true));
+  HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+  add_slot(l.q.w, t, q, Use::kMatrix);
+  add_slot(l.k.w, t, k, Use::kPlainMatrix);
+  add_slot(l.v.w, t, v, Use::kPlainMatrix);
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* b, claim(name + ".bias", {n_out}, false));
+  if (b == nullptr) return {};
+  if (b->type != GGML_TYPE_F32) return bad_type(*b, "norms and biases must be F32");
+  add_slot(l.q.b, b, q, Use::kVector);
+  add_slot(l.k.b, b, k, Use::kVector);
+  add_slot(l.v.b, b, v, Use::kVector);
+  return {};
+}
+
+// The embedding tables: rows are looked up on the host.
+Status TensorReader::tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd) {
+  token_embd = file_.tensor("token_embd.weight");
+  if (token_embd == nullptr) {
+    return not_found(fmt::format("{}: tensor token_embd.weight is missing", file_.path()));
+  }
+  h_.n_vocab = token_embd->ne[1];
+  if (h_.n_vocab > std::numeric_limits<int32_t>::max()) {
+    return data_loss(
+        fmt::format("{}: tensor token_embd.weight has {} rows", file_.path(), h_.n_vocab));
+  }
+  HCACHE_RETURN_IF_ERROR(claim("token_embd.weight", {h_.n_embd, h_.n_vocab}, true).status());
+  if (find_weight_type(token_embd->type) == nullptr) {
+    return bad_type(*token_embd, "rows of this type can't be looked up");
+  }
+  if (const GgufValue* tokens = file_.find("tokenizer.ggml.tokens");
+      tokens != nullptr && static_cast<int64_t>(tokens->count) != h_.n_vocab) {
+    return data_loss(fmt::format("{}: the vocabulary has {} tokens, token_embd.weight {} rows",
+                                 file_.path(), tokens->count, h_.n_vocab));
+  }
+  if (!spec_.learned_positions) return {};
+  const int64_t n_rows = int64_t{h_.n_ctx_train} + h_.position_offset;
+  HCACHE_ASSIGN_OR_RETURN(position_embd, claim("position_embd.weight", {h_.n_embd, n_rows}, true));
+  if (find_weight_type(position_embd->type) == nullptr) {
+    return bad_type(*position_embd, "rows of this type can't be looked up");
+  }
+  return {};
+}
+
+Status TensorReader::layer(LayerWeights& l, int index) {
+  const std::string p = fmt::format("blk.{}.", index);
+  device_ = devices_[static_cast<size_t>(index)];
+  const int64_t n_embd = h_.n_embd;
+  HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
+  if (spec_.parallel_attention) {
+    HCACHE_RETURN_IF_ERROR(norm(l.attn_norm_2, p + "attn_norm_2", n_embd, false));
+  } else {
+    HCACHE_RETURN_IF_ERROR(norm(l.ffn_norm, p + "ffn_norm", n_embd, true));
+  }
+  if (spec_.fused_qkv || file_.tensor(p + "attn_qkv.weight") != nullptr) {
+    HCACHE_RETURN_IF_ERROR(fused_qkv(l, p + "attn_qkv"));
+  } else {
+    const Shape kv = {n_embd, h_.n_embd_kv()};
+    HCACHE_RETURN_IF_ERROR(
+        rows_of(l.q, p + "attn_q", {n_embd, h_.n_embd_q()}, q_part(), Use::kMatrix));
+    HCACHE_RETURN_IF_ERROR(rows_of(l.k, p + "attn_k", kv, kv_part(), Use::kPlainMatrix));
+    HCACHE_RETURN_IF_ERROR(rows_of(l.v, p + "attn_v", kv, kv_part(), Use::kPlainMatrix));
+  }
+  if (spec_.qk_norm) {
+    const Range head = {0, h_.head_dim};
+    HCACHE_RETURN_IF_ERROR(vector(l.q_norm.w, p + "attn_q_norm.weight", h_.head_dim, head, true));
+    HCACHE_RETURN_IF_ERROR(vector(l.k_norm.w, p + "attn_k_norm.weight", h_.head_dim, head, true));
+  }
+  HCACHE_RETURN_IF_ERROR(columns_of(l.o, p + "attn_output", {h_.n_embd_q(), n_embd}, q_part()));
+  const Shape up = {n_embd, h_.n_ff};
+  if (spec_.gated_ffn) {
+    HCACHE_RETURN_IF_ERROR(rows_of(l.gate, p + "ffn_gate", up, ff_part(), Use::kMatrix));
+  }
+  HCACHE_RETURN_IF_ERROR(rows_of(l.up, p + "ffn_up", up, ff_part(), Use::kMatrix));
+  return columns_of(l.down, p + "ffn_down", {h_.n_ff, n_embd}, ff_part());
+}
+
+// Llama 3's frequency factors: one tensor for all layers of a device, the first of which has it.
+Status TensorReader::rope_factors(Weights& w) {
+  const int64_t n = h_.n_rot / 2;
+  for (auto at = devices_.begin(); at != devices_.end(); ++at) {
+    if (std::find(devices_.begin(), at, *at) != at) continue;
+    device_ = *at;
+    ggml_tensor*& target = w.layers[static_cast<size_t>(at - devices_.begin())].rope_factors;
+    HCACHE_RETURN_IF_ERROR(vector(target, "rope_freqs.weight", n, {0, n}, false));
+  }
+  return {};
+}
+
+// The final norm and the output matrix, which the first share has.
+Status TensorReader::output(Weights& w, const GgufTensor& token_embd) {
+  const size_t begin = slots_.size();
+  HCACHE_RETURN_IF_ERROR(norm(w.output_norm, "output_norm", h_.n_embd, true));
+  const Range rows = {0, h_.n_vocab};
+  if (file_.tensor("output.weight") != nullptr) {
+    HCACHE_RETURN_IF_ERROR(
+        rows_of(w.output, "output", {h_.n_embd, h_.n_vocab}, rows, Use::kMatrix));
+  } else {
+    HCACHE_RETURN_IF_ERROR(check_matrix(token_embd));
+    add_slot(w.output.w, &token_embd, rows, Use::kMatrix);
+  }
+  if (!is_first()) slots_.resize(begin);
+  return {};
+}
+
+Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
+                          const GgufTensor*& position_embd) {
+  HCACHE_RETURN_IF_ERROR(tables(token_embd, position_embd));
+  HCACHE_RETURN_IF_ERROR(output(w, *token_embd));
+  w.layers.resize(static_cast<size_t>(h_.n_layer));
+  for (int i = 0; i < h_.n_layer; i++) {
+    const size_t begin = slots_.size();
+    LayerWeights& l = w.layers[static_cast<size_t>(i)];
+    HCACHE_RETURN_IF_ERROR(layer(l, i));
+    for (size_t s = begin; s < slots_.size(); ++s) {
+      slots_[s].layer = i;
+      slots_[s].is_kv = makes_kv(l, slots_[s].target);
+    }
+  }
+  if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
+    HCACHE_RETURN_IF_ERROR(rope_factors(w));
+  }
+  for (const GgufTensor& t : file_.tensors()) {
+    if (!claimed_.contains(t.name)) {
+      return unimplemented(
+          fmt::format("{}: tensor {} is no part of a {} decoder as this build knows it",
+                      file_.path(), t.name, spec_.arch));
+    }
+  }
+  return {};
+}
+
+}  // namespace hcache::model
