@@ -10,7 +10,9 @@ namespace hcache::engine {
 Status ArenaRows::move_rows(int group, const ExtentAllocator::Move& move) {
   for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
     if (sequences_.group_of(layer) != group) continue;
-    HCACHE_RETURN_IF_ERROR(stages_.of(layer).arena().move_rows(layer, move));
+    for (Stage* stage : stages_.members(layer)) {
+      HCACHE_RETURN_IF_ERROR(stage->arena().move_rows(layer, move));
+    }
   }
   return {};
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace hcache::engine {
@@ -72,7 +73,7 @@ Status CaptureTap::allocate(Stage& stage) {
   size_t row_bytes = 0;
   size_t n_parts = 0;
   for (int layer = stage.begin(); layer < stage.end(); ++layer) {
-    if ((masks_[layer] & kTapHidden) != 0)
+    if ((masks_[layer] & kTapHidden) != 0 && has_hidden(stage))
       row_bytes += types_.row_bytes(hidden_types_[layer]), ++n_parts;
     if ((masks_[layer] & kTapKv) != 0) row_bytes += 2 * stage.arena().row_bytes(), n_parts += 2;
   }
@@ -90,16 +91,29 @@ Status CaptureTap::allocate(Stage& stage) {
 
 void CaptureTap::lay_out(StepState& step) {
   if (sink_ == nullptr) return;
+  lay_out(step.n_rows, true, kv_row_bytes(), step.capture, step.capture_ends);
+  for (const auto& stage : stages_) {
+    step.captured_to.push_back(stage->begin());
+    if (!stages_.shares_layers()) continue;
+    CapturedShare& share = step.capture_shares.emplace_back();
+    lay_out(step.n_rows, has_hidden(*stage), stage->arena().row_bytes(), share.layers, share.ends);
+    share.host = std::make_unique_for_overwrite<std::byte[]>(share.ends.back());
+  }
+  step.capture_tickets.assign(stages_.size(), 0);
+  steps_.push_back(&step);
+}
+
+void CaptureTap::lay_out(int n_rows, bool with_hidden, size_t kv_row_bytes,
+                         std::vector<CapturedLayer>& layers, std::vector<size_t>& ends) const {
   size_t offset = 0;
   const auto take = [&](size_t row_bytes) {
     const size_t at = offset;
-    offset = align_up(offset + row_bytes * step.n_rows);
+    offset = align_up(offset + row_bytes * static_cast<size_t>(n_rows));
     return static_cast<int64_t>(at);
   };
-  const size_t kv_row_bytes = stages_.front().arena().row_bytes();
   for (size_t i = 0; i < masks_.size(); ++i) {
     CapturedLayer layer;
-    if ((masks_[i] & kTapHidden) != 0) {
+    if ((masks_[i] & kTapHidden) != 0 && with_hidden) {
       layer.hidden_type = hidden_types_[i];
       layer.hidden_row_bytes = types_.row_bytes(layer.hidden_type);
       layer.hidden_offset = take(layer.hidden_row_bytes);
@@ -108,12 +122,13 @@ void CaptureTap::lay_out(StepState& step) {
       layer.k_offset = take(kv_row_bytes);
       layer.v_offset = take(kv_row_bytes);
     }
-    step.capture.push_back(layer);
-    step.capture_ends.push_back(offset);
+    layers.push_back(layer);
+    ends.push_back(offset);
   }
-  for (const auto& stage : stages_) step.captured_to.push_back(stage->begin());
-  step.capture_tickets.assign(stages_.size(), 0);
-  steps_.push_back(&step);
+}
+
+size_t CaptureTap::kv_row_bytes() const {
+  return ggml_row_size(options_.kv_type, model_.hparams().n_embd_kv());
 }
 
 void CaptureTap::own_block(Stage& stage, StepState& step) {
@@ -126,7 +141,7 @@ void CaptureTap::own_block(Stage& stage, StepState& step) {
 
 ggml_tensor* CaptureTap::tensor(ggml_context* ctx, const Stage& stage, const StepState& step,
                                 ggml_type type, int64_t width, int64_t offset) const {
-  const auto stage_begin = static_cast<int64_t>(layer_begin(step, stage.begin()));
+  const auto stage_begin = static_cast<int64_t>(layer_begin(stage, step, stage.begin()));
   return tensor_in_block(ctx, blocks_[stage.index()]->bytes, offset - stage_begin, type, width,
                          step.n_rows);
 }
@@ -136,15 +151,17 @@ ggml_tensor* CaptureTap::tensor(ggml_context* ctx, const Stage& stage, const Ste
 void CaptureTap::download(Stage& stage, StepState& step) {
   int& captured_to = step.captured_to[stage.index()];
   const int computed_to = std::clamp(step.next_layer, stage.begin(), stage.end());
-  const size_t begin = layer_begin(step, captured_to);
-  const size_t end = layer_begin(step, computed_to);
+  const size_t begin = layer_begin(stage, step, captured_to);
+  const size_t end = layer_begin(stage, step, computed_to);
   if (begin >= end) return;
   if (step.capture_host == nullptr) step.capture_host = sink_->reserve(step.capture_ends.back());
   if (step.capture_host == nullptr) return abandon(step);
   Block& block = *blocks_[stage.index()];
+  std::byte* host = step.capture_shares.empty() ? step.capture_host
+                                                : step.capture_shares[stage.index()].host.get();
   stage.queue().after_compute();
-  block.ticket = stage.queue().download(block.bytes, begin - layer_begin(step, stage.begin()),
-                                        step.capture_host + begin, end - begin);
+  block.ticket = stage.queue().download(
+      block.bytes, begin - layer_begin(stage, step, stage.begin()), host + begin, end - begin);
   step.capture_tickets[stage.index()] = block.ticket;
   captured_to = computed_to;
 }
@@ -156,6 +173,7 @@ void CaptureTap::abandon(StepState& step) {
     sink_->drop(std::exchange(step.capture_host, nullptr));
   }
   step.capture.clear();
+  step.capture_shares.clear();
   std::erase(steps_, &step);
   for (const auto& block : blocks_) {
     if (block->owner == &step) block->owner = nullptr;
@@ -171,6 +189,7 @@ void CaptureTap::publish(StepState& step) {
   p.tickets = step.capture_tickets;
   p.block = std::exchange(step.capture_host, nullptr);
   p.layers = step.capture;
+  p.shares = std::move(step.capture_shares);
   for (const StepState::Segment& s : step.segments) {
     p.rows.push_back(
         {.seq = s.seq, .first_pos = s.first_pos, .first_row = s.first_row, .n_rows = s.n_rows});
@@ -179,10 +198,38 @@ void CaptureTap::publish(StepState& step) {
                .rows = {},
                .n_rows = step.n_rows,
                .kv_type = options_.kv_type,
-               .kv_row_bytes = stages_.front().arena().row_bytes(),
+               .kv_row_bytes = kv_row_bytes(),
                .n_bytes = step.capture_ends.back()};
   pending_.push_back(std::move(p));
   abandon(step);  // nothing of it is left here
+}
+
+// Whole rows of K and V from those of each stage's heads.
+void CaptureTap::put_together(const Pending& p) const {
+  const auto n_rows = static_cast<size_t>(p.capture.n_rows);
+  for (const auto& stage : stages_) {
+    if (p.shares.empty()) return;
+    const CapturedShare& share = p.shares[stage->index()];
+    const size_t width = stage->arena().row_bytes();
+    const auto scatter = [&](int64_t from, int64_t to) {
+      const std::byte* in = share.host.get() + from;
+      std::byte* out = p.block + to + stage->arena().row_offset();
+      for (size_t r = 0; r < n_rows; ++r, in += width, out += p.capture.kv_row_bytes) {
+        std::memcpy(out, in, width);
+      }
+    };
+    for (size_t i = 0; i < p.layers.size(); ++i) {
+      const CapturedLayer& own = share.layers[i];
+      const CapturedLayer& whole = p.layers[i];
+      if (own.hidden_offset >= 0) {
+        std::memcpy(p.block + whole.hidden_offset, share.host.get() + own.hidden_offset,
+                    n_rows * own.hidden_row_bytes);
+      }
+      if (own.k_offset < 0) continue;
+      scatter(own.k_offset, whole.k_offset);
+      scatter(own.v_offset, whole.v_offset);
+    }
+  }
 }
 
 void CaptureTap::poll(bool all) {
@@ -196,6 +243,7 @@ void CaptureTap::poll(bool all) {
       if (!all && pending_.size() < 2) return;
       for (const auto& stage : stages_) stage->queue().wait(p.tickets[stage->index()]);
     }
+    put_together(p);
     p.capture.layers = p.layers;
     p.capture.rows = p.rows;
     sink_->publish(p.block, p.capture);

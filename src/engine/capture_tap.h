@@ -23,7 +23,8 @@
 namespace hcache::engine {
 
 // Each stage has a block for its own layers' part of a step; the parts lie one behind the other in
-// the host's block. Threading: the engine's thread.
+// the host's block. Where stages share the layers, each brings the rows of its own heads to memory
+// of the tap, and whole rows are put together in the host's block. Threading: the engine's thread.
 class CaptureTap {
  public:
   CaptureTap(const model::Model& model, const EngineOptions& options, const Stages& stages,
@@ -38,6 +39,13 @@ class CaptureTap {
   // Before a graph of `stage` writes the step's part of its block: the rows of the last owner leave
   // it first.
   void own_block(Stage& stage, StepState& step);
+  // How the step's rows of a layer lie in the stage's block; null where nothing is captured.
+  [[nodiscard]] static const CapturedLayer* layout(const Stage& stage, const StepState& step,
+                                                   int layer) {
+    if (step.capture.empty()) return nullptr;
+    return step.capture_shares.empty() ? &step.capture[layer]
+                                       : &step.capture_shares[stage.index()].layers[layer];
+  }
   // Where a part of the step lies: for graphs of layers of `stage`.
   ggml_tensor* tensor(ggml_context* ctx, const Stage& stage, const StepState& step, ggml_type type,
                       int64_t width, int64_t offset) const;
@@ -64,14 +72,26 @@ class CaptureTap {
     std::byte* block = nullptr;
     std::vector<CapturedLayer> layers;
     std::vector<CapturedRows> rows;
+    std::vector<CapturedShare> shares;  // to be put together
     StepCapture capture;
   };
 
   Status choose_types(const CaptureOptions& options);
   Status allocate(Stage& stage);
   void download(Stage& stage, StepState& step);
-  [[nodiscard]] static size_t layer_begin(const StepState& step, int layer) {
-    return layer == 0 ? 0 : step.capture_ends[layer - 1];
+  void lay_out(int n_rows, bool with_hidden, size_t kv_row_bytes,
+               std::vector<CapturedLayer>& layers, std::vector<size_t>& ends) const;
+  [[nodiscard]] size_t kv_row_bytes() const;  // of all heads
+  void put_together(const Pending& p) const;
+  // Where the rows of the stage's layers from `layer` on begin, in what the stage captures.
+  [[nodiscard]] static size_t layer_begin(const Stage& stage, const StepState& step, int layer) {
+    const std::vector<size_t>& ends =
+        step.capture_shares.empty() ? step.capture_ends : step.capture_shares[stage.index()].ends;
+    return layer == 0 ? 0 : ends[layer - 1];
+  }
+  // Hidden rows are the same on all stages that share a layer.
+  [[nodiscard]] bool has_hidden(const Stage& stage) const {
+    return !stages_.shares_layers() || stage.index() == 0;
   }
 
   const model::Model& model_;

@@ -26,6 +26,7 @@ bool Engine::uses_own_attention(int layer) const {
 }
 
 std::vector<std::pair<int, int>> Engine::stage_ranges() const {
+  if (parts_->stages.shares_layers()) return {{0, n_layer()}};
   std::vector<std::pair<int, int>> ranges;
   for (const auto& stage : parts_->stages) ranges.emplace_back(stage->begin(), stage->end());
   return ranges;
@@ -33,7 +34,7 @@ std::vector<std::pair<int, int>> Engine::stage_ranges() const {
 
 bool Engine::stages_overlap() const {
   std::set<const model::Device*> devices;
-  bool overlap = parts_->stages.size() > 1;
+  bool overlap = parts_->stages.size() > 1 && !parts_->stages.shares_layers();
   for (const auto& stage : parts_->stages) {
     overlap = overlap && devices.insert(&stage->device()).second &&
               (stage->begin() == 0 || stage->graphs().is_async());
@@ -112,7 +113,9 @@ Result<Logits> Engine::decode(std::span<const BatchItem> items) {
 
 ggml_type Engine::native_hidden_type(int layer) const { return parts_->types.native(layer); }
 
-size_t Engine::kv_row_bytes() const { return parts_->stages.front().arena().row_bytes(); }
+size_t Engine::kv_row_bytes() const {
+  return ggml_row_size(parts_->options.kv_type, parts_->model.hparams().n_embd_kv());
+}
 
 size_t Engine::hidden_row_bytes(ggml_type type) const { return parts_->types.row_bytes(type); }
 

@@ -20,6 +20,14 @@ Status check_options(const Model& model, const EngineOptions& options) {
   return check_kv_type(model, options.kv_type);
 }
 
+// Where devices share the layers each has them all.
+Status check_shared(const Model& model, const EngineOptions& options) {
+  if (model.parts().empty() || options.stage_layers.size() <= 1) return {};
+  return unimplemented(
+      "devices that share every layer (--split-mode tensor) have one stage each; cut no stages, or "
+      "use --split-mode layer");
+}
+
 // Layers per stage: as the options cut them, and wherever the device changes.
 Result<std::vector<int>> stage_lengths(const Model& model, const EngineOptions& options) {
   const int n_layer = model.hparams().n_layer;
@@ -80,26 +88,34 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
                                                          const MakeQueues& make_queues,
                                                          std::vector<int> row_groups) {
   HCACHE_RETURN_IF_ERROR(check_options(model, options));
+  HCACHE_RETURN_IF_ERROR(check_shared(model, options));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int> lengths, stage_lengths(model, options));
   constexpr int64_t kPadding = AttentionOp::kKvPadding;
   const int64_t n_cells = (options.arena_tokens + kPadding - 1) / kPadding * kPadding;
   const int n_groups = 1 + *std::max_element(row_groups.begin(), row_groups.end());
   std::vector<std::unique_ptr<Stage>> stages;
-  int begin = 0;
-  for (const int length : lengths) {
-    model::Device& device = model.device(begin);
-    HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(model, device, options));
+  const auto add_stage = [&](const Model& part, int begin, int end) -> Status {
+    model::Device& device = part.device(begin);
+    HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(part, device, options));
     stages.push_back(std::make_unique<Stage>(
-        model, options,
+        part, options,
         StageOptions{.index = static_cast<int>(stages.size()),
                      .begin = begin,
-                     .end = begin + length,
+                     .end = end,
                      .device = &device,
                      .queues = make_queues ? make_queues(device) : make_device_queues(device),
                      .own_attention = ours,
                      .n_groups = n_groups,
                      .n_cells = n_cells + (ours ? 0 : kPadding)}));
-    HCACHE_RETURN_IF_ERROR(stages.back()->allocate());
+    return stages.back()->allocate();
+  };
+  for (const auto& part : model.parts()) {
+    HCACHE_RETURN_IF_ERROR(add_stage(*part, 0, model.hparams().n_layer));
+  }
+  int begin = 0;
+  for (const int length : lengths) {
+    if (!model.parts().empty()) break;
+    HCACHE_RETURN_IF_ERROR(add_stage(model, begin, begin + length));
     begin += length;
   }
   HCACHE_ASSIGN_OR_RETURN(auto weights, open_weights(model, stages));
@@ -119,7 +135,7 @@ EngineParts::EngineParts(const Model& m, const EngineOptions& o, std::vector<int
       rows(model, options, sequences, stages),
       types(model, options, stages, *weights),
       tap(model, options, stages, types),
-      table(model, stages.front()),
+      table(model, stages.members(0)),
       steps(model, options, sequences, rows, stages, types, tap, table, *weights),
       restore(model, options, sequences, stages, types, *weights) {}
 

@@ -16,6 +16,19 @@ namespace hcache::engine {
 
 using model::LayerWeights;
 
+namespace {
+
+ggml_type native_of(const model::Device& device, const ggml_tensor* weight) {
+  return model::native_activation_type(device, weight->type);
+}
+
+bool takes_fast_product(const model::Device& device, const ggml_tensor* weight, ggml_type rows) {
+  return device.is_cpu() && ggml_backend_buffer_is_host(weight->buffer) &&
+         can_project_fast(weight->type, rows);
+}
+
+}  // namespace
+
 HiddenTypes::HiddenTypes(const model::Model& model, const EngineOptions& options,
                          const Stages& stages, WeightStream& weights)
     : model_(model), options_(options), stages_(stages), weights_(weights) {
@@ -25,24 +38,26 @@ HiddenTypes::HiddenTypes(const model::Model& model, const EngineOptions& options
   }
 }
 
-ggml_type HiddenTypes::native_of(int layer, const ggml_tensor* weight) const {
-  return model::native_activation_type(stages_.of(layer).device(), weight->type);
-}
-
 ggml_type HiddenTypes::find_native(int layer) const {
   const LayerWeights& w = model_.weights().layers[layer];
-  const ggml_type k = native_of(layer, w.k.w);
-  const ggml_type v = native_of(layer, w.v.w);
+  const model::Device& device = stages_.of(layer).device();
+  const ggml_type k = native_of(device, w.k.w);
+  const ggml_type v = native_of(device, w.v.w);
+  const auto members = stages_.members(layer);
+  const bool agree = std::all_of(members.begin(), members.end(), [&](const Stage* stage) {
+    return native_of(stage->device(), w.k.w) == k && native_of(stage->device(), w.v.w) == v;
+  });
   const auto fits = [&](ggml_type type) {
     return model_.hparams().n_embd % ggml_blck_size(type) == 0;
   };
-  if (k == v && fits(k)) return k;
+  if (agree && k == v && fits(k)) return k;
   const auto are = [&](ggml_type a, ggml_type b) {
     return (k == a && v == b) || (k == b && v == a);
   };
-  if (derives_q8_0_ && are(GGML_TYPE_Q8_0, GGML_TYPE_Q8_1)) return GGML_TYPE_Q8_1;
+  if (agree && derives_q8_0_ && are(GGML_TYPE_Q8_0, GGML_TYPE_Q8_1)) return GGML_TYPE_Q8_1;
   // Each product makes its own of F32 rows.
-  const bool smaller = row_bytes(GGML_TYPE_F32) < 2 * stages_.of(layer).arena().row_bytes();
+  const size_t kv_bytes = 2 * ggml_row_size(options_.kv_type, model_.hparams().n_embd_kv());
+  const bool smaller = row_bytes(GGML_TYPE_F32) < kv_bytes;
   return smaller ? GGML_TYPE_F32 : GGML_TYPE_COUNT;
 }
 
@@ -62,12 +77,11 @@ Status HiddenTypes::cannot_project(ggml_type type, int layer) const {
       stages_.of(layer).device().name(), ggml_type_name(type), weights));
 }
 
-ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, int layer, const ggml_tensor* weight,
-                                        ggml_tensor* hidden) const {
+ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, const model::Device& device,
+                                        const ggml_tensor* weight, ggml_tensor* hidden) {
   if (hidden->type == GGML_TYPE_F32) return hidden;
-  const model::Device& device = stages_.of(layer).device();
   if (device.is_cpu()) {
-    const ggml_type native = native_of(layer, weight);
+    const ggml_type native = native_of(device, weight);
     if (hidden->type == native) return hidden;
     if (hidden->type == GGML_TYPE_Q8_1 && native == GGML_TYPE_Q8_0) {
       return without_sums(ctx, hidden);
@@ -80,42 +94,37 @@ ggml_tensor* HiddenTypes::product_input(ggml_context* ctx, int layer, const ggml
   return ggml_cast(ctx, hidden, GGML_TYPE_F32);
 }
 
-int64_t HiddenTypes::least_rows(int layer) const {
-  const model::Device& device = stages_.of(layer).device();
+int64_t HiddenTypes::least_rows(const model::Device& device, int layer) const {
   const LayerWeights& w = model_.weights().layers[layer];
   return std::max(model::least_product_rows(device, w.k.w->type),
                   model::least_product_rows(device, w.v.w->type));
 }
 
-model::Product HiddenTypes::padded_product(int layer) const {
-  return [&device = stages_.of(layer).device()](ggml_context* ctx, ggml_tensor* weight,
-                                                ggml_tensor* x) {
+model::Product HiddenTypes::padded_product(const model::Device& device) {
+  return [&device](ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
     return engine::padded_product(ctx, weight, x, model::least_product_rows(device, weight->type));
   };
 }
 
-model::Product HiddenTypes::product(int layer) const {
-  return [this, layer](ggml_context* ctx, ggml_tensor* weight, ggml_tensor* input) {
+model::Product HiddenTypes::product(const model::Device& device) const {
+  return [this, &device](ggml_context* ctx, ggml_tensor* weight, ggml_tensor* input) {
     const auto known = fast_equals_.find(weight->type);
     const bool fast = known != fast_equals_.end() && known->second &&
-                      takes_fast_product(layer, weight, input->type);
+                      takes_fast_product(device, weight, input->type);
     return fast ? build_fast_product(ctx, weight, input) : ggml_mul_mat(ctx, weight, input);
   };
 }
 
-bool HiddenTypes::takes_fast_product(int layer, const ggml_tensor* weight, ggml_type rows) const {
-  return stages_.of(layer).device().is_cpu() && ggml_backend_buffer_is_host(weight->buffer) &&
-         can_project_fast(weight->type, rows);
-}
-
-bool HiddenTypes::has_fast_products(int layer) const {
-  const LayerWeights& w = model_.weights().layers[layer];
+// Parts on unlike devices may have no native type in common.
+bool HiddenTypes::has_fast_products(const Stage& stage, int layer) const {
+  const LayerWeights& w = stage.model().weights().layers[layer];
   const auto is_fast = [&](const ggml_tensor* weight) {
     const auto known = fast_equals_.find(weight->type);
     return known != fast_equals_.end() && known->second &&
-           takes_fast_product(layer, weight, native_of(layer, weight));
+           takes_fast_product(stage.device(), weight, native_of(stage.device(), weight));
   };
-  return native(layer) != GGML_TYPE_COUNT && is_fast(w.k.w) && is_fast(w.v.w);
+  return native(layer) != GGML_TYPE_COUNT && native(layer) != GGML_TYPE_F32 && is_fast(w.k.w) &&
+         is_fast(w.v.w);
 }
 
 void HiddenTypes::try_fast_products() {
@@ -127,9 +136,15 @@ void HiddenTypes::try_fast_products() {
 
 bool HiddenTypes::can_project(ggml_type type, int layer) {
   if (type == GGML_TYPE_COUNT || model_.hparams().n_embd % ggml_blck_size(type) != 0) return false;
-  const LayerWeights& w = model_.weights().layers[layer];
+  const auto members = stages_.members(layer);
+  return std::all_of(members.begin(), members.end(),
+                     [&](Stage* stage) { return can_project(type, *stage, layer); });
+}
+
+bool HiddenTypes::can_project(ggml_type type, Stage& stage, int layer) {
+  const LayerWeights& w = stage.model().weights().layers[layer];
   const auto can = [&](ggml_tensor* weight) {
-    const Tried key = {&stages_.of(layer), type, weight->type};
+    const Tried key = {&stage, type, weight->type};
     if (const auto known = projectable_.find(key); known != projectable_.end()) {
       return known->second;
     }
@@ -140,17 +155,18 @@ bool HiddenTypes::can_project(ggml_type type, int layer) {
       return false;
     }
     const bool answer =
-        is_supported(type, layer, weight) && survives_round_trip(type, layer, weight);
-    if (answer && !fast_equals_.contains(weight->type)) has_fast_product(layer, weight);
+        is_supported(type, stage.device(), weight) && survives_round_trip(type, stage, weight);
+    if (answer && !fast_equals_.contains(weight->type)) has_fast_product(stage, weight);
     return projectable_[key] = answer;
   };
   return can(w.k.w) && can(w.v.w);
 }
 
 // Whether there are the ops that saving and projecting `type` needs.
-bool HiddenTypes::is_supported(ggml_type type, int layer, const ggml_tensor* weight) const {
-  const bool is_cpu = stages_.of(layer).device().is_cpu();
-  const ggml_type native = native_of(layer, weight);
+bool HiddenTypes::is_supported(ggml_type type, const model::Device& device,
+                               const ggml_tensor* weight) const {
+  const bool is_cpu = device.is_cpu();
+  const ggml_type native = native_of(device, weight);
   switch (type) {
     case GGML_TYPE_F32:
     case GGML_TYPE_F16:
@@ -183,14 +199,14 @@ ggml_tensor* HiddenTypes::sample(ggml_context* ctx, const Stage& stage) const {
 }
 
 // F32 rows -> saved type -> product, against the product of the F32 rows.
-bool HiddenTypes::survives_round_trip(ggml_type type, int layer, ggml_tensor* weight) {
-  Stage& stage = stages_.of(layer);
+bool HiddenTypes::survives_round_trip(ggml_type type, Stage& stage, ggml_tensor* weight) {
   GraphRunner& graphs = stage.graphs();
   load_sample(stage);
   const Graph g(graphs, 64);
   ggml_tensor* exact = sample(g.ctx, stage);
   ggml_tensor* saved = saved_as(g.ctx, type, exact, stage.order(g.ctx, exact->ne[1]));
-  ggml_tensor* from_saved = ggml_mul_mat(g.ctx, weight, product_input(g.ctx, layer, weight, saved));
+  ggml_tensor* from_saved =
+      ggml_mul_mat(g.ctx, weight, product_input(g.ctx, stage.device(), weight, saved));
   ggml_tensor* from_exact = ggml_mul_mat(g.ctx, weight, exact);
   for (ggml_tensor* product : {from_saved, from_exact}) {
     ggml_set_output(product);
@@ -211,10 +227,9 @@ bool HiddenTypes::survives_round_trip(ggml_type type, int layer, ggml_tensor* we
   return error <= 1e-3 * norm;
 }
 
-bool HiddenTypes::has_fast_product(int layer, ggml_tensor* weight) {
-  const ggml_type native = native_of(layer, weight);
-  if (!takes_fast_product(layer, weight, native)) return false;
-  Stage& stage = stages_.of(layer);
+bool HiddenTypes::has_fast_product(Stage& stage, ggml_tensor* weight) {
+  const ggml_type native = native_of(stage.device(), weight);
+  if (!takes_fast_product(stage.device(), weight, native)) return false;
   load_sample(stage);
   const Graph g(stage.graphs(), 64);
   ggml_tensor* rows = sample(g.ctx, stage);
@@ -238,7 +253,7 @@ bool HiddenTypes::derives_q8_0() const {
   for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
     const LayerWeights& w = model_.weights().layers[layer];
     Stage& stage = stages_.of(layer);
-    const bool needed = native_of(layer, w.k.w) != native_of(layer, w.v.w);
+    const bool needed = native_of(stage.device(), w.k.w) != native_of(stage.device(), w.v.w);
     if (!needed || !stage.device().is_cpu()) continue;
     if (model_.hparams().n_embd % ggml_blck_size(GGML_TYPE_Q8_1) != 0) return false;
     load_sample(stage);

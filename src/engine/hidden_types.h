@@ -40,27 +40,27 @@ class HiddenTypes {
   [[nodiscard]] Status cannot_project(ggml_type type, int layer) const;
 
   // What the product takes for rows of `hidden`'s type: exactly the weight's native type, or F32.
-  ggml_tensor* product_input(ggml_context* ctx, int layer, const ggml_tensor* weight,
-                             ggml_tensor* hidden) const;
+  static ggml_tensor* product_input(ggml_context* ctx, const model::Device& device,
+                                    const ggml_tensor* weight, ggml_tensor* hidden);
   // From how many rows on K and V of a layer come from the kernels that restoration uses.
-  [[nodiscard]] int64_t least_rows(int layer) const;
+  [[nodiscard]] int64_t least_rows(const model::Device& device, int layer) const;
   // By those kernels, whatever the number of rows.
-  [[nodiscard]] model::Product padded_product(int layer) const;
+  [[nodiscard]] static model::Product padded_product(const model::Device& device);
   // Ours where it is known to give ggml's bits, else ggml's.
-  [[nodiscard]] model::Product product(int layer) const;
-  // Whether both K and V of a layer come from our product, given native rows.
-  [[nodiscard]] bool has_fast_products(int layer) const;
+  [[nodiscard]] model::Product product(const model::Device& device) const;
+  // Whether both K and V of a stage's layer come from our product, given native rows.
+  [[nodiscard]] bool has_fast_products(const Stage& stage, int layer) const;
   // Tries our products with native rows, once.
   void try_fast_products();
 
  private:
   [[nodiscard]] ggml_type find_native(int layer) const;
-  [[nodiscard]] ggml_type native_of(int layer, const ggml_tensor* weight) const;
-  [[nodiscard]] bool takes_fast_product(int layer, const ggml_tensor* weight, ggml_type rows) const;
-  [[nodiscard]] bool is_supported(ggml_type type, int layer, const ggml_tensor* weight) const;
-  bool survives_round_trip(ggml_type type, int layer, ggml_tensor* weight);
-  // Whether the layer's weight may take our product, tried when first asked.
-  bool has_fast_product(int layer, ggml_tensor* weight);
+  [[nodiscard]] bool is_supported(ggml_type type, const model::Device& device,
+                                  const ggml_tensor* weight) const;
+  bool can_project(ggml_type type, Stage& stage, int layer);
+  bool survives_round_trip(ggml_type type, Stage& stage, ggml_tensor* weight);
+  // Whether the stage's weight may take our product, tried when first asked.
+  bool has_fast_product(Stage& stage, ggml_tensor* weight);
   void load_sample(Stage& stage) const;
   [[nodiscard]] ggml_tensor* sample(ggml_context* ctx, const Stage& stage) const;
   [[nodiscard]] bool derives_q8_0() const;

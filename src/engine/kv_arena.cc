@@ -111,4 +111,9 @@ size_t KvArena::row_bytes() const {
   return ggml_row_size(options_.kv_type, model_.hparams().n_embd_kv());
 }
 
+size_t KvArena::row_offset() const {
+  return ggml_row_size(options_.kv_type,
+                       int64_t{model_.share().first_head_kv} * model_.hparams().head_dim);
+}
+
 }  // namespace hcache::engine

@@ -47,6 +47,8 @@ class KvArena {
   void read(int layer, int64_t cell, int n, std::byte* k, std::byte* v) const;
 
   [[nodiscard]] size_t row_bytes() const;  // of K, and of V
+  // Of a part's heads: where their bytes begin within a row of all heads.
+  [[nodiscard]] size_t row_offset() const;
   [[nodiscard]] size_t n_bytes() const { return pool_.n_bytes(); }
 
  private:

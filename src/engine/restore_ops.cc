@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -14,6 +15,9 @@ namespace {
 
 // Slices beside the open ones that may wait for their product while the next is staged.
 constexpr int kClosedSlots = 2;
+
+// Of a slice, that one of several devices is sent before the next one's turn comes.
+constexpr int kStripeRows = 32;
 
 }  // namespace
 
@@ -28,9 +32,10 @@ RestoreOps::RestoreOps(const model::Model& model, const EngineOptions& options,
       weights_(weights),
       slots_(stages.size()) {}
 
-RestoreOps::Ticket RestoreOps::issue(Stage& stage, CopyQueue::Ticket copy) {
+RestoreOps::Ticket RestoreOps::issue(Stage& stage, CopyQueue::Ticket copy,
+                                     std::unique_ptr<std::byte[]> held) {
   done(last_ticket_);  // those that nobody asks for any more are dropped
-  issued_.push_back({++last_ticket_, &stage, copy});
+  issued_.push_back({++last_ticket_, &stage, copy, std::move(held)});
   return last_ticket_;
 }
 
@@ -75,9 +80,31 @@ Status RestoreOps::check_slice(int layer, int first_row, int n_rows) const {
 Result<RestoreOps::Ticket> RestoreOps::load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows,
                                                const std::byte* k, const std::byte* v) {
   HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
-  Stage& stage = stages_.of(layer);
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
+  if (stages_.shares_layers()) return load_shares(layer, cell, n_rows, k, v);
+  Stage& stage = stages_.of(layer);
   return issue(stage, stage.arena().upload(layer, cell, n_rows, k, v));
+}
+
+// Each device is sent the rows of its own heads.
+RestoreOps::Ticket RestoreOps::load_shares(int layer, int64_t cell, int n_rows, const std::byte* k,
+                                           const std::byte* v) {
+  const size_t whole = ggml_row_size(options_.kv_type, model_.hparams().n_embd_kv());
+  const auto n = static_cast<size_t>(n_rows);
+  for (Stage* stage : stages_.members(layer)) {
+    KvArena& arena = stage->arena();
+    const size_t width = arena.row_bytes();
+    auto held = std::make_unique_for_overwrite<std::byte[]>(2 * n * width);
+    std::byte* out = held.get();
+    for (const std::byte* rows : {k, v}) {
+      const std::byte* in = rows + arena.row_offset();
+      for (size_t r = 0; r < n; ++r, in += whole, out += width) std::memcpy(out, in, width);
+    }
+    const CopyQueue::Ticket copy =
+        arena.upload(layer, cell, n_rows, held.get(), held.get() + n * width);
+    issue(*stage, copy, std::move(held));
+  }
+  return last_ticket_;
 }
 
 RestoreOps::Slot* RestoreOps::open_slot(const Stage& stage, SeqId seq) {
@@ -119,43 +146,98 @@ Result<RestoreOps::Ticket> RestoreOps::stage_hidden(SeqId seq, int layer, int ro
   HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
   HCACHE_RETURN_IF_ERROR(check_slice(layer, row_in_slice, n_rows));
   if (!types_.can_project(type, layer)) return types_.cannot_project(type, layer);
+  HCACHE_RETURN_IF_ERROR(open_slots(seq, layer));
+  const size_t row = types_.row_bytes(type);
+  if (stages_.shares_layers()) return stage_shares(seq, layer, row_in_slice, n_rows, row, rows);
   Stage& stage = stages_.of(layer);
   Slot* slot = open_slot(stage, seq);
-  if (slot == nullptr) {
-    HCACHE_ASSIGN_OR_RETURN(slot, take_slot(stage, seq));
-  }
-  const size_t row = types_.row_bytes(type);
   slot->ticket = stage.queue().upload(slot->rows, row * row_in_slice, rows, row * n_rows);
   return issue(stage, slot->ticket);
+}
+
+// On every device that needs the sequence's next slice.
+Status RestoreOps::open_slots(SeqId seq, int layer) {
+  for (Stage* stage : stages_.members(layer)) {
+    if (open_slot(*stage, seq) != nullptr) continue;
+    HCACHE_RETURN_IF_ERROR(take_slot(*stage, seq).status());
+  }
+  return {};
+}
+
+// Each device is sent rows of its own, in stripes that go round (HCache §5); gather_staged() brings
+// it the others'.
+RestoreOps::Ticket RestoreOps::stage_shares(SeqId seq, int layer, int row_in_slice, int n_rows,
+                                            size_t row_bytes, const std::byte* rows) {
+  const auto members = stages_.members(layer);
+  const int end = row_in_slice + n_rows;
+  for (int row = row_in_slice; row < end;) {
+    const int stripe_end = std::min(end, (row / kStripeRows + 1) * kStripeRows);
+    Stage& stage = *members[static_cast<size_t>(row / kStripeRows) % members.size()];
+    Slot* slot = open_slot(stage, seq);
+    slot->ticket =
+        stage.queue().upload(slot->rows, row_bytes * row, rows + row_bytes * (row - row_in_slice),
+                             row_bytes * (stripe_end - row));
+    issue(stage, slot->ticket);
+    row = stripe_end;
+  }
+  return last_ticket_;
+}
+
+// Copies every stripe from the device that was sent it to the others, in the order of their graphs.
+void RestoreOps::gather_staged(SeqId seq, int layer, int n_rows, size_t row_bytes) {
+  const auto members = stages_.members(layer);
+  for (int row = 0; row < n_rows; row += kStripeRows) {
+    Stage& from = *members[static_cast<size_t>(row / kStripeRows) % members.size()];
+    const auto n_bytes = static_cast<int64_t>(row_bytes) * std::min(kStripeRows, n_rows - row);
+    for (Stage* to : members) {
+      if (to == &from) continue;
+      const Graph holder(from.graphs(), 2);
+      const Graph target_holder(to->graphs(), 2);
+      const auto stripe = [&](const Graph& g, const Stage& stage) {
+        return tensor_in_block(g.ctx, open_slot(stage, seq)->rows,
+                               static_cast<int64_t>(row_bytes) * row, GGML_TYPE_I8, n_bytes, 1);
+      };
+      from.graphs().copy(stripe(holder, from), to->graphs(), stripe(target_holder, *to));
+    }
+  }
+}
+
+// The slot is the last to be taken again.
+void RestoreOps::close_slot(const Stage& stage, Slot* slot) {
+  slot->owner = -1;
+  auto& slots = slots_[stage.index()];
+  const auto at = std::find_if(slots.begin(), slots.end(),
+                               [&](const auto& other) { return other.get() == slot; });
+  std::rotate(at, at + 1, slots.end());
 }
 
 Status RestoreOps::project_staged(SeqId seq, int layer, int64_t first_pos, int n_rows,
                                   ggml_type type) {
   HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
   HCACHE_RETURN_IF_ERROR(check_slice(layer, 0, n_rows));
-  Stage& stage = stages_.of(layer);
-  Slot* slot = open_slot(stage, seq);
-  if (slot == nullptr) {
+  const auto members = stages_.members(layer);
+  for (const Stage* stage : members) {
+    if (open_slot(*stage, seq) != nullptr) continue;
     return failed_precondition(fmt::format("no hidden rows are staged for sequence {}", seq));
   }
   if (!types_.can_project(type, layer)) return types_.cannot_project(type, layer);
   const HeldWeights weights(weights_, layer, model::LayerPart::kKv);
   HCACHE_RETURN_IF_ERROR(weights.status());
-  // A slice of few rows takes the slot's older ones along, for the kernel that takes many.
-  const int64_t computed =
-      std::clamp<int64_t>(types_.least_rows(layer), n_rows, options_.max_batch_rows);
-  const Graph holder(stage.graphs(), 1);
-  ggml_tensor* rows =
-      tensor_in_block(holder.ctx, slot->rows, 0, type, model_.hparams().n_embd, computed);
-  stage.queue().before_compute(slot->ticket);
-  const Status status = project(stage, rows, seq, layer, first_pos, n_rows);
-  slot->mark = stage.queue().mark_compute();
-  slot->owner = -1;
-  // It is the last to be taken again.
-  auto& slots = slots_[stage.index()];
-  const auto at = std::find_if(slots.begin(), slots.end(),
-                               [&](const auto& other) { return other.get() == slot; });
-  std::rotate(at, at + 1, slots.end());
+  for (Stage* stage : members) stage->queue().before_compute(open_slot(*stage, seq)->ticket);
+  if (members.size() > 1) gather_staged(seq, layer, n_rows, types_.row_bytes(type));
+  Status status;
+  for (Stage* stage : members) {
+    Slot* slot = open_slot(*stage, seq);
+    // A slice of few rows takes the slot's older ones along, for the kernel that takes many.
+    const int64_t computed = std::clamp<int64_t>(types_.least_rows(stage->device(), layer), n_rows,
+                                                 options_.max_batch_rows);
+    const Graph holder(stage->graphs(), 1);
+    ggml_tensor* rows =
+        tensor_in_block(holder.ctx, slot->rows, 0, type, model_.hparams().n_embd, computed);
+    if (status.ok()) status = project(*stage, rows, seq, layer, first_pos, n_rows);
+    slot->mark = stage->queue().mark_compute();
+    close_slot(*stage, slot);
+  }
   return status;
 }
 
@@ -169,16 +251,17 @@ Status RestoreOps::project(Stage& stage, ggml_tensor* rows, SeqId seq, int layer
   stage.graphs().set(stage.positions(), positions);
 
   const Graph g(stage.graphs(), 64);
-  const model::LayerWeights& w = model_.weights().layers[layer];
-  const int64_t width = model_.hparams().n_embd_kv();
+  const model::Model& model = stage.model();
+  const model::LayerWeights& w = model.weights().layers[layer];
+  const int64_t width = model.hparams().n_embd_kv();
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
   ggml_tensor* rotation = ggml_view_1d(g.ctx, stage.positions(), rows->ne[1], 0);
-  const model::Product product = types_.product(layer);
+  const model::Product product = types_.product(stage.device());
   const auto input = [&](const ggml_tensor* weight) {
-    return types_.product_input(g.ctx, layer, weight, rows);
+    return HiddenTypes::product_input(g.ctx, stage.device(), weight, rows);
   };
-  ggml_tensor* k = model::build_k(g.ctx, model_, layer, input(w.k.w), rotation, product);
-  ggml_tensor* v = model::build_v(g.ctx, model_, layer, input(w.v.w), product);
+  ggml_tensor* k = model::build_k(g.ctx, model, layer, input(w.k.w), rotation, product);
+  ggml_tensor* v = model::build_v(g.ctx, model, layer, input(w.v.w), product);
   // The same row conversion as in a step, into a view of the extent.
   ggml_tensor* order = stage.order(g.ctx, n_rows);
   for (const auto& [arena, made] :
@@ -194,8 +277,24 @@ Status RestoreOps::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, 
                            std::byte* v) {
   HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
-  stages_.of(layer).graphs().synchronize();
-  stages_.of(layer).arena().read(layer, cell, n_rows, k, v);
+  const size_t whole = ggml_row_size(options_.kv_type, model_.hparams().n_embd_kv());
+  for (Stage* stage : stages_.members(layer)) {
+    stage->graphs().synchronize();
+    const KvArena& arena = stage->arena();
+    if (!stages_.shares_layers()) {
+      arena.read(layer, cell, n_rows, k, v);
+      continue;
+    }
+    const size_t width = arena.row_bytes();
+    const auto n = static_cast<size_t>(n_rows);
+    std::vector<std::byte> own(2 * n * width);
+    arena.read(layer, cell, n_rows, own.data(), own.data() + n * width);
+    const std::byte* in = own.data();
+    for (std::byte* rows : {k, v}) {
+      std::byte* out = rows + arena.row_offset();
+      for (size_t r = 0; r < n; ++r, in += width, out += whole) std::memcpy(out, in, width);
+    }
+  }
   return {};
 }
 

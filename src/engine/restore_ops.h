@@ -58,9 +58,16 @@ class RestoreOps {
     Ticket ticket = 0;
     Stage* stage = nullptr;
     CopyQueue::Ticket copy = 0;
+    std::unique_ptr<std::byte[]> held;  // what is copied, where it is the engine's; or null
   };
 
-  Ticket issue(Stage& stage, CopyQueue::Ticket copy);
+  Ticket issue(Stage& stage, CopyQueue::Ticket copy, std::unique_ptr<std::byte[]> held = nullptr);
+  Ticket load_shares(int layer, int64_t cell, int n_rows, const std::byte* k, const std::byte* v);
+  Ticket stage_shares(SeqId seq, int layer, int row_in_slice, int n_rows, size_t row_bytes,
+                      const std::byte* rows);
+  void gather_staged(SeqId seq, int layer, int n_rows, size_t row_bytes);
+  Status open_slots(SeqId seq, int layer);
+  void close_slot(const Stage& stage, Slot* slot);
   [[nodiscard]] Status check_rows(SeqId seq, int layer, int64_t first_pos, int64_t n_rows) const;
   [[nodiscard]] Status check_slice(int layer, int first_row, int n_rows) const;
   [[nodiscard]] Slot* open_slot(const Stage& stage, SeqId seq);

@@ -93,10 +93,11 @@ void Stage::forget(const StepState& step) {
 
 size_t Stage::n_bytes() const { return arena_.n_bytes() + inputs_.n_bytes() + graphs_.n_bytes(); }
 
-Stages::Stages(std::vector<std::unique_ptr<Stage>> stages) : stages_(std::move(stages)) {
+Stages::Stages(std::vector<std::unique_ptr<Stage>> stages)
+    : stages_(std::move(stages)), shares_layers_(stages_.back()->begin() == 0 && size() > 1) {
   for (const auto& stage : stages_) {
-    by_layer_.insert(by_layer_.end(), static_cast<size_t>(stage->end() - stage->begin()),
-                     stage.get());
+    const int n = shares_layers_ ? 1 : stage->end() - stage->begin();
+    by_layer_.insert(by_layer_.end(), static_cast<size_t>(n), stage.get());
   }
 }
 

@@ -1,11 +1,13 @@
 // A run of consecutive layers on one device, with what runs there: the compute queue's graphs, the
-// copy queue, the KV arena, and a step's inputs. A step passes its rows from stage to stage.
+// copy queue, the KV arena, and a step's inputs. A step passes its rows from stage to stage. Where
+// devices share every layer, each has a stage of all layers, which computes that device's part.
 #pragma once
 
 #include <ggml.h>
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "attention_op.h"
@@ -35,10 +37,14 @@ struct StageOptions {
 // Threading: the engine's thread.
 class Stage {
  public:
+  // `model`: a part of the engine's where devices share every layer.
   Stage(const model::Model& model, const EngineOptions& options, StageOptions stage);
   ~Stage() { close(); }
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
+
+  // What the stage computes: the model, or the part of it that the device has.
+  [[nodiscard]] const model::Model& model() const { return model_; }
 
   // Device memory for the arena and a step's inputs.
   Status allocate();
@@ -106,11 +112,21 @@ class Stage {
   StepState* rows_owner_ = nullptr;  // the step between two layer ranges whose rows rows_ holds
 };
 
-// The stages of an engine, in the layers' order.
+// The stages of an engine, in the layers' order; where devices share every layer, in the order of
+// the parts.
 class Stages {
  public:
   explicit Stages(std::vector<std::unique_ptr<Stage>> stages);
-  [[nodiscard]] Stage& of(int layer) const { return *by_layer_[layer]; }
+  // The stage that computes a layer; of several that share it the first, which has the rows that
+  // all of them have.
+  [[nodiscard]] Stage& of(int layer) const { return *members(layer).front(); }
+  // All stages that compute a layer.
+  [[nodiscard]] std::span<Stage* const> members(int layer) const {
+    return shares_layers_ ? std::span<Stage* const>(by_layer_)
+                          : std::span<Stage* const>(by_layer_).subspan(layer, 1);
+  }
+  // Whether each stage computes its part of every layer.
+  [[nodiscard]] bool shares_layers() const { return shares_layers_; }
   [[nodiscard]] Stage& front() const { return *stages_.front(); }
   [[nodiscard]] size_t size() const { return stages_.size(); }
   [[nodiscard]] auto begin() const { return stages_.begin(); }
@@ -120,7 +136,8 @@ class Stages {
 
  private:
   std::vector<std::unique_ptr<Stage>> stages_;
-  std::vector<Stage*> by_layer_;
+  bool shares_layers_ = false;
+  std::vector<Stage*> by_layer_;  // each stage once where they share the layers
 };
 
 }  // namespace hcache::engine

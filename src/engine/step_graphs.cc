@@ -24,11 +24,7 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
   const bool own_attention = stage.attention(0).ours();
   if (last.graph == nullptr || last.n_allocated != graphs.n_allocated() || !(last.key == key)) {
     last.graph.reset();
-    const size_t n_nodes =
-        static_cast<size_t>(end - begin) *
-            (kNodesPerLayer + (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
-        64;
-    auto g = std::make_unique<Graph>(graphs, n_nodes);
+    auto g = std::make_unique<Graph>(graphs, most_nodes(stage, step, end - begin));
     ggml_tensor* logits =
         build({.stage = stage,
                .g = *g,
@@ -48,6 +44,57 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
   if (!own_attention) last.graph.reset();
   HCACHE_RETURN_IF_ERROR(status);
   return logits;
+}
+
+Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, int layer,
+                                           Piece piece, bool kv_only) {
+  const Graph g(stage.graphs(), most_nodes(stage, step, 1));
+  const bool sums_wanted = layer == model_.hparams().n_layer - 1 && piece != Piece::kAttention;
+  ggml_tensor* made = build_piece(
+      {.stage = stage,
+       .g = g,
+       .step = step,
+       .begin = layer,
+       .end = layer + 1,
+       .kv_only_last = kv_only,
+       .n_x = sums_wanted ? static_cast<int64_t>(step.output_rows.size())
+                          : static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd,
+       .positions = ggml_view_1d(g.ctx, stage.positions(), step.n_rows, 0),
+       .order = stage.order(g.ctx, step.n_rows)},
+      piece);
+  if (made != nullptr) {
+    ggml_set_output(made);
+    g.add(made);
+  }
+  HCACHE_RETURN_IF_ERROR(stage.graphs().compute(g));
+  return made;
+}
+
+size_t StepGraphs::most_nodes(Stage& stage, const StepState& step, int n_layers) {
+  const bool own_attention = stage.attention(0).ours();
+  return static_cast<size_t>(n_layers) *
+             (kNodesPerLayer + (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
+         64;
+}
+
+ggml_tensor* StepGraphs::build_piece(const Range& range, Piece piece) {
+  ggml_context* ctx = range.g.ctx;
+  const model::Model& part = range.stage.model();
+  const int layer = range.begin;
+  ggml_tensor* rows = range.stage.rows();
+  ggml_tensor* x = ggml_view_2d(ctx, rows, rows->ne[0], range.n_x, rows->nb[1], 0);
+  if (piece == Piece::kLogits) return model::build_logits(ctx, part, x);
+  if (piece == Piece::kFeedForward) return model::build_feed_forward_share(ctx, part, layer, x);
+  ggml_tensor* hidden = model::build_hidden(ctx, part, layer, x);
+  build_kv(range, layer, hidden);
+  if (range.kv_only_last) return nullptr;
+  ggml_tensor* attention = build_attention(range, layer, hidden);
+  if (layer == model_.hparams().n_layer - 1) {
+    attention = wanted_rows(range, attention);
+    x = wanted_rows(range, x);
+    hidden = wanted_rows(range, hidden);
+  }
+  return model::build_attention_share(ctx, part, layer, x, hidden, attention);
 }
 
 void StepGraphs::forget_last() {
@@ -88,65 +135,74 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   ggml_context* ctx = range.g.ctx;
   Stage& stage = range.stage;
   const StepState& step = range.step;
-  const model::LayerWeights& w = model_.weights().layers[layer];
+  const model::Model& model = stage.model();
+  const model::Device& device = stage.device();
+  const model::LayerWeights& w = model.weights().layers[layer];
   const CapturedLayer* captured = step.capture.empty() ? nullptr : &step.capture[layer];
+  // What this device writes of it.
+  const CapturedLayer* own = CaptureTap::layout(stage, step, layer);
   ggml_tensor* input = hidden;
-  if (captured != nullptr && captured->hidden_offset >= 0) {
-    ggml_tensor* saved = capture(range, captured->hidden_type, hidden, captured->hidden_offset);
+  if (own != nullptr && own->hidden_offset >= 0) {
+    ggml_tensor* saved = capture(range, own->hidden_type, hidden, own->hidden_offset);
     // Project exactly what is saved: it is what the product would have converted to anyway.
-    if (stage.device().is_cpu() && captured->hidden_type == types_.native(layer)) input = saved;
+    if (device.is_cpu() && own->hidden_type == types_.native(layer)) input = saved;
   }
   // Restoration projects rows by the hundred; the same kernel must have computed them here. What is
   // not saved of layer 0 is projected from the tokens' embeddings.
   const bool projected_later = captured != nullptr && (captured->hidden_offset >= 0 ||
                                                        (layer == 0 && captured->k_offset < 0));
   const bool tail = range.ends_with_kv_of(layer);
-  const bool padded = (projected_later || tail) && range.n_x < types_.least_rows(layer);
+  const bool padded = (projected_later || tail) && range.n_x < types_.least_rows(device, layer);
   if (padded) input = hidden;
-  model::Product product = padded ? types_.padded_product(layer) : ggml_mul_mat;
-  if (tail && types_.has_fast_products(layer)) {
+  model::Product product = padded ? HiddenTypes::padded_product(device) : ggml_mul_mat;
+  if (tail && types_.has_fast_products(stage, layer)) {
     input = saved_as(ctx, types_.native(layer), hidden, stage.order(ctx, range.n_x));
     product = build_fast_product;
   }
   const auto of = [&](bool is_k) {
-    return step.token_rows.empty() ? product : table_.through(step, is_k, product);
+    return step.token_rows.empty() ? product : table_.through(stage, step, is_k, product);
   };
   ggml_tensor* k =
-      model::build_k(ctx, model_, layer, types_.product_input(ctx, layer, w.k.w, input),
+      model::build_k(ctx, model, layer, HiddenTypes::product_input(ctx, device, w.k.w, input),
                      range.positions, of(true));
-  ggml_tensor* v =
-      model::build_v(ctx, model_, layer, types_.product_input(ctx, layer, w.v.w, input), of(false));
+  ggml_tensor* v = model::build_v(ctx, model, layer,
+                                  HiddenTypes::product_input(ctx, device, w.v.w, input), of(false));
 
   const int64_t n = step.n_rows;
-  const int64_t width = model_.hparams().n_embd_kv();
+  const int64_t width = model.hparams().n_embd_kv();
   ggml_tensor* cells = ggml_view_1d(ctx, stage.cells(sequences_.group_of(layer)), n, 0);
   k = ggml_reshape_2d(ctx, k, width, n);
   v = ggml_reshape_2d(ctx, v, width, n);
   range.g.add(ggml_set_rows(ctx, stage.arena().k(layer), k, cells));
   range.g.add(ggml_set_rows(ctx, stage.arena().v(layer), v, cells));
-  if (captured != nullptr && captured->k_offset >= 0) {
-    capture(range, options_.kv_type, k, captured->k_offset);
-    capture(range, options_.kv_type, v, captured->v_offset);
+  if (own != nullptr && own->k_offset >= 0) {
+    capture(range, options_.kv_type, k, own->k_offset);
+    capture(range, options_.kv_type, v, own->v_offset);
   }
 }
 
 ggml_tensor* StepGraphs::build_attention(const Range& range, int layer, ggml_tensor* hidden) {
   Stage& stage = range.stage;
-  ggml_tensor* q = model::build_q(range.g.ctx, model_, layer, hidden, range.positions);
+  ggml_tensor* q = model::build_q(range.g.ctx, stage.model(), layer, hidden, range.positions);
   range.g.add(q);
   return stage.attention(sequences_.group_of(layer))
       .build(range.g.ctx, q, stage.arena().k(layer), stage.arena().v(layer));
+}
+
+ggml_tensor* StepGraphs::wanted_rows(const Range& range, ggml_tensor* rows) {
+  ggml_context* ctx = range.g.ctx;
+  return ggml_get_rows(ctx, rows,
+                       ggml_view_1d(ctx, range.stage.output_rows(),
+                                    static_cast<int64_t>(range.step.output_rows.size()), 0));
 }
 
 // Of the wanted rows alone.
 ggml_tensor* StepGraphs::build_logits(const Range& range, int layer, ggml_tensor* x,
                                       ggml_tensor* hidden, ggml_tensor* attention) {
   ggml_context* ctx = range.g.ctx;
-  ggml_tensor* wanted = ggml_view_1d(ctx, range.stage.output_rows(),
-                                     static_cast<int64_t>(range.step.output_rows.size()), 0);
-  attention = ggml_get_rows(ctx, attention, wanted);
-  x = ggml_get_rows(ctx, x, wanted);
-  hidden = ggml_get_rows(ctx, hidden, wanted);
+  attention = wanted_rows(range, attention);
+  x = wanted_rows(range, x);
+  hidden = wanted_rows(range, hidden);
   ggml_tensor* logits = model::build_logits(
       ctx, model_, model::build_layer_output(ctx, model_, layer, x, hidden, attention));
   ggml_set_output(logits);

@@ -38,6 +38,12 @@ class StepGraphs {
   // graph, or nullptr where the range has none.
   Result<ggml_tensor*> run(Stage& stage, const StepState& step, int begin, int end,
                            bool kv_only_last);
+  // A shared layer's piece on one of its devices, see SharedLayers: the device's part of the sum
+  // over all, F32 [n_embd, n], or the logits; the device's until its next graph. nullptr with
+  // kv_only, which computes no more than the part's K and V. The step is loaded there.
+  enum class Piece { kAttention, kFeedForward, kLogits };
+  Result<ggml_tensor*> run_piece(Stage& stage, const StepState& step, int layer, Piece piece,
+                                 bool kv_only);
   // The next graphs are built anew: what is captured has changed.
   void forget_last();
 
@@ -75,12 +81,16 @@ class StepGraphs {
     [[nodiscard]] bool ends_with_kv_of(int layer) const { return kv_only_last && layer == end - 1; }
   };
 
+  [[nodiscard]] static size_t most_nodes(Stage& stage, const StepState& step, int n_layers);
   ggml_tensor* build(const Range& range);
+  ggml_tensor* build_piece(const Range& range, Piece piece);
   // Adds K and V of a layer, and what is captured of it.
   void build_kv(const Range& range, int layer, ggml_tensor* hidden);
   ggml_tensor* build_attention(const Range& range, int layer, ggml_tensor* hidden);
   ggml_tensor* build_logits(const Range& range, int layer, ggml_tensor* x, ggml_tensor* hidden,
                             ggml_tensor* attention);
+  // Of the rows whose logits are wanted.
+  static ggml_tensor* wanted_rows(const Range& range, ggml_tensor* rows);
   ggml_tensor* capture(const Range& range, ggml_type type, ggml_tensor* rows, int64_t offset);
 
   const model::Model& model_;

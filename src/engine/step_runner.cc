@@ -24,7 +24,8 @@ StepRunner::StepRunner(const model::Model& model, const EngineOptions& options,
       tap_(tap),
       table_(table),
       weights_(weights),
-      graphs_(model, options, sequences, stages, types, tap, table) {}
+      graphs_(model, options, sequences, stages, types, tap, table),
+      shared_(model, stages, graphs_) {}
 
 void StepRunner::abandon(StepState& step) {
   stages_.synchronize();  // logits may be on their way to the step
@@ -175,6 +176,7 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   if (step.next_layer == end) return {};
   if (layer_0_tail && step.capture.empty()) table_.keep_unknown_tokens(step);
   place(step);
+  if (stages_.shares_layers()) return run_shared(step, end, kv_only_last);
   while (step.next_layer < end) {
     Stage& stage = stages_.of(step.next_layer);
     if (step.next_layer > 0) stages_.of(step.next_layer - 1).pass_rows_to(stage, step);
@@ -203,13 +205,32 @@ Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_onl
   step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
   HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, graphs_.run(stage, step, begin, end, kv_only_last));
   table_.learn(step);
-  if (logits != nullptr) {
-    step.logits.swap(spare_logits_);  // for its memory
-    step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
-    stage.graphs().get(logits, step.logits.data(), ggml_nbytes(logits));
-  }
+  fetch_logits(step, stage, logits);
   step.next_layer = end;
   if (end < model_.hparams().n_layer) stage.set_rows_owner(&step);
+  return {};
+}
+
+void StepRunner::fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits) {
+  if (logits == nullptr) return;
+  step.logits.swap(spare_logits_);  // for its memory
+  step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
+  stage.graphs().get(logits, step.logits.data(), ggml_nbytes(logits));
+}
+
+// Layers [next_layer, end) on the devices that share them. The rows return to the host.
+Status StepRunner::run_shared(StepState& step, int end, bool kv_only_last) {
+  const int begin = step.next_layer;
+  for (Stage* stage : stages_.members(begin)) {
+    tap_.own_block(*stage, step);
+    stage->queue().before_compute(stage->arena().last_upload(begin, end));
+    stage->set_computed_last(&step);
+  }
+  step.next_layer = -1;  // as in run_stage()
+  HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, shared_.run(step, begin, end, kv_only_last));
+  table_.learn(step);
+  fetch_logits(step, stages_.of(begin), logits);
+  step.next_layer = end;
   return {};
 }
 

@@ -13,6 +13,7 @@
 #include "hidden_types.h"
 #include "model/model.h"
 #include "sequences.h"
+#include "shared_layers.h"
 #include "stage.h"
 #include "step_graphs.h"
 #include "step_state.h"
@@ -44,6 +45,8 @@ class StepRunner {
   Status check_room(const StepState& step) const;
   void place(StepState& step);
   Status run_stage(Stage& stage, StepState& step, int end, bool kv_only_last);
+  Status run_shared(StepState& step, int end, bool kv_only_last);
+  void fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits);
   // Of a layer that is streamed, and so runs alone.
   [[nodiscard]] model::LayerPart part_of(const StepState& step, int layer, bool kv_only) const;
   Status run_range(StepState& step, int end, bool kv_only_last);
@@ -59,6 +62,7 @@ class StepRunner {
   TokenTable& table_;
   WeightStream& weights_;
   StepGraphs graphs_;
+  SharedLayers shared_;
   std::vector<float> logits_;        // of the step that was finished last
   std::vector<float> spare_logits_;  // memory for another step's
 };

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "engine/attention.h"
@@ -12,6 +13,14 @@
 namespace hcache::engine {
 
 class StepRunner;
+
+// What one of the devices that share the layers captures of a step: K and V of its own heads, and
+// on the first one the hidden rows.
+struct CapturedShare {
+  std::vector<CapturedLayer> layers;
+  std::vector<size_t> ends;  // where each layer's part ends
+  std::unique_ptr<std::byte[]> host;
+};
 
 struct StepState {
   struct Segment {
@@ -54,6 +63,7 @@ struct StepState {
   std::vector<CapturedLayer> capture;
   std::vector<size_t> capture_ends;  // where each layer's part of the block ends
   std::byte* capture_host = nullptr;
+  std::vector<CapturedShare> capture_shares;       // per stage, where these share the layers
   std::vector<int> captured_to;                    // per stage: its layers before are on their way
   std::vector<CopyQueue::Ticket> capture_tickets;  // per stage: the last such copy
 };

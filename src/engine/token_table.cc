@@ -15,10 +15,21 @@ Status TokenTable::allocate(int64_t max_batch_rows) {
   const int64_t entry_bytes = 2 * hp.n_embd_kv() * static_cast<int64_t>(sizeof(float));
   const int64_t n_entries =
       std::max(max_batch_rows, std::min<int64_t>(hp.n_vocab, kTableBytes / entry_bytes));
-  pool_.open(2);
-  k_ = ggml_new_tensor_2d(pool_.ctx(), GGML_TYPE_F32, hp.n_embd_kv(), n_entries);
-  v_ = ggml_new_tensor_2d(pool_.ctx(), GGML_TYPE_F32, hp.n_embd_kv(), n_entries);
-  return pool_.allocate(stage_.device().buffer_type(), "the first layer's token table");
+  for (Table& table : tables_) {
+    const int64_t width = table.stage->model().hparams().n_embd_kv();
+    table.pool.open(2);
+    table.k = ggml_new_tensor_2d(table.pool.ctx(), GGML_TYPE_F32, width, n_entries);
+    table.v = ggml_new_tensor_2d(table.pool.ctx(), GGML_TYPE_F32, width, n_entries);
+    HCACHE_RETURN_IF_ERROR(
+        table.pool.allocate(table.stage->device().buffer_type(), "the first layer's token table"));
+  }
+  return {};
+}
+
+size_t TokenTable::n_bytes() const {
+  size_t n = 0;
+  for (const Table& table : tables_) n += table.pool.n_bytes();
+  return n;
 }
 
 void TokenTable::keep_unknown_tokens(StepState& step) {
@@ -28,7 +39,8 @@ void TokenTable::keep_unknown_tokens(StepState& step) {
   for (const int32_t token : step.tokens) {
     if (!entries_.contains(token)) fresh.try_emplace(token, 0);
   }
-  if (static_cast<int64_t>(entries_.size() + fresh.size()) > k_->ne[1]) entries_.clear();
+  if (static_cast<int64_t>(entries_.size() + fresh.size()) > tables_.front().k->ne[1])
+    entries_.clear();
   auto next = static_cast<int64_t>(entries_.size());
   fresh.clear();
   for (size_t row = 0; row < step.tokens.size(); ++row) {
@@ -63,14 +75,16 @@ void TokenTable::learn(const StepState& step) {
   }
 }
 
-model::Product TokenTable::through(const StepState& step, bool k,
+model::Product TokenTable::through(const Stage& stage, const StepState& step, bool k,
                                    const model::Product& product) const {
   const int64_t n = step.n_rows;
-  return [this, n, product, table = k ? k_ : v_](ggml_context* ctx, ggml_tensor* weight,
-                                                 ggml_tensor* rows) {
+  const auto own = std::find_if(tables_.begin(), tables_.end(),
+                                [&](const Table& table) { return table.stage == &stage; });
+  return [&stage, n, product, table = k ? own->k : own->v](ggml_context* ctx, ggml_tensor* weight,
+                                                           ggml_tensor* rows) {
     ggml_tensor* known = ggml_set_rows(ctx, table, product(ctx, weight, rows),
-                                       ggml_view_1d(ctx, stage_.table_rows(), rows->ne[1], 0));
-    return ggml_get_rows(ctx, known, ggml_view_1d(ctx, stage_.token_rows(), n, 0));
+                                       ggml_view_1d(ctx, stage.table_rows(), rows->ne[1], 0));
+    return ggml_get_rows(ctx, known, ggml_view_1d(ctx, stage.token_rows(), n, 0));
   };
 }
 

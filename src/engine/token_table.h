@@ -4,8 +4,11 @@
 
 #include <ggml.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <unordered_map>
+#include <vector>
 
 #include "base/status.h"
 #include "model/graph.h"
@@ -18,8 +21,11 @@ namespace hcache::engine {
 // Threading: the engine's thread.
 class TokenTable {
  public:
-  // `stage` is the one of layer 0; both must outlive the table.
-  TokenTable(const model::Model& model, Stage& stage) : model_(model), stage_(stage) {}
+  // `stages` are layer 0's; all must outlive the table.
+  TokenTable(const model::Model& model, std::span<Stage* const> stages)
+      : model_(model), tables_(stages.size()) {
+    for (size_t i = 0; i < stages.size(); ++i) tables_[i].stage = stages[i];
+  }
   // At least max_batch_rows entries.
   Status allocate(int64_t max_batch_rows);
 
@@ -29,18 +35,22 @@ class TokenTable {
   // The step's new tokens have been computed.
   void learn(const StepState& step);
   // For a step of which only unknown tokens are left: `product` for their rows, the table for all.
-  // The result is K's (k true) or V's rows before bias and rotation.
-  [[nodiscard]] model::Product through(const StepState& step, bool k,
+  // The result is K's (k true) or V's rows before bias and rotation. `stage` is one of layer 0's.
+  [[nodiscard]] model::Product through(const Stage& stage, const StepState& step, bool k,
                                        const model::Product& product) const;
   void clear() { entries_.clear(); }
-  [[nodiscard]] size_t n_bytes() const { return pool_.n_bytes(); }
+  [[nodiscard]] size_t n_bytes() const;
 
  private:
+  struct Table {  // on one device
+    Stage* stage = nullptr;
+    TensorPool pool;
+    ggml_tensor* k = nullptr;  // F32 [n_embd_kv, entries]
+    ggml_tensor* v = nullptr;
+  };
+
   const model::Model& model_;
-  Stage& stage_;
-  TensorPool pool_;
-  ggml_tensor* k_ = nullptr;  // F32 [n_embd_kv, entries]
-  ggml_tensor* v_ = nullptr;
+  std::vector<Table> tables_;
   std::unordered_map<int32_t, int64_t> entries_;  // token -> row
 };
 

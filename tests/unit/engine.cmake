@@ -22,6 +22,8 @@ add_dependencies(hcache_test_rpc hcache_rpc_test_server)
 
 hcache_test(engine_stage_test unit/engine_stage_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
+hcache_test(engine_shared_test unit/engine_shared_test.cc
+  LIBS hcache_engine hcache_model_tools hcache_test_rpc)
 hcache_test(engine_pipeline_test unit/engine_pipeline_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
 hcache_test(engine_restore_test unit/engine_restore_test.cc DEVICE

@@ -79,7 +79,7 @@ Status LayerGraphs::generate(int layer, BatchBuffer& buffer, int64_t n_rows,
   const model::LayerWeights& w = model_.weights().layers[layer];
   const int64_t width = model_.hparams().n_embd_kv();
   const ggml_type type = types_.native(layer);
-  const model::Product product = types_.product(layer);
+  const model::Product product = types_.product(model_.device(layer));
   for (int64_t first = 0; first < n_rows; first += chunk) {
     const int64_t n = std::min(chunk, n_rows - first);
     // Few rows take some behind them along, for the kernel that takes many.
@@ -96,10 +96,13 @@ Status LayerGraphs::generate(int layer, BatchBuffer& buffer, int64_t n_rows,
       g.add(ggml_set_rows(g.ctx, target, ggml_view_2d(g.ctx, all, width, n, all->nb[1], 0), cells));
     };
     put(buffer.k,
-        model::build_k(g.ctx, model_, layer, types_.product_input(g.ctx, layer, w.k.w, rows),
+        model::build_k(g.ctx, model_, layer,
+                       HiddenTypes::product_input(g.ctx, model_.device(layer), w.k.w, rows),
                        positions, product));
-    put(buffer.v, model::build_v(g.ctx, model_, layer,
-                                 types_.product_input(g.ctx, layer, w.v.w, rows), product));
+    put(buffer.v,
+        model::build_v(g.ctx, model_, layer,
+                       HiddenTypes::product_input(g.ctx, model_.device(layer), w.v.w, rows),
+                       product));
   }
   return stage_.graphs().compute(g);
 }
@@ -170,10 +173,11 @@ ggml_tensor* LayerGraphs::build_kv(const Graph& g, const Forward& forward, Batch
     // Project exactly what is kept: it is what the product would have converted to anyway.
     if (stage_.device().is_cpu()) input = saved;
   }
-  ggml_tensor* k = model::build_k(g.ctx, model_, layer,
-                                  types_.product_input(g.ctx, layer, w.k.w, input), positions);
-  ggml_tensor* v =
-      model::build_v(g.ctx, model_, layer, types_.product_input(g.ctx, layer, w.v.w, input));
+  ggml_tensor* k = model::build_k(
+      g.ctx, model_, layer, HiddenTypes::product_input(g.ctx, model_.device(layer), w.k.w, input),
+      positions);
+  ggml_tensor* v = model::build_v(
+      g.ctx, model_, layer, HiddenTypes::product_input(g.ctx, model_.device(layer), w.v.w, input));
   const int64_t n = forward.piece->n_padded;
   const int64_t width = model_.hparams().n_embd_kv();
   ggml_tensor* cells = ggml_view_1d(g.ctx, cells_, n, 0);

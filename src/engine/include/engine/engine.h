@@ -44,6 +44,7 @@ struct EngineOptions {
   // Layers per stage: a run of layers with queues, an arena and buffers of its own. Steps go from
   // stage to stage; what is computed does not depend on it. A stage that spans several devices of
   // the model is cut where the device changes. Empty: one stage per run of layers on one device.
+  // Where devices share every layer (Model::parts()) there is nothing to cut: kUnimplemented.
   std::vector<int> stage_layers{};
 };
 
@@ -151,7 +152,7 @@ class Engine {
   [[nodiscard]] int n_layer() const;
   // Whether our attention kernel computes a layer.
   [[nodiscard]] bool uses_own_attention(int layer) const;
-  // Layers [begin, end) of each stage, in their order.
+  // Layers [begin, end) of each stage, in their order; one range where devices share every layer.
   [[nodiscard]] std::vector<std::pair<int, int>> stage_ranges() const;
   // Whether stages can compute at once if they are given different steps (see Pipeline): each is on
   // a device of its own, and giving work to any but the first returns before it is done.
