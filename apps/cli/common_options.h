@@ -27,13 +27,16 @@ struct ModelOptions : Options {
                            "CPU; -1: all");
   std::string tensor_split =
       text(&tensor_split, "--tensor-split", "N,...", "",
-           "proportions in which the devices share the layers, in their order; default: equal");
+           "proportions in which the devices share the layers, in their order, or each layer with "
+           "--split-mode tensor; default: equal");
   std::vector<std::string> override_tensors =
       texts(&override_tensors, "--override-tensor", "PATTERN=DEVICE,...", "", "",
             "layers whose tensors' names match the regular expression go to the device, whole "
             "layers alone: 'blk\\.(0|1)\\.=cpu'");
-  std::string split_mode = choice(&split_mode, "--split-mode", "layer", "layer|none",
-                                  "layer: the devices share the layers; none: one has all");
+  std::string split_mode = choice(
+      &split_mode, "--split-mode", "layer", "layer|none|row|tensor",
+      "layer: the devices share the layers; none: one has all; tensor: each layer's heads and "
+      "feed-forward columns are shared by all devices, which compute at once; row: the same");
   int main_gpu = integer(&main_gpu, "--main-gpu", "N", 0, {0, 4096},
                          "with --split-mode none: which of --device, from 0 on");
   int threads =

@@ -29,6 +29,12 @@ Json spread(const std::vector<double>& v, double factor) {
 std::string describe_devices(const model::Model& model) {
   if (model.devices().size() == 1) return model.device().description();
   std::string out;
+  for (const auto& part : model.parts()) {
+    out +=
+        fmt::format("{}{} ({}, {} of {} heads)", out.empty() ? "" : " + ", part->device().name(),
+                    part->device().description(), part->hparams().n_head, model.hparams().n_head);
+  }
+  if (!out.empty()) return out;
   for (const model::Device* device : model.devices()) {
     int n_layers = 0;
     for (int layer = 0; layer < model.hparams().n_layer; ++layer) {

@@ -49,6 +49,7 @@ model::Offload offload_options(const ModelOptions& model) {
           .tensor_split = model.tensor_split,
           .override_tensors = model.override_tensors,
           .one_device = model.split_mode == "none",
+          .share_layers = model.split_mode == "tensor" || model.split_mode == "row",
           .main_device = model.main_gpu};
 }
 

@@ -513,6 +513,16 @@ std::string profile_key(const Engine& engine, const std::string& content_digest,
     attention += fmt::format("{}{}", plus, engine.uses_own_attention(begin) ? "own" : "ggml");
     if (!several) break;
   }
+  // Those that share every layer, each with its heads and columns.
+  for (size_t i = 0; i < model.parts().size(); ++i) {
+    const model::Model& part = *model.parts()[i];
+    const char* plus = i == 0 ? "" : "+";
+    if (i == 0) names = kernels = threads = "";
+    names += fmt::format("{}{}[{} heads,{} columns]", plus, part.device().name(),
+                         part.hparams().n_head, part.hparams().n_ff);
+    kernels += plus + part.device().kernel_identity();
+    threads += fmt::format("{}{}", plus, part.device().n_threads());
+  }
   return fmt::format(
       "version={} model={} device={} kernels={} threads={} kv={} state={} attention={} batch={}{}",
       kProfileVersion, content_digest, names, kernels, threads,

@@ -23,6 +23,7 @@ class Cli(unittest.TestCase):
         self.folder = tempfile.TemporaryDirectory(prefix="hcache-cli-")
         self.addCleanup(self.folder.cleanup)
         self.state = os.path.join(self.folder.name, "state")
+        self.rpc_ports = set()  # of its servers, which may share one without an error
 
     def hcache(self, *args, code=0, stdin=""):
         done = subprocess.run([PROGRAM, *args], input=stdin, capture_output=True, text=True,
@@ -196,11 +197,40 @@ class Cli(unittest.TestCase):
             self.assertEqual(first["bytes"], second["bytes"])
         self.assertEqual([str(left) for left in pathlib.Path(self.state).glob("store/bench-*")], [])
 
+    def test_conversations_come_back_where_two_devices_share_every_layer(self):
+        """Two of the three KV heads and their query heads on one server, the last on the other."""
+        devices = ",".join(f"rpc:127.0.0.1:{self.rpc_server()}" for _ in range(2))
+        place = ["--device", devices, "--split-mode", "tensor"]
+        words = " ".join(f"boat {i}" for i in range(60))
+        whole = self.talk("chat", "--no-store", *place, stdin=f"{words}\nHow many boats?\n")
+        expected = [json.loads(line) for line in whole.splitlines()]
+        first = json.loads(self.talk("run", "--session", "s", "--save", "all", *place, "-p", words))
+        self.assertEqual(first["reply_tokens"], expected[0]["reply_tokens"])
+        for method in ("hidden", "kv"):
+            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
+                                        method, *place, "-p", "How many boats?"))
+            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
+            if method == "kv":  # is exact on every device
+                self.assertEqual(turn["reply_tokens"], expected[1]["reply_tokens"])
+        # What was saved on both is of use to the CPU alone.
+        turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method", "kv",
+                                    "-p", "How many boats?"))
+        self.assertGreater(turn["restore"]["restored_tokens"], 128)
+        for arguments, message in ((["--weights", "disk"], "shares each layer"),
+                                   (["--gpu-layers", "3"], "--gpu-layers 3"),
+                                   (["--tensor-split", "1,2,3"], "3 parts for 2 devices")):
+            code = 2 if "--tensor-split" in arguments else 8
+            self.assertIn(message, self.hcache("run", "-m", MODEL, "--state-dir", self.state,
+                                               *place, *arguments, "-p", "x", code=code))
+
     def rpc_server(self) -> int:
         """The port of an `rpc-serve`, which is stopped after the test."""
         # Below those that the system gives to outgoing connections: another program may have one
         # of those, and a connection to one that nobody listens on can end at its own beginning.
-        for port in (20000 + (os.getpid() + 997 * attempt) % 12000 for attempt in range(10)):
+        for port in (20000 + (os.getpid() + 997 * attempt) % 12000 for attempt in range(20)):
+            if port in self.rpc_ports:
+                continue
+            self.rpc_ports.add(port)
             server = subprocess.Popen([PROGRAM, "rpc-serve", "--port", str(port), "--threads", "1"],
                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             self.addCleanup(server.stdout.close)

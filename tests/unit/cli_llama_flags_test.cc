@@ -201,6 +201,7 @@ TEST(LlamaFlags, OthersAreOptionsOfOurs) {
   EXPECT_EQ(args_of("--rpc a:1,b:2 -ngl all -sm layer -ts 3,1 -ot blk\\.0\\.=CPU -mg 0"),
             "--device rpc:a:1,rpc:b:2 --split-mode layer --tensor-split 3,1 "
             "--override-tensor blk\\.0\\.=CPU --main-gpu 0");
+  EXPECT_EQ(args_of("-sm tensor"), "--split-mode tensor");
   EXPECT_EQ(args_of("-ngl 12"), "--gpu-layers 12");
   EXPECT_EQ(args_of("-jf schema.json --log-verbose"), "--json-schema-file schema.json --verbose");
   EXPECT_EQ(args_of("-c 0 -s -1"), "");

@@ -3,6 +3,8 @@ target_include_directories(serving_executor_test PRIVATE ${CMAKE_SOURCE_DIR}/src
 hcache_test(serving_pipeline_test unit/serving_pipeline_test.cc
   LIBS hcache_serving hcache_model_tools hcache_test_rpc)
 target_include_directories(serving_pipeline_test PRIVATE ${CMAKE_SOURCE_DIR}/src/serving)
+hcache_test(serving_shared_test unit/serving_shared_test.cc
+  LIBS hcache_serving hcache_model_tools hcache_test_rpc)
 hcache_test(serving_restore_test unit/serving_restore_test.cc DEVICE
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_conversation_test unit/serving_conversation_test.cc
