@@ -202,7 +202,6 @@ void RestoreOps::gather_staged(SeqId seq, int layer, int n_rows, size_t row_byte
   }
 }
 
-// The slot is the last to be taken again.
 void RestoreOps::close_slot(const Stage& stage, Slot* slot) {
   slot->owner = -1;
   auto& slots = slots_[stage.index()];

@@ -62,11 +62,14 @@ class RestoreOps {
   };
 
   Ticket issue(Stage& stage, CopyQueue::Ticket copy, std::unique_ptr<std::byte[]> held = nullptr);
+  // load_kv() and stage_hidden() where devices share the layers.
   Ticket load_shares(int layer, int64_t cell, int n_rows, const std::byte* k, const std::byte* v);
   Ticket stage_shares(SeqId seq, int layer, int row_in_slice, int n_rows, size_t row_bytes,
                       const std::byte* rows);
+  // Brings the staged rows that other devices were sent to each.
   void gather_staged(SeqId seq, int layer, int n_rows, size_t row_bytes);
   Status open_slots(SeqId seq, int layer);
+  // The slice was projected; the slot is the last to be taken again.
   void close_slot(const Stage& stage, Slot* slot);
   [[nodiscard]] Status check_rows(SeqId seq, int layer, int64_t first_pos, int64_t n_rows) const;
   [[nodiscard]] Status check_slice(int layer, int first_row, int n_rows) const;

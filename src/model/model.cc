@@ -103,7 +103,7 @@ struct Model::Impl {
   Status load_weights(const LoadOptions& options);
   Status sharing_devices(const LoadOptions& options, std::vector<Device*>& devices,
                          std::vector<double>& proportions) const;
-  Status share_units(Divisible& heads, Divisible& columns) const;
+  void share_units(Divisible& heads, Divisible& columns) const;
   Status load_parts(const LoadOptions& options, const std::vector<Device*>& sharing,
                     const std::vector<double>& proportions);
 
@@ -368,16 +368,16 @@ Status Model::Impl::upload(const std::vector<Slot>& slots, const Progress& progr
 
 // How finely the layers can be shared: the columns of the output projections are cut between
 // heads, those of the feed-forward block anywhere, both between blocks of the weights' types.
-Status Model::Impl::share_units(Divisible& heads, Divisible& columns) const {
+void Model::Impl::share_units(Divisible& heads, Divisible& columns) const {
   constexpr int64_t kLeastColumns = 32;
   const int64_t head = int64_t{hparams.n_head / hparams.n_head_kv} * hparams.head_dim;
   heads = {.n = hparams.n_head_kv,
-           .what = fmt::format("{}: the model's {} KV heads", file->path(), hparams.n_head_kv),
+           .what = fmt::format("{}: the model's KV heads ({})", file->path(), hparams.n_head_kv),
            .remedy = {}};
   columns = {
       .n = hparams.n_ff,
       .unit = kLeastColumns,
-      .what = fmt::format("{}: the feed-forward blocks' {} columns", file->path(), hparams.n_ff),
+      .what = fmt::format("{}: the feed-forward blocks' columns ({})", file->path(), hparams.n_ff),
       .remedy = {}};
   for (const GgufTensor& t : file->tensors()) {
     const bool is_output = t.name.ends_with(".attn_output.weight");
@@ -391,7 +391,6 @@ Status Model::Impl::share_units(Divisible& heads, Divisible& columns) const {
                            ggml_type_name(t.type), block);
     cut.remedy = "weights of a type with smaller blocks, such as Q8_0";
   }
-  return {};
 }
 
 // Loads a part for each device that has some of every layer.
@@ -399,7 +398,7 @@ Status Model::Impl::load_parts(const LoadOptions& options, const std::vector<Dev
                                const std::vector<double>& proportions) {
   Divisible heads;
   Divisible columns;
-  HCACHE_RETURN_IF_ERROR(share_units(heads, columns));
+  share_units(heads, columns);
   HCACHE_ASSIGN_OR_RETURN(const std::vector<Share> shares, cut_shares(heads, columns, proportions));
   const auto n_layer = static_cast<size_t>(hparams.n_layer);
   for (const Share& own : shares) {

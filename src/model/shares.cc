@@ -14,8 +14,8 @@ Result<std::vector<int64_t>> cut_by_proportions(const Divisible& whole,
   const auto n_parts = static_cast<int64_t>(parts.size());
   if (n_units < n_parts) {
     return unimplemented(fmt::format(
-        "{} can be shared by {} devices at most, not by {}; use fewer devices or --split-mode "
-        "layer{}",
+        "{} can be cut into {} at most, not into a part for each of {} devices; use fewer devices "
+        "or --split-mode layer{}",
         whole.what, n_units, n_parts, whole.remedy.empty() ? "" : ", or " + whole.remedy));
   }
   const double sum = std::accumulate(parts.begin(), parts.end(), 0.0);

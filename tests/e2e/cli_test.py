@@ -15,6 +15,8 @@ import tempfile
 import time
 import unittest
 
+import serving
+
 PROGRAM, MODEL = sys.argv[1], sys.argv[2]
 
 
@@ -222,6 +224,21 @@ class Cli(unittest.TestCase):
             code = 2 if "--tensor-split" in arguments else 8
             self.assertIn(message, self.hcache("run", "-m", MODEL, "--state-dir", self.state,
                                                *place, *arguments, "-p", "x", code=code))
+
+    def test_a_server_whose_devices_share_every_layer_keeps_conversations(self):
+        devices = ",".join(f"rpc:127.0.0.1:{self.rpc_server()}" for _ in range(2))
+        options = ["-m", MODEL, "--state-dir", self.state, "--ctx", "2304", "--save", "all",
+                   "--device", devices, "--split-mode", "tensor", "--tensor-split", "1,2"]
+        messages = [{"role": "user", "content": " ".join(f"boat {i}" for i in range(60))}]
+        answers = []
+        for run in range(2):
+            with serving.Server(PROGRAM, *options) as server:
+                answer = server.chat(messages, max_tokens=12)
+                answers.append(answer["choices"][0]["message"]["content"])
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                self.assertEqual(run == 1, cached > 128, answer)
+                self.assertEqual(server.stop(), 0, server.errors())
+        self.assertEqual(answers[0], answers[1])
 
     def rpc_server(self) -> int:
         """The port of an `rpc-serve`, which is stopped after the test."""

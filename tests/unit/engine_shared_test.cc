@@ -1,6 +1,7 @@
 // Devices that share every layer (tensor parallelism): answers within the bounds of one device's,
 // capture and restoration as exact as there, state that moves between splits, and devices that have
 // work at the same time.
+#include <array>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -264,6 +265,71 @@ TEST(SharedLayers, SequencesAreChangedOnAllDevices) {
   append(*whole, reference, tokens, kRows);
   HCACHE_EXPECT_OK(whole->erase_range(reference, 0, 30));
   EXPECT_LT(mean_kl(append(*whole, reference, more, 4), append(*e, fork, more, 4)), 1e-4);
+}
+
+// Steps that stop between any two layers, as a prefill behind a restoration does, are computed and
+// captured as one after the other.
+TEST(SharedLayers, StepsInterleaveBetweenAnyLayers) {
+  const std::unique_ptr<LoadedModel> two =
+      on_cpus(wide_model_path("llama", 4, GGML_TYPE_Q8_0), {1, 1});
+  const Tokens tokens = random_tokens(*two->model, 30, 1);
+  RecordingSink sink;
+  const std::unique_ptr<Engine> e = make_engine(*two->model, small());
+  HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapHidden | kTapKv)));
+  const SeqId plain = new_sequence(*e);
+  const std::vector<Row> expected = append(*e, plain, tokens, kRows);
+  for (int stop_a = 1; stop_a <= e->n_layer(); ++stop_a) {
+    for (int stop_b = 1; stop_b <= e->n_layer(); ++stop_b) {
+      SCOPED_TRACE(std::to_string(stop_a) + " " + std::to_string(stop_b));
+      const std::array<SeqId, 2> seqs = {new_sequence(*e), new_sequence(*e)};
+      const BatchItem item_a{.seq = seqs[0], .tokens = tokens, .output = Output::kAll};
+      const BatchItem item_b{.seq = seqs[1], .tokens = tokens, .output = Output::kAll};
+      Step step_a = e->prepare({&item_a, 1}).value();
+      Step step_b = e->prepare({&item_b, 1}).value();
+      HCACHE_EXPECT_OK(e->run_layers(step_a, 0, stop_a));
+      HCACHE_EXPECT_OK(e->run_layers(step_b, 0, stop_b));
+      HCACHE_EXPECT_OK(e->run_layers(step_a, stop_a, e->n_layer()));
+      EXPECT_TRUE(same_rows(copy(e->finish(step_a).value()), expected));
+      HCACHE_EXPECT_OK(e->run_layers(step_b, stop_b, e->n_layer()));
+      EXPECT_TRUE(same_rows(copy(e->finish(step_b).value()), expected));
+      HCACHE_EXPECT_OK(e->synchronize());
+      for (const SeqId seq : seqs) {
+        for (int layer = 0; layer < e->n_layer(); ++layer) {
+          EXPECT_EQ(sink.saved[seq].layers[layer].hidden, sink.saved[plain].layers[layer].hidden);
+          EXPECT_EQ(sink.saved[seq].layers[layer].k, sink.saved[plain].layers[layer].k);
+          EXPECT_EQ(sink.saved[seq].layers[layer].v, sink.saved[plain].layers[layer].v);
+        }
+        HCACHE_EXPECT_OK(e->release_sequence(seq));
+      }
+    }
+  }
+  HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
+}
+
+// A sink that is full, or steps that end early, cost the capture alone.
+TEST(SharedLayers, CapturesThatEndEarlyAreGivenUp) {
+  const std::unique_ptr<LoadedModel> two =
+      on_cpus(wide_model_path("llama", 4, GGML_TYPE_Q8_0), {1, 1});
+  const Tokens tokens = random_tokens(*two->model, 20, 1);
+  RecordingSink full(0);
+  RecordingSink sink;
+  const std::unique_ptr<Engine> e = make_engine(*two->model, small());
+  HCACHE_EXPECT_OK(e->set_capture(&full, tap(*e, kTapHidden | kTapKv)));
+  const SeqId unsaved = new_sequence(*e);
+  const std::vector<Row> expected = append(*e, unsaved, tokens, kRows);
+  EXPECT_GT(full.n_refused, 0);
+  EXPECT_EQ(full.n_published, 0);
+  HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapHidden | kTapKv)));
+  const SeqId seq = new_sequence(*e);
+  {
+    const BatchItem item{.seq = seq, .tokens = tokens, .output = Output::kAll};
+    Step step = e->prepare({&item, 1}).value();
+    HCACHE_EXPECT_OK(e->run_layers(step, 0, 2));
+    append(*e, new_sequence(*e), tokens, kRows);  // takes the devices' blocks: the rows leave
+  }
+  EXPECT_EQ(sink.n_dropped, 1);
+  EXPECT_TRUE(same_rows(append(*e, seq, tokens, kRows), expected));
+  HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
 }
 
 // --- Devices that work at once ----------------------------------------------------------------

@@ -44,10 +44,10 @@ TEST(Shares, GiveEveryDeviceSomething) {
 
 TEST(Shares, NameWhatCantBeCut) {
   const std::vector<double> two = {1, 1};
-  const Divisible head = {.n = 1, .unit = 1, .what = "m: the model's 1 KV heads", .remedy = {}};
+  const Divisible head = {.n = 1, .unit = 1, .what = "m: the KV heads (1)", .remedy = {}};
   const Status one = cut_by_proportions(head, two).status();
   EXPECT_EQ(one.code(), Code::kUnimplemented);
-  EXPECT_THAT(one.message(), HasSubstr("the model's 1 KV heads can be shared by 1 devices"));
+  EXPECT_THAT(one.message(), HasSubstr("m: the KV heads (1) can be cut into 1 at most"));
   EXPECT_THAT(one.message(), HasSubstr("--split-mode layer"));
 }
 
@@ -185,7 +185,7 @@ TEST(SharedModel, WhatCantBeCutIsNamed) {
   const std::string one_head = make_tiny(dir, tiny_options("falcon", 1, GGML_TYPE_Q8_0));
   const Status heads = load(one_head, {1, 1}).model.status();
   EXPECT_EQ(heads.code(), Code::kUnimplemented);
-  EXPECT_THAT(heads.message(), HasSubstr("the model's 1 KV heads"));
+  EXPECT_THAT(heads.message(), HasSubstr("the model's KV heads (1) can be cut into 1 at most"));
   // Four heads of 64 are one block of 256 columns.
   const std::string one_block = make_tiny(dir, tiny_options("llama", 4, GGML_TYPE_Q4_K));
   const Status block = load(one_block, {1, 1}).model.status();

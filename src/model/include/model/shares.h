@@ -30,7 +30,7 @@ struct Share {
 struct Divisible {
   int64_t n = 0;
   int64_t unit = 1;
-  std::string what;    // for errors: "the 8 KV heads"
+  std::string what;    // for errors: "the KV heads (8)"
   std::string remedy;  // for errors, beside fewer devices and layers that are not shared; or empty
 };
 
