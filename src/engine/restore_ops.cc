@@ -137,6 +137,7 @@ Result<RestoreOps::Slot*> RestoreOps::take_slot(Stage& stage, SeqId seq) {
   // The slot's previous slice must have been projected; those of other slots may still be.
   stage.queue().after_compute(taken.mark);
   taken.owner = seq;
+  taken.ticket = 0;
   return &taken;
 }
 
@@ -186,6 +187,13 @@ RestoreOps::Ticket RestoreOps::stage_shares(SeqId seq, int layer, int row_in_sli
 // Copies every stripe from the device that was sent it to the others, in the order of their graphs.
 void RestoreOps::gather_staged(SeqId seq, int layer, int n_rows, size_t row_bytes) {
   const auto members = stages_.members(layer);
+  // A copy between devices waits for the source's work alone, so products that read the slots
+  // before must be through. Uploads into a slot are behind them.
+  for (Stage* stage : members) {
+    const Slot* slot = open_slot(*stage, seq);
+    if (slot->ticket == 0) stage->graphs().synchronize();
+    stage->queue().wait(slot->ticket);
+  }
   for (int row = 0; row < n_rows; row += kStripeRows) {
     Stage& from = *members[static_cast<size_t>(row / kStripeRows) % members.size()];
     const auto n_bytes = static_cast<int64_t>(row_bytes) * std::min(kStripeRows, n_rows - row);

@@ -50,7 +50,7 @@ class RestoreOps {
     TensorPool pool;
     ggml_tensor* rows = nullptr;   // I8 [max_batch_rows * widest row]
     SeqId owner = -1;              // whose open slice it is; -1: none's
-    CopyQueue::Ticket ticket = 0;  // the last copy into it
+    CopyQueue::Ticket ticket = 0;  // the last copy into it since it was taken; 0: none
     CopyQueue::Mark mark = 0;      // behind the last product that read it
   };
   // A ticket given out, and what it stands for.
