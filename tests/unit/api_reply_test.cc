@@ -29,6 +29,8 @@ Outcome outcome() {
   o.reply_ms = 70;
   o.restore.overlap = 0.75;
   o.restore.schedule = "H:26 KV:4";
+  o.restore.devices = {{.device = "RPC0", .n_layers = 15, .pages = {.disk = 2048}},
+                       {.device = "RPC1", .n_layers = 15, .pages = {.dram = 48, .disk = 2000}}};
   return o;
 }
 
@@ -178,6 +180,8 @@ TEST_F(Replies, ChatWhole) {
             test::json(R"({"resident":10,"hidden":50,"kv":20,"recomputed":5,"new":15})"));
   EXPECT_EQ(a["hcache"]["bytes"]["disk"], 4096);
   EXPECT_EQ(a["hcache"]["schedule"], "H:26 KV:4");
+  EXPECT_EQ(a["hcache"]["devices"], Json::parse(R"([{"device": "RPC0", "layers": 15, "bytes": 2048},
+                            {"device": "RPC1", "layers": 15, "bytes": 2048}])"));
   EXPECT_EQ(a["timings"]["cache_n"], 80);
   EXPECT_EQ(a["timings"]["prompt_n"], 20);
   EXPECT_EQ(a["timings"]["prompt_per_second"], 2000.0);
