@@ -1,10 +1,7 @@
 hcache_test(state_profile_test unit/state_profile_test.cc LIBS hcache_state)
 hcache_test(state_batch_policy_test unit/state_batch_policy_test.cc
   LIBS hcache_state hcache_model_tools)
-<<<<<<< HEAD
 hcache_test(state_device_ring_test unit/state_device_ring_test.cc
   LIBS hcache_state hcache_fake_cufile hcache_test_rpc)
 target_include_directories(state_device_ring_test PRIVATE ${CMAKE_SOURCE_DIR}/src/state)
-=======
 hcache_test(state_restore_test unit/state_restore_test.cc LIBS hcache_state hcache_model_tools)
->>>>>>> 87e798f (Restore every device's layers at once, from one reader in turns)
