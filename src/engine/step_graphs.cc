@@ -11,12 +11,13 @@ constexpr int kNodesPerSegment = 16;  // of ggml's attention, per layer
 }  // namespace
 
 Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int begin, int end,
-                                     bool kv_only_last) {
+                                     bool kv_only_last, model::LayerPart part) {
   const Key key = {.begin = begin,
                    .end = end,
                    .n_rows = step.n_rows,
                    .n_outputs = step.output_rows.size(),
                    .kv_only_last = kv_only_last,
+                   .part = part,
                    .capture = !step.capture.empty(),
                    .x_size = step.x.size()};
   Last& last = last_[stage.index()];
@@ -32,6 +33,7 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
                .begin = begin,
                .end = end,
                .kv_only_last = kv_only_last,
+               .part = part,
                .n_x = static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd,
                .positions = ggml_view_1d(g->ctx, stage.positions(), step.n_rows, 0),
                .order = stage.order(g->ctx, step.n_rows)});
@@ -104,22 +106,64 @@ void StepGraphs::forget_last() {
 ggml_tensor* StepGraphs::build(const Range& range) {
   const Graph& g = range.g;
   const StepState& step = range.step;
-  ggml_tensor* x = range.stage.rows();
-  ggml_tensor* cur = ggml_view_2d(g.ctx, x, x->ne[0], range.n_x, x->nb[1], 0);
+  if (range.part == model::LayerPart::kFeedForward) {
+    return build_feed_forward_half(range, range.begin);
+  }
+  ggml_tensor* cur = kept_rows(range, range.n_x);
   for (int layer = range.begin; layer < range.end; ++layer) {
-    const bool last = layer == model_.hparams().n_layer - 1;
+    const bool last = is_last(layer);
     ggml_tensor* hidden = model::build_hidden(g.ctx, model_, layer, cur);
     build_kv(range, layer, hidden);
     // Rows nobody wants logits of need no more than their K and V in the last layer.
     if (range.ends_with_kv_of(layer) || (last && step.output_rows.empty())) continue;
     ggml_tensor* attention = build_attention(range, layer, hidden);
+    if (range.part == model::LayerPart::kAttention) {
+      build_attention_half(range, layer, cur, attention);
+      continue;
+    }
     if (last) return build_logits(range, layer, cur, hidden, attention);
     cur = model::build_layer_output(g.ctx, model_, layer, cur, hidden, attention);
     if (layer == range.end - 1) {
-      g.add(ggml_cpy(g.ctx, cur, ggml_view_2d(g.ctx, x, x->ne[0], step.n_rows, x->nb[1], 0)));
+      g.add(ggml_cpy(g.ctx, cur, kept_rows(range, step.n_rows)));
     }
   }
   return nullptr;
+}
+
+ggml_tensor* StepGraphs::kept_rows(const Range& range, int64_t n) {
+  ggml_tensor* rows = range.stage.rows();
+  return ggml_view_2d(range.g.ctx, rows, rows->ne[0], n, rows->nb[1], 0);
+}
+
+// Behind the last layer's attention the wanted rows alone go on.
+void StepGraphs::build_attention_half(const Range& range, int layer, ggml_tensor* x,
+                                      ggml_tensor* attention) {
+  ggml_context* ctx = range.g.ctx;
+  int64_t n = range.step.n_rows;
+  if (is_last(layer)) {
+    n = static_cast<int64_t>(range.step.output_rows.size());
+    ggml_tensor* wanted = ggml_view_1d(ctx, range.stage.output_rows(), n, 0);
+    attention = ggml_get_rows(ctx, attention, wanted);
+    x = ggml_get_rows(ctx, x, wanted);
+  }
+  ggml_tensor* rows = model::build_attention_output(ctx, model_, layer, x, attention);
+  range.g.add(ggml_cpy(ctx, rows, kept_rows(range, n)));
+}
+
+ggml_tensor* StepGraphs::build_feed_forward_half(const Range& range, int layer) {
+  ggml_context* ctx = range.g.ctx;
+  const bool last = is_last(layer);
+  ggml_tensor* rows = kept_rows(
+      range, last ? static_cast<int64_t>(range.step.output_rows.size()) : range.step.n_rows);
+  ggml_tensor* out = model::build_feed_forward(ctx, model_, layer, rows);
+  if (!last) {
+    range.g.add(ggml_cpy(ctx, out, rows));
+    return nullptr;
+  }
+  ggml_tensor* logits = model::build_logits(ctx, model_, out);
+  ggml_set_output(logits);
+  range.g.add(logits);
+  return logits;
 }
 
 ggml_tensor* StepGraphs::capture(const Range& range, ggml_type type, ggml_tensor* rows,

@@ -34,10 +34,11 @@ class StepGraphs {
         last_(stages.size()) {}
 
   // Runs layers [begin, end), which are `stage`'s; the step is loaded there. With kv_only_last the
-  // last of them computes K and V alone. Returns the logits, which are the device's until its next
+  // last of them computes K and V alone. `part` is kAll, or one half of the one layer of the range,
+  // the attention first. Returns the logits, which are the device's until its next
   // graph, or nullptr where the range has none.
   Result<ggml_tensor*> run(Stage& stage, const StepState& step, int begin, int end,
-                           bool kv_only_last);
+                           bool kv_only_last, model::LayerPart part);
   // A shared layer's piece on one of its devices, see SharedLayers: the device's part of the sum
   // over all, F32 [n_embd, n], or the logits; the device's until its next graph. nullptr with
   // kv_only, which computes no more than the part's K and V. The step is loaded there.
@@ -55,6 +56,7 @@ class StepGraphs {
     int n_rows = 0;
     size_t n_outputs = 0;
     bool kv_only_last = false;
+    model::LayerPart part = model::LayerPart::kAll;
     bool capture = false;
     size_t x_size = 0;  // smaller where x holds what the token table lacks
     friend bool operator==(const Key&, const Key&) = default;
@@ -75,6 +77,7 @@ class StepGraphs {
     int begin = 0;
     int end = 0;
     bool kv_only_last = false;
+    model::LayerPart part = model::LayerPart::kAll;
     int64_t n_x = 0;  // rows of x
     ggml_tensor* positions = nullptr;
     ggml_tensor* order = nullptr;  // 0, 1, ... n_rows
@@ -91,6 +94,12 @@ class StepGraphs {
                             ggml_tensor* attention);
   // Of the rows whose logits are wanted.
   static ggml_tensor* wanted_rows(const Range& range, ggml_tensor* rows);
+  // The halves of a layer: rows from the stage's rows to these.
+  void build_attention_half(const Range& range, int layer, ggml_tensor* x, ggml_tensor* attention);
+  ggml_tensor* build_feed_forward_half(const Range& range, int layer);
+  // The first n of the rows that the stage keeps between two graphs.
+  static ggml_tensor* kept_rows(const Range& range, int64_t n);
+  [[nodiscard]] bool is_last(int layer) const { return layer == model_.hparams().n_layer - 1; }
   ggml_tensor* capture(const Range& range, ggml_type type, ggml_tensor* rows, int64_t offset);
 
   const model::Model& model_;

@@ -186,24 +186,34 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   return {};
 }
 
-model::LayerPart StepRunner::part_of(const StepState& step, int layer, bool kv_only) const {
+std::vector<model::LayerPart> StepRunner::parts_of(const StepState& step, int layer,
+                                                   bool kv_only) const {
+  using model::LayerPart;
   const bool last = layer == model_.hparams().n_layer - 1;
-  const bool needs_kv = kv_only || (last && step.output_rows.empty());
-  return needs_kv ? model::LayerPart::kKv : model::LayerPart::kAll;
+  if (kv_only || (last && step.output_rows.empty())) return {LayerPart::kKv};
+  if (weights_.in_halves(layer)) return {LayerPart::kAttention, LayerPart::kFeedForward};
+  return {LayerPart::kAll};
 }
 
 // Layers [next_layer, end), which are all `stage`'s and one where their weights are streamed.
 Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_only_last) {
   const int begin = step.next_layer;
-  const HeldWeights weights(weights_, begin, part_of(step, begin, kv_only_last));
-  HCACHE_RETURN_IF_ERROR(weights.status());
-  tap_.own_block(stage, step);
-  HCACHE_RETURN_IF_ERROR(stage.load(step));
-  stage.queue().before_compute(stage.arena().last_upload(begin, end));
-  stage.set_rows_owner(nullptr);
-  stage.set_computed_last(&step);
-  step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
-  HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, graphs_.run(stage, step, begin, end, kv_only_last));
+  ggml_tensor* logits = nullptr;
+  const std::vector<model::LayerPart> parts = parts_of(step, begin, kv_only_last);
+  for (const model::LayerPart part : parts) {
+    const HeldWeights weights(weights_, begin, part);
+    HCACHE_RETURN_IF_ERROR(weights.status());
+    if (part == parts.front()) {
+      tap_.own_block(stage, step);
+      HCACHE_RETURN_IF_ERROR(stage.load(step));
+      stage.queue().before_compute(stage.arena().last_upload(begin, end));
+      stage.set_rows_owner(nullptr);
+      stage.set_computed_last(&step);
+      step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
+    }
+    const model::LayerPart built = parts.size() > 1 ? part : model::LayerPart::kAll;
+    HCACHE_ASSIGN_OR_RETURN(logits, graphs_.run(stage, step, begin, end, kv_only_last, built));
+  }
   table_.learn(step);
   fetch_logits(step, stage, logits);
   step.next_layer = end;

@@ -47,8 +47,9 @@ class StepRunner {
   Status run_stage(Stage& stage, StepState& step, int end, bool kv_only_last);
   Status run_shared(StepState& step, int end, bool kv_only_last);
   void fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits);
-  // Of a layer that is streamed, and so runs alone.
-  [[nodiscard]] model::LayerPart part_of(const StepState& step, int layer, bool kv_only) const;
+  // What of a layer's weights the step needs; more than one half where they come by halves.
+  [[nodiscard]] std::vector<model::LayerPart> parts_of(const StepState& step, int layer,
+                                                       bool kv_only) const;
   Status run_range(StepState& step, int end, bool kv_only_last);
   void end_step(StepState& step);
 

@@ -16,7 +16,7 @@ constexpr uint64_t kTagImage = uint64_t{1} << 32;  // tags are image * kTagImage
 }  // namespace
 
 using model::LayerPart;
-using model::StreamedLayer;
+using model::StreamedUnit;
 using model::StreamedWeights;
 using model::WeightPiece;
 
@@ -54,14 +54,14 @@ WeightReader::~WeightReader() {
 void WeightReader::fetch(size_t index, LayerPart part) {
   MutexLock lock(mutex_);
   Image& image = images_.at(index % 2);
-  const StreamedLayer& layer = weights_.layers[index];
-  if (image.layer != static_cast<int64_t>(index) || !image.error.ok()) {
+  const StreamedUnit& unit = weights_.units[index];
+  if (image.unit != static_cast<int64_t>(index) || !image.error.ok()) {
     drop(image);
-    image.layer = static_cast<int64_t>(index);
-    image.have.assign(layer.pieces.size(), 0);
+    image.unit = static_cast<int64_t>(index);
+    image.have.assign(unit.pieces.size(), 0);
     image.order = ++n_asked_;
   }
-  image.wanted = std::max(image.wanted, pieces_of(layer, part));
+  image.wanted = std::max(image.wanted, pieces_of(unit, part));
   work_.notify_one();
 }
 
@@ -71,7 +71,7 @@ Status WeightReader::wait(size_t index, LayerPart part) {
   urgent_ = &image;
   while (!is_ready(image, index, part)) {
     const bool failed = !image.error.ok() || !queue_error_.ok();
-    if (failed || image.layer != static_cast<int64_t>(index)) {
+    if (failed || image.unit != static_cast<int64_t>(index)) {
       Status status = queue_error_.ok() ? image.error : queue_error_;
       if (!failed) status = internal_error("weights are waited for that nobody asked for");
       drop(image);
@@ -85,10 +85,10 @@ Status WeightReader::wait(size_t index, LayerPart part) {
 }
 
 bool WeightReader::is_ready(const Image& image, size_t index, LayerPart part) const {
-  const StreamedLayer& layer = weights_.layers[index];
-  if (image.layer != static_cast<int64_t>(index)) return false;
-  return part == LayerPart::kKv ? image.done_kv == layer.n_kv_pieces
-                                : image.done == layer.pieces.size();
+  const StreamedUnit& unit = weights_.units[index];
+  if (image.unit != static_cast<int64_t>(index)) return false;
+  return part == LayerPart::kKv ? image.done_kv == unit.n_kv_pieces
+                                : image.done == unit.pieces.size();
 }
 
 bool WeightReader::ready(size_t index, LayerPart part) const {
@@ -98,7 +98,7 @@ bool WeightReader::ready(size_t index, LayerPart part) const {
 
 int64_t WeightReader::target(size_t index) const {
   MutexLock lock(mutex_);
-  return images_.at(index % 2).layer;
+  return images_.at(index % 2).unit;
 }
 
 WeightReader::Counters WeightReader::counters() const {
@@ -108,7 +108,7 @@ WeightReader::Counters WeightReader::counters() const {
   return now;
 }
 
-// Nothing more of its layer is read; what is under way arrives all the same.
+// Nothing more of its unit is read; what is under way arrives all the same.
 void WeightReader::drop(Image& image) {
   const size_t under_way = image.stale + image.in_flight;
   image = {.memory = image.memory, .stale = under_way};
@@ -155,7 +155,7 @@ void WeightReader::submit_more() {
 
 // The rest of a piece: reads may come back short.
 void WeightReader::submit(Image& image, size_t piece) {
-  const WeightPiece& p = weights_.layers[static_cast<size_t>(image.layer)].pieces[piece];
+  const WeightPiece& p = weights_.units[static_cast<size_t>(image.unit)].pieces[piece];
   const size_t from = image.have[piece] / kDirectAlignment * kDirectAlignment;
   IoRequest request;
   request.file = file_.get();
@@ -187,7 +187,7 @@ void WeightReader::complete(const IoCompletion& completion) {
     fail(image, completion.status);
     return;
   }
-  const WeightPiece& p = weights_.layers[static_cast<size_t>(image.layer)].pieces[piece];
+  const WeightPiece& p = weights_.units[static_cast<size_t>(image.unit)].pieces[piece];
   image.have[piece] += completion.bytes;
   if (image.have[piece] >= p.file_bytes) {
     finish_piece(image, piece);
@@ -202,10 +202,10 @@ void WeightReader::complete(const IoCompletion& completion) {
 
 void WeightReader::finish_piece(Image& image, size_t piece) {
   --image.in_flight;
-  const StreamedLayer& layer = weights_.layers[static_cast<size_t>(image.layer)];
-  const bool is_kv = piece < layer.n_kv_pieces;
+  const StreamedUnit& unit = weights_.units[static_cast<size_t>(image.unit)];
+  const bool is_kv = piece < unit.n_kv_pieces;
   const bool ends_part =
-      (is_kv && image.done_kv + 1 == layer.n_kv_pieces) || image.done + 1 == layer.pieces.size();
+      (is_kv && image.done_kv + 1 == unit.n_kv_pieces) || image.done + 1 == unit.pieces.size();
   if (ends_part) {
     if (Status status = check_unchanged(); !status.ok()) return fail(image, std::move(status));
   }

@@ -1,4 +1,5 @@
-// Reads layers of a model file into two pieces of host memory, in the background.
+// Reads layers of a model file, or halves of layers, into two pieces of host memory, in the
+// background.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@
 
 namespace hcache::engine {
 
-// Streamed layer i (counted from the first streamed one) goes to image i mod 2. An image that is
+// Streamed unit i goes to image i mod 2. An image that is
 // not wanted any more is dropped at once; what of it is under way is waited for before the memory
 // is used again. What is waited for is read first, then what was asked for first.
 //
@@ -29,7 +30,7 @@ class WeightReader {
   };
 
   // Opens the model's file, with direct I/O where there is any. `images` are aligned to
-  // kDirectAlignment, of weights.image_bytes each, and outlive the reader, as `weights` does.
+  // kDirectAlignment, of weights.image_bytes, and outlive the reader, as `weights` does.
   // kFailedPrecondition: the file is not the one whose header was read.
   static Result<std::unique_ptr<WeightReader>> open(const model::StreamedWeights& weights,
                                                     std::array<std::byte*, 2> images);
@@ -37,26 +38,26 @@ class WeightReader {
   WeightReader(const WeightReader&) = delete;
   WeightReader& operator=(const WeightReader&) = delete;
 
-  // From now on the layer's image is to hold this part of it, at least; nobody may be using that
-  // memory for another layer.
+  // From now on the unit's image is to hold this part of it (kKv or kAll), at least; nobody may be
+  // using that memory for another unit.
   void fetch(size_t index, model::LayerPart part) HCACHE_EXCLUDES(mutex_);
   // Blocks until the part that was asked for is there. kDataLoss: the file is shorter than it was,
-  // or was changed, or the disk failed; the layer may be fetched again.
+  // or was changed, or the disk failed; the unit may be fetched again.
   Status wait(size_t index, model::LayerPart part) HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] bool ready(size_t index, model::LayerPart part) const HCACHE_EXCLUDES(mutex_);
-  // Which layer the layer's image is for now; -1: none.
+  // Which unit the unit's image is for now; -1: none.
   [[nodiscard]] int64_t target(size_t index) const HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] Counters counters() const HCACHE_EXCLUDES(mutex_);
 
  private:
   struct Image {
     std::byte* memory = nullptr;
-    int64_t layer = -1;
+    int64_t unit = -1;
     uint64_t order = 0;          // when it was asked for
-    size_t wanted = 0;           // of the layer's pieces, in their order
+    size_t wanted = 0;           // of the unit's pieces, in their order
     size_t begun = 0;            // that were given to the queue
     size_t in_flight = 0;        // of them, not complete
-    size_t stale = 0;            // pieces of an earlier layer that are still under way
+    size_t stale = 0;            // pieces of an earlier unit that are still under way
     size_t done_kv = 0;          // complete pieces, of those that come first
     size_t done = 0;             // and of all
     std::vector<size_t> have{};  // per piece: bytes that are there
@@ -75,8 +76,8 @@ class WeightReader {
   void fail(Image& image, Status status) HCACHE_REQUIRES(mutex_);
   void drop(Image& image) HCACHE_REQUIRES(mutex_);
   [[nodiscard]] Status check_unchanged() const;
-  [[nodiscard]] static size_t pieces_of(const model::StreamedLayer& layer, model::LayerPart part) {
-    return part == model::LayerPart::kKv ? layer.n_kv_pieces : layer.pieces.size();
+  [[nodiscard]] static size_t pieces_of(const model::StreamedUnit& unit, model::LayerPart part) {
+    return part == model::LayerPart::kKv ? unit.n_kv_pieces : unit.pieces.size();
   }
   [[nodiscard]] bool is_ready(const Image& image, size_t index, model::LayerPart part) const
       HCACHE_REQUIRES(mutex_);

@@ -11,8 +11,8 @@
 namespace hcache::engine {
 
 using model::LayerPart;
-using model::StreamedLayer;
 using model::StreamedTensor;
+using model::StreamedUnit;
 
 namespace {
 
@@ -50,16 +50,17 @@ Result<std::unique_ptr<WeightStream>> WeightStream::open(const model::Model& mod
 Status WeightStream::open_reader(bool direct) {
   images_ = weights_->slots;
   if (!direct) {
-    const size_t image = weights_->image_bytes;
+    const std::array<size_t, 2>& image = weights_->image_bytes;
+    const size_t n_bytes = image[0] + image[1];
     host_.reset(
-        ggml_backend_buft_alloc_buffer(model_.device().host_buffer_type(), 2 * image + kBlock));
+        ggml_backend_buft_alloc_buffer(model_.device().host_buffer_type(), n_bytes + kBlock));
     if (host_ == nullptr) {
       return resource_exhausted(
-          fmt::format("no {} of host memory to read weights into", format_bytes(2 * image)));
+          fmt::format("no {} of host memory to read weights into", format_bytes(n_bytes)));
     }
     const auto base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(host_.get()));
     images_[0] = reinterpret_cast<std::byte*>((base + kBlock - 1) / kBlock * kBlock);
-    images_[1] = images_[0] + image;
+    images_[1] = images_[0] + image[0];
   }
   HCACHE_ASSIGN_OR_RETURN(reader_, WeightReader::open(*weights_, images_));
   return {};
@@ -69,15 +70,15 @@ int WeightStream::graph_end(int begin, int end) const {
   return streams(begin) ? std::min(begin + 1, end) : std::min(end, first_);
 }
 
-// With two layers or fewer each stays in its slot.
+// With two units or fewer each stays in its slot.
 size_t WeightStream::next_in_slot(size_t index) const {
-  return index + 2 < weights_->layers.size() ? index + 2 : index % 2;
+  return index + 2 < weights_->units.size() ? index + 2 : index % 2;
 }
 
 bool WeightStream::is_there(size_t index, LayerPart part) {
   if (!uploads_) return reader_->ready(index, part);
   const Slot& slot = slot_of(index);
-  return slot.layer == static_cast<int64_t>(index) && slot.has_kv &&
+  return slot.unit == static_cast<int64_t>(index) && slot.has_kv &&
          (part == LayerPart::kKv || slot.has_rest);
 }
 
@@ -90,17 +91,17 @@ void WeightStream::begin(size_t index, LayerPart part) {
   reader_->fetch(index, part);
 }
 
-// The copy queue reads what the layer's image holds.
+// The copy queue reads what the unit's image holds.
 void WeightStream::upload(size_t index, LayerPart part) {
   Slot& slot = slot_of(index);
-  const StreamedLayer& layer = weights_->layers[index];
-  if (slot.layer != static_cast<int64_t>(index)) {
+  const StreamedUnit& unit = weights_->units[index];
+  if (slot.unit != static_cast<int64_t>(index)) {
     queue_.after_compute(slot.mark);
-    slot = {.layer = static_cast<int64_t>(index), .ticket = slot.ticket, .mark = slot.mark};
+    slot = {.unit = static_cast<int64_t>(index), .ticket = slot.ticket, .mark = slot.mark};
   }
-  const std::byte* image = layer.host != nullptr ? layer.host : images_.at(index % 2);
+  const std::byte* image = unit.host != nullptr ? unit.host : images_.at(index % 2);
   const bool wants_rest = part == LayerPart::kAll;
-  for (const StreamedTensor& t : layer.tensors) {
+  for (const StreamedTensor& t : unit.tensors) {
     if (t.is_kv ? slot.has_kv : (slot.has_rest || !wants_rest)) continue;
     slot.ticket = queue_.upload(t.tensor, 0, image + t.image_offset, t.n_bytes);
     if (reader_ == nullptr) uploaded_ += t.n_bytes;
@@ -109,18 +110,28 @@ void WeightStream::upload(size_t index, LayerPart part) {
   slot.has_rest = slot.has_rest || wants_rest;
 }
 
-Status WeightStream::acquire(int layer, LayerPart part) {
+size_t WeightStream::unit_of(int layer, LayerPart part) const {
+  const auto index = static_cast<size_t>(layer - first_);
+  return weights_->halves ? 2 * index + (part == LayerPart::kFeedForward ? 1 : 0) : index;
+}
+
+Status WeightStream::acquire(int layer, LayerPart wanted) {
   if (!streams(layer)) return {};
+  if (weights_->halves && wanted == LayerPart::kAll) {
+    return internal_error(fmt::format("layer {}'s weights come by halves, not whole", layer));
+  }
   if (held_ >= 0) {
     return failed_precondition(fmt::format(
         "layer {}'s weights are wanted while those of layer {} are in use", layer, held_));
   }
-  const auto index = static_cast<size_t>(layer - first_);
+  const size_t index = unit_of(layer, wanted);
+  const LayerPart part = wanted == LayerPart::kKv ? LayerPart::kKv : LayerPart::kAll;
   if (!is_there(index, part)) ++layers_;
   begin(index, part);
-  const size_t n_layers = weights_->layers.size();
-  const size_t next = (index + 1) % n_layers;
-  const bool has_next = read_ahead_ && next % 2 != index % 2;
+  const size_t next = (index + 1) % weights_->units.size();
+  // Behind K and V alone no feed-forward block is wanted.
+  const bool skips = weights_->halves && part == LayerPart::kKv;
+  const bool has_next = read_ahead_ && next % 2 != index % 2 && !skips;
   if (has_next) begin(next, part);
   if (reader_ != nullptr && !is_there(index, part) && !reader_->ready(index, part)) {
     Env& env = *weights_->env;
@@ -137,6 +148,7 @@ Status WeightStream::acquire(int layer, LayerPart part) {
     if (has_image && !is_there(next, part)) upload(next, part);
   }
   held_ = layer;
+  held_unit_ = index;
   held_part_ = part;
   return {};
 }
@@ -144,7 +156,7 @@ Status WeightStream::acquire(int layer, LayerPart part) {
 void WeightStream::release(int layer) {
   if (layer != held_) return;
   held_ = -1;
-  const auto index = static_cast<size_t>(layer - first_);
+  const size_t index = held_unit_;
   if (uploads_) slot_of(index).mark = queue_.mark_compute();
   if (read_ahead_ && held_part_ == LayerPart::kAll) {
     begin(next_in_slot(index), LayerPart::kAll);
@@ -166,8 +178,11 @@ WeightStats WeightStream::stats() const {
 
 uint64_t WeightStream::layer_bytes(int layer, LayerPart part) const {
   if (!streams(layer)) return 0;
-  const StreamedLayer& l = weights_->layers[static_cast<size_t>(layer - first_)];
-  return part == LayerPart::kKv ? l.kv_bytes : l.n_bytes;
+  const StreamedUnit& unit = weights_->units[unit_of(layer, part)];
+  if (part == LayerPart::kKv) return unit.kv_bytes;
+  const bool both = part == LayerPart::kAll && weights_->halves;
+  return unit.n_bytes +
+         (both ? weights_->units[unit_of(layer, LayerPart::kFeedForward)].n_bytes : 0);
 }
 
 size_t WeightStream::host_bytes() const {

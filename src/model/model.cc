@@ -186,6 +186,12 @@ Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
     const auto end = std::find_if(begin, sources.end(),
                                   [&](const StreamedSource& s) { return s.layer != begin->layer; });
     sizes.slot_bytes.push_back(image_of(*file, {begin, end}).n_bytes);
+    // Attention and feed-forward in parallel have one input and one sum: no way to halve them.
+    if (!spec->parallel_attention) {
+      const auto halves = halves_of({begin, end});
+      sizes.half_bytes.push_back(
+          {image_of(*file, halves[0]).n_bytes, image_of(*file, halves[1]).n_bytes});
+    }
     begin = end;
   }
   WeightRoom room;
@@ -229,7 +235,8 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
                        .target = slot.target,
                        .create = [slot](ggml_context* ctx) { return new_tensor(ctx, slot); },
                        .bytes = slot.bytes(),
-                       .is_kv = slot.is_kv});
+                       .is_kv = slot.is_kv,
+                       .is_feed_forward = slot.is_feed_forward});
   }
   Result<WeightPlan> planned = plan(sources, slots, options);
   if (!planned.ok()) return planned.status().with_context(file->path());
@@ -239,8 +246,11 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
     if (stays(slot.layer)) resident.push_back(slot);
   }
   if (sources.empty()) return {};
-  HCACHE_ASSIGN_OR_RETURN(streamed, lay_out_streamed(*file, *devices.front(), planned->place, env,
-                                                     sources, options.progress));
+  HCACHE_ASSIGN_OR_RETURN(
+      streamed, lay_out_streamed(*file, *devices.front(), planned->place, planned->halves, env,
+                                 sources, options.progress));
+  // Of a file that is mostly streamed only the rows that are looked up are read.
+  if (file->tensor("output.weight") != nullptr) advise(token_embd->data, MADV_RANDOM);
   return {};
 }
 
@@ -490,13 +500,8 @@ std::string Model::describe_places() const {
     const char* where = impl_->parts.empty() ? "on" : "shared by";
     return fmt::format("all {} layers {} {}", n_layer, where, names);
   }
-  const bool in_host = streamed->place == WeightPlace::kHost;
-  return fmt::format(
-      "{} of {} layers on {}, {} streamed from {} ({} for a step) through {} slots of {}",
-      streamed->first_layer, n_layer, impl_->devices.front()->name(),
-      n_layer - streamed->first_layer, in_host ? "host memory" : "disk",
-      format_bytes(streamed->n_bytes()), std::min<size_t>(2, streamed->layers.size()),
-      format_bytes(streamed->slot_bytes));
+  return fmt::format("{} of {} layers on {}, {}", streamed->first_layer, n_layer,
+                     impl_->devices.front()->name(), streamed->describe());
 }
 Device& Model::device(int layer) const { return *impl_->layer_devices[static_cast<size_t>(layer)]; }
 const std::vector<Device*>& Model::devices() const { return impl_->devices; }

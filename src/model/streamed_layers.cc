@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -68,13 +69,13 @@ std::vector<Range> outside(const std::vector<Range>& all, const std::vector<Rang
   return rest;
 }
 
-// The tensors of one layer in its slot. Where the host writes images into slots, at their place in
+// The tensors of one unit in its slot. Where the host writes images into slots, at their place in
 // the image; elsewhere one behind the other, as the device aligns them.
 Status put_in_slot(const GgufFile& file, const Device& device, ggml_backend_buffer_t buffer,
-                   std::byte* slot, bool as_image, StreamedLayer& layer) {
+                   std::byte* slot, bool as_image, StreamedUnit& unit) {
   const size_t alignment = ggml_backend_buffer_get_alignment(buffer);
   size_t cursor = 0;
-  for (StreamedTensor& t : layer.tensors) {
+  for (StreamedTensor& t : unit.tensors) {
     cursor = (cursor + alignment - 1) / alignment * alignment;
     std::byte* address = slot + (as_image ? t.image_offset : cursor);
     cursor += ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor);
@@ -86,30 +87,30 @@ Status put_in_slot(const GgufFile& file, const Device& device, ggml_backend_buff
   return {};
 }
 
-// Bytes of a slot for one layer laid out by the device's rules.
-size_t device_layout_bytes(const Device& device, const StreamedLayer& layer) {
+// Bytes of a slot for one unit laid out by the device's rules.
+size_t device_layout_bytes(const Device& device, const StreamedUnit& unit) {
   const size_t alignment = ggml_backend_buft_get_alignment(device.buffer_type());
   size_t bytes = 0;
-  for (const StreamedTensor& t : layer.tensors) {
+  for (const StreamedTensor& t : unit.tensors) {
     bytes = (bytes + alignment - 1) / alignment * alignment +
             ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor);
   }
   return bytes;
 }
 
-// A device may want zeros behind a tensor's rows, which it writes once, at allocation: layers that
+// A device may want zeros behind a tensor's rows, which it writes once, at allocation: units that
 // share a slot must then be alike.
 Status check_padding(const GgufFile& file, const Device& device, const StreamedWeights& weights) {
-  for (size_t i = kSlots; i < weights.layers.size(); ++i) {
-    const StreamedLayer& a = weights.layers[i - kSlots];
-    const StreamedLayer& b = weights.layers[i];
+  for (size_t i = kSlots; i < weights.units.size(); ++i) {
+    const StreamedUnit& a = weights.units[i - kSlots];
+    const StreamedUnit& b = weights.units[i];
     bool alike = a.tensors.size() == b.tensors.size();
     for (size_t t = 0; alike && t < a.tensors.size(); ++t) {
       alike = a.tensors[t].tensor->type == b.tensors[t].tensor->type &&
               a.tensors[t].n_bytes == b.tensors[t].n_bytes;
     }
-    const auto padded = [&](const StreamedLayer& layer) {
-      return std::any_of(layer.tensors.begin(), layer.tensors.end(), [&](const StreamedTensor& t) {
+    const auto padded = [&](const StreamedUnit& unit) {
+      return std::any_of(unit.tensors.begin(), unit.tensors.end(), [&](const StreamedTensor& t) {
         return ggml_backend_buft_get_alloc_size(device.buffer_type(), t.tensor) > t.n_bytes;
       });
     };
@@ -140,27 +141,30 @@ Status make_slots(const GgufFile& file, Device& device, StreamedLayers& out) {
   w.slot_bytes = w.image_bytes;
   if (!as_image) {
     HCACHE_RETURN_IF_ERROR(check_padding(file, device, w));
-    w.slot_bytes = 0;
-    for (const StreamedLayer& layer : w.layers) {
-      w.slot_bytes = std::max(w.slot_bytes, device_layout_bytes(device, layer));
+    w.slot_bytes = {};
+    for (size_t i = 0; i < w.units.size(); ++i) {
+      size_t& bytes = w.slot_bytes.at(i % kSlots);
+      bytes = std::max<size_t>(bytes, block_up(device_layout_bytes(device, w.units[i])));
     }
-    w.slot_bytes = block_up(w.slot_bytes);
   }
-  const size_t n_slots = std::min(kSlots, w.layers.size());
-  const size_t n_bytes = n_slots * w.slot_bytes + kBlock;
+  const size_t n_bytes = w.slot_bytes[0] + w.slot_bytes[1] + kBlock;
   out.buffers.emplace_back(ggml_backend_buft_alloc_buffer(device.buffer_type(), n_bytes));
   ggml_backend_buffer_t buffer = out.buffers.back().get();
   if (buffer == nullptr) {
-    return resource_exhausted(fmt::format("{}: device {} has no {} for two layers of weights",
-                                          file.path(), device.name(), format_bytes(n_bytes)));
+    return resource_exhausted(
+        fmt::format("{}: device {} has no {} for the slots of streamed weights", file.path(),
+                    device.name(), format_bytes(n_bytes)));
   }
   ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
   std::byte* base = aligned_base(buffer);
-  for (size_t i = 0; i < n_slots && as_image; ++i) w.slots[i] = base + i * w.slot_bytes;
-  if (as_image) prefer_huge_pages({base, n_slots * w.slot_bytes});
-  for (size_t i = 0; i < w.layers.size(); ++i) {
-    std::byte* slot = base + i % kSlots * w.slot_bytes;
-    HCACHE_RETURN_IF_ERROR(put_in_slot(file, device, buffer, slot, as_image, w.layers[i]));
+  const std::array<std::byte*, kSlots> slots = {base, base + w.slot_bytes[0]};
+  if (as_image) {
+    w.slots = slots;
+    prefer_huge_pages({base, w.slot_bytes[0] + w.slot_bytes[1]});
+  }
+  for (size_t i = 0; i < w.units.size(); ++i) {
+    HCACHE_RETURN_IF_ERROR(
+        put_in_slot(file, device, buffer, slots.at(i % kSlots), as_image, w.units[i]));
   }
   return {};
 }
@@ -179,9 +183,9 @@ Status fill_host(const GgufFile& file, const Device& device, const Progress& pro
   }
   std::byte* at = aligned_base(out.buffers.back().get());
   size_t done = 0;
-  for (StreamedLayer& layer : w.layers) {
-    layer.host = at;
-    for (const WeightPiece& piece : layer.pieces) {
+  for (StreamedUnit& unit : w.units) {
+    unit.host = at;
+    for (const WeightPiece& piece : unit.pieces) {
       const uint8_t* from = file.bytes().data() + piece.file_offset;
       std::memcpy(at + piece.image_offset, from, piece.file_bytes);
       // The mapping's pages have served their purpose.
@@ -191,15 +195,38 @@ Status fill_host(const GgufFile& file, const Device& device, const Progress& pro
         return cancelled(fmt::format("{}: loading was cancelled", file.path()));
       }
     }
-    at += layer.n_bytes;
+    at += unit.n_bytes;
   }
   return {};
 }
 
+// Makes the tensors of a unit; its slot comes later.
+void add_unit(const GgufFile& file, std::span<const StreamedSource> sources, StreamedLayers& out) {
+  StreamedWeights& w = out.weights;
+  UnitImage image = image_of(file, sources);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    ggml_tensor* tensor = sources[i].create(out.contexts.back().get());
+    *sources[i].target = tensor;
+    image.unit.tensors.push_back(
+        {tensor, image.offsets[i], sources[i].bytes.size(), sources[i].is_kv});
+  }
+  size_t& largest = w.image_bytes.at(w.units.size() % kSlots);
+  largest = std::max(largest, image.n_bytes);
+  w.units.push_back(std::move(image.unit));
+}
+
 }  // namespace
 
-LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> sources) {
-  LayerImage image;
+std::array<std::vector<StreamedSource>, 2> halves_of(std::span<const StreamedSource> layer) {
+  std::array<std::vector<StreamedSource>, 2> halves;
+  for (const StreamedSource& source : layer) {
+    halves.at(source.is_feed_forward ? 1 : 0).push_back(source);
+  }
+  return halves;
+}
+
+UnitImage image_of(const GgufFile& file, std::span<const StreamedSource> sources) {
+  UnitImage image;
   const std::vector<Range> runs = blocks_around(file, sources, false, kMaxGap);
   std::map<uint64_t, size_t> run_offsets;  // by the run's end: its place in the image
   for (const Range& run : runs) {
@@ -218,16 +245,16 @@ LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> source
       for (uint64_t at = range.begin; at < range.end; at += kPieceBytes) {
         const uint64_t n = std::min(kPieceBytes, range.end - at);
         const uint64_t in_file = std::min<uint64_t>(n, file.bytes().size() - at);
-        image.layer.pieces.push_back({at, place_of(at), n, in_file});
+        image.unit.pieces.push_back({at, place_of(at), n, in_file});
         bytes += n;
       }
     }
     return bytes;
   };
   const std::vector<Range> kv = blocks_around(file, sources, true, 0);
-  image.layer.kv_bytes = add(kv);
-  image.layer.n_kv_pieces = image.layer.pieces.size();
-  image.layer.n_bytes = image.layer.kv_bytes + add(outside(runs, kv));
+  image.unit.kv_bytes = add(kv);
+  image.unit.n_kv_pieces = image.unit.pieces.size();
+  image.unit.n_bytes = image.unit.kv_bytes + add(outside(runs, kv));
   for (const StreamedSource& source : sources) {
     image.offsets.push_back(place_of(offset_in(file, source.bytes)));
   }
@@ -235,7 +262,7 @@ LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> source
 }
 
 Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, Device& device,
-                                                         WeightPlace place, Env& env,
+                                                         WeightPlace place, bool halves, Env& env,
                                                          std::span<const StreamedSource> sources,
                                                          const Progress& progress) {
   auto out = std::make_unique<StreamedLayers>();
@@ -245,20 +272,18 @@ Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, D
   w.path = file.path();
   w.identity = file.identity();
   w.first_layer = sources.front().layer;
+  w.halves = halves;
   out->contexts.emplace_back(ggml_init({ggml_tensor_overhead() * sources.size(), nullptr, true}));
   for (size_t begin = 0; begin < sources.size();) {
     size_t end = begin;
     while (end < sources.size() && sources[end].layer == sources[begin].layer) ++end;
     const auto of_layer = sources.subspan(begin, end - begin);
-    LayerImage image = image_of(file, of_layer);
-    for (size_t i = 0; i < of_layer.size(); ++i) {
-      ggml_tensor* tensor = of_layer[i].create(out->contexts.back().get());
-      *of_layer[i].target = tensor;
-      image.layer.tensors.push_back(
-          {tensor, image.offsets[i], of_layer[i].bytes.size(), of_layer[i].is_kv});
+    if (halves) {
+      for (const std::vector<StreamedSource>& half : halves_of(of_layer))
+        add_unit(file, half, *out);
+    } else {
+      add_unit(file, of_layer, *out);
     }
-    w.image_bytes = std::max(w.image_bytes, image.n_bytes);
-    w.layers.push_back(std::move(image.layer));
     begin = end;
   }
   HCACHE_RETURN_IF_ERROR(make_slots(file, device, *out));

@@ -4,6 +4,7 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <span>
@@ -33,15 +34,19 @@ struct StreamedSource {
   std::function<ggml_tensor*(ggml_context*)> create;
   std::span<const uint8_t> bytes;  // in the file's mapping
   bool is_kv = false;
+  bool is_feed_forward = false;  // of the second half
 };
 
+// What a layer's attention needs, and what its feed-forward block needs.
+std::array<std::vector<StreamedSource>, 2> halves_of(std::span<const StreamedSource> layer);
+
 // The block-wise ranges of the file that hold these weights, as an image: what a slot needs.
-struct LayerImage {
-  StreamedLayer layer;  // without tensors
+struct UnitImage {
+  StreamedUnit unit;  // without tensors
   size_t n_bytes = 0;
   std::vector<size_t> offsets;  // of the sources, in their order
 };
-LayerImage image_of(const GgufFile& file, std::span<const StreamedSource> sources);
+UnitImage image_of(const GgufFile& file, std::span<const StreamedSource> sources);
 
 // The result with what it consists of.
 struct StreamedLayers {
@@ -49,11 +54,11 @@ struct StreamedLayers {
   std::vector<ContextPtr> contexts;
   std::vector<BufferPtr> buffers;
 };
-// `sources` in the order of their layers, which are the last ones of the model. kHost reads the
-// weights here. kResourceExhausted where the device or the host has no room, kUnimplemented where
-// the device can't have two layers in one place.
+// `sources` in the order of their layers, which are the last ones of the model. With `halves` a
+// layer is two units. kHost reads the weights here. kResourceExhausted where the device or the host
+// has no room, kUnimplemented where the device can't have two units in one place.
 Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, Device& device,
-                                                         WeightPlace place, Env& env,
+                                                         WeightPlace place, bool halves, Env& env,
                                                          std::span<const StreamedSource> sources,
                                                          const Progress& progress);
 

@@ -22,6 +22,13 @@ bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
   return std::find(parts.begin(), parts.end(), target) != parts.end();
 }
 
+// Whether that weight belongs to the feed-forward block, its norm included.
+bool is_feed_forward(const LayerWeights& l, ggml_tensor* const* target) {
+  const std::array<ggml_tensor* const*, 8> parts = {
+      &l.ffn_norm.w, &l.ffn_norm.b, &l.gate.w, &l.gate.b, &l.up.w, &l.up.b, &l.down.w, &l.down.b};
+  return std::find(parts.begin(), parts.end(), target) != parts.end();
+}
+
 }  // namespace
 
 size_t Slot::row_bytes() const {
@@ -255,6 +262,7 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
     for (size_t s = begin; s < slots_.size(); ++s) {
       slots_[s].layer = i;
       slots_[s].is_kv = makes_kv(l, slots_[s].target);
+      slots_[s].is_feed_forward = is_feed_forward(l, slots_[s].target);
     }
   }
   if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {

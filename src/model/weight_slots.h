@@ -36,8 +36,9 @@ struct Slot {
   int64_t n_columns = 0;
   Use use = Use::kVector;
   Device* device = nullptr;
-  int layer = -1;      // -1: none's
-  bool is_kv = false;  // see LayerPart::kKv
+  int layer = -1;                // -1: none's
+  bool is_kv = false;            // see LayerPart::kKv
+  bool is_feed_forward = false;  // see LayerPart::kFeedForward
 
   // Bytes of one row, and of all.
   [[nodiscard]] size_t row_bytes() const;

@@ -230,14 +230,18 @@ class Measurement {
   [[nodiscard]] int plain_layers() const {
     const model::StreamedWeights* streamed = engine_.model().streamed();
     const int n = std::max(1, std::min(range_.end, engine_.n_layer() - 1) - range_.begin);
-    // Of layers that are streamed two at a time are on the device.
-    return streamed == nullptr ? n : std::min(n, std::max(2, streamed->first_layer));
+    // Of layers that are streamed two at a time are on the device, or the halves of one.
+    if (streamed == nullptr) return n;
+    return std::min(n, std::max(streamed->halves ? 1 : 2, streamed->first_layer));
   }
   // Brings the weights of layers [begin, end) to the device.
   Status fetch_weights(int begin, int end) {
     for (int layer = begin; layer < end; ++layer) {
-      const engine::HeldWeights held(engine_.weights(), layer, model::LayerPart::kAll);
-      HCACHE_RETURN_IF_ERROR(held.status());
+      for (const model::LayerPart half :
+           {model::LayerPart::kAttention, model::LayerPart::kFeedForward}) {
+        const engine::HeldWeights held(engine_.weights(), layer, half);
+        HCACHE_RETURN_IF_ERROR(held.status());
+      }
     }
     return {};
   }
@@ -278,9 +282,11 @@ class Measurement {
     double before_s = 0;
     if (n_layer - 2 >= range_.begin) {
       HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, n_layer - 2));
-      HCACHE_RETURN_IF_ERROR(fetch_weights(n_layer - 2, n_layer));
+      HCACHE_RETURN_IF_ERROR(fetch_weights(n_layer - 2, n_layer - 1));
       HCACHE_RETURN_IF_ERROR(engine_.synchronize());
       HCACHE_ASSIGN_OR_RETURN(before_s, time_range(step, n_layer - 2, n_layer - 1));
+      HCACHE_RETURN_IF_ERROR(fetch_weights(n_layer - 1, n_layer));
+      HCACHE_RETURN_IF_ERROR(engine_.synchronize());
     }
     HCACHE_ASSIGN_OR_RETURN(const double last_s, time_range(step, n_layer - 1, n_layer));
     if (keep) finish_.add(std::max(0.0, last_s - before_s));

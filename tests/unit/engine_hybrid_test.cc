@@ -86,6 +86,37 @@ TEST_P(HybridBits, WeightsStreamedFromDisk) {
   }
 }
 
+// By halves, the second ones of all mini-batches together; layers recomputed and tokens too.
+TEST_P(HybridBits, WeightsStreamedByHalves) {
+  const auto device = model::Device::open("cpu", 2).value();
+  model::LoadOptions load{.weights = model::WeightPlace::kDisk};
+  {
+    const auto whole = model::Model::load(model_->path(), *device, load).value();
+    load.device_memory = memory_for_halves(*whole);
+  }
+  const auto halved = model::Model::load(model_->path(), *device, load).value();
+  ASSERT_TRUE(halved->streamed()->halves);
+  for (const int recomputed : {0, 1, 2}) {
+    for (const int rows : {64, 96, 700}) {
+      HybridOptions disk = options(0.6);
+      disk.host_bytes = 0;
+      disk.disk_bytes = kPlenty;
+      disk.recomputed_layers = recomputed;
+      disk.max_batch_rows = rows;
+      if (recomputed == 2) {
+        disk.recomputed_layers = 0;
+        disk.decisions.next_kind = [](const BlockQuestion& asked) {
+          return asked.n_recomputed < 2 ? BlockKind::kTokens : BlockKind::kKv;
+        };
+      }
+      const auto engine = HybridEngine::create(*halved, disk);
+      ASSERT_TRUE(engine.ok()) << engine.status().to_string();
+      EXPECT_TRUE(same_replies(expected_, hybrid_replies(**engine, batch_)))
+          << recomputed << " recomputed, graphs of " << rows;
+    }
+  }
+}
+
 TEST_P(HybridBits, EveryKindOnTheDevice) {
   for (const double share : {0.0, 1.0, 0.6}) {
     HybridOptions device = options(share);

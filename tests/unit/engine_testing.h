@@ -253,4 +253,15 @@ inline double mean_kl(const std::vector<Row>& reference, const std::vector<Row>&
   return sum / static_cast<double>(reference.size());
 }
 
+// Device memory in which the layers of this model, all of which are streamed, come by halves.
+inline uint64_t memory_for_halves(const model::Model& streamed) {
+  const model::Weights& w = streamed.weights();
+  uint64_t shared = 0;
+  for (const ggml_tensor* t : {w.output.w, w.output.b, w.output_norm.w, w.output_norm.b}) {
+    if (t != nullptr) shared += ggml_nbytes(t);
+  }
+  const auto& image = streamed.streamed()->image_bytes;
+  return shared + 2 * std::max(image[0], image[1]) - kDirectAlignment;
+}
+
 }  // namespace hcache::engine::testing

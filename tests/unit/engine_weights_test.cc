@@ -60,10 +60,22 @@ model::LoadOptions keeping(const std::string& path, int n) {
   const auto all = load(path, from_disk());
   const model::StreamedWeights& w = *all->model->streamed();
   uint64_t resident = 0;
-  for (int i = 0; i < n; ++i) resident += w.layers[i].n_bytes;
+  for (int i = 0; i < n; ++i) resident += w.units[i].n_bytes;
   uint64_t shared = all->model->n_bytes() - w.n_bytes();
   model::LoadOptions options = from_disk();
-  options.device_memory = shared + resident + 2 * w.slot_bytes;
+  options.device_memory = shared + resident + 2 * std::max(w.slot_bytes[0], w.slot_bytes[1]);
+  return options;
+}
+
+// So little that layers come by halves.
+model::LoadOptions halved(const std::string& path, WeightPlace place = WeightPlace::kDisk,
+                          model::Device* device = nullptr) {
+  const std::shared_ptr<model::Device> cpu = open_device("cpu", 1);
+  const auto all =
+      model::Model::load(path, device != nullptr ? *device : *cpu, {.weights = place}).value();
+  model::LoadOptions options;
+  options.weights = place;
+  options.device_memory = memory_for_halves(*all);
   return options;
 }
 
@@ -163,6 +175,36 @@ TEST(StreamedWeights, AsynchronousQueuesKeepTheOrderOfSlots) {
   }
 }
 
+// Half a layer at a time: an attention block while the feed-forward block before it is computed.
+TEST(StreamedWeights, ByHalvesGiveTheBitsOfResidentOnes) {
+  for (const Case& c : kCases) {
+    if (model::find_decoder_spec(c.arch)->parallel_attention) continue;
+    for (const int n_layer : {3, 5}) {
+      SCOPED_TRACE(std::string(c.arch) + " " + ggml_type_name(c.type) + " " +
+                   std::to_string(n_layer) + " layers");
+      const std::string path = deep_model_path(c.arch, c.n_head_kv, c.type, n_layer);
+      const auto loaded = load(path, halved(path));
+      ASSERT_NE(loaded->model->streamed(), nullptr);
+      const model::StreamedWeights& w = *loaded->model->streamed();
+      ASSERT_TRUE(w.halves);
+      EXPECT_EQ(w.n_layers(), n_layer);
+      EXPECT_LT(w.slot_bytes[0], w.slot_bytes[1]) << "attention is the smaller half";
+      const Outcome resident = run(*load(path, plain())->model);
+      expect_same(run(*loaded->model), resident);
+      LateComputeQueue::Stats stats;
+      expect_same(run(*load(path, halved(path))->model, late_queues(&stats)), resident);
+      EXPECT_GT(stats.most_waiting, 2U) << "the queue was never late";
+    }
+  }
+}
+
+TEST(StreamedWeights, ParallelBlocksAreNotHalved) {
+  const std::string path = deep_model_path("falcon", 1, GGML_TYPE_Q4_K, 5);
+  const auto device = model::Device::open("cpu", 1).value();
+  EXPECT_EQ(model::Model::load(path, *device, halved(path)).status().code(),
+            Code::kResourceExhausted);
+}
+
 TEST(StreamedWeights, AreRefusedInHostMemoryOfTheDeviceItself) {
   const std::string path = deep_model_path("llama", 2, GGML_TYPE_Q8_0, 5);
   const auto device = model::Device::open("cpu", 1).value();
@@ -192,6 +234,10 @@ TEST(StreamedWeights, AreUploadedToDevicesWithTheirOwnMemory) {
           return queues;
         };
         expect_same(run(*model, late ? late_copies : nullptr), resident);
+        const auto halves =
+            model::Model::load(path, *device, halved(path, place, device.get())).value();
+        ASSERT_TRUE(halves->streamed()->halves);
+        expect_same(run(*halves, late ? late_copies : nullptr), resident);
       }
     }
   }
@@ -216,7 +262,7 @@ TEST(StreamedWeights, AreCloseToRepackedOnes) {
 // ---- The stream alone
 
 // A layer's weights as they are in its slot.
-Bytes slot_content(const model::StreamedLayer& layer, LayerPart part) {
+Bytes slot_content(const model::StreamedUnit& layer, LayerPart part) {
   Bytes bytes;
   for (const model::StreamedTensor& t : layer.tensors) {
     if (part == LayerPart::kKv && !t.is_kv) continue;
@@ -227,7 +273,7 @@ Bytes slot_content(const model::StreamedLayer& layer, LayerPart part) {
 }
 
 // And as they are in the file.
-Bytes file_content(const std::string& path, const model::StreamedLayer& layer, LayerPart part) {
+Bytes file_content(const std::string& path, const model::StreamedUnit& layer, LayerPart part) {
   static std::map<std::string, std::string> files;
   std::string& file = files[path];
   if (file.empty()) file = read_whole_file(Env::real(), path).value();
@@ -282,12 +328,37 @@ TEST(WeightStream, BringsLayersInAnyOrder) {
           static_cast<int>((i % 20 < 14 ? static_cast<unsigned>(i) : random()) % n_layer);
       const LayerPart part = random() % 3 == 0 ? LayerPart::kKv : LayerPart::kAll;
       HCACHE_EXPECT_OK(stream.weights->acquire(at, part));
-      ASSERT_EQ(slot_content(w.layers[at], part), file_content(path, w.layers[at], part))
+      ASSERT_EQ(slot_content(w.units[at], part), file_content(path, w.units[at], part))
           << "layer " << at << " in round " << i;
       stream.weights->release(at);
     }
     EXPECT_EQ(stream.weights->stats().read_errors, 0U);
   }
+}
+
+TEST(WeightStream, BringsHalvesInAnyOrder) {
+  const std::string path = deep_model_path("llama", 2, GGML_TYPE_F16, 5);
+  const auto loaded = load(path, halved(path));
+  const model::StreamedWeights& w = *loaded->model->streamed();
+  Stream stream(*loaded->model);
+  ASSERT_TRUE(stream.weights->in_halves(0));
+  EXPECT_FALSE(stream.weights->acquire(0, LayerPart::kAll).ok()) << "there is no whole layer";
+  constexpr LayerPart kParts[] = {LayerPart::kAttention, LayerPart::kFeedForward, LayerPart::kKv};
+  std::mt19937 random(3);
+  for (unsigned i = 0; i < 300; ++i) {
+    const bool in_order = i % 20 < 14;
+    const auto layer = static_cast<int>((in_order ? i / 2 : random()) % 5);
+    const LayerPart part = kParts[in_order ? i % 2 : random() % 3];
+    HCACHE_EXPECT_OK(stream.weights->acquire(layer, part));
+    const model::StreamedUnit& unit =
+        w.units[2 * static_cast<size_t>(layer) + (part == LayerPart::kFeedForward ? 1 : 0)];
+    ASSERT_EQ(slot_content(unit, part), file_content(path, unit, part)) << "in round " << i;
+    stream.weights->release(layer);
+  }
+  EXPECT_EQ(stream.weights->stats().read_errors, 0U);
+  EXPECT_EQ(stream.weights->layer_bytes(1, LayerPart::kAll),
+            stream.weights->layer_bytes(1, LayerPart::kAttention) +
+                stream.weights->layer_bytes(1, LayerPart::kFeedForward));
 }
 
 TEST(WeightStream, ReadsALayerOnceForAStep) {
@@ -303,7 +374,7 @@ TEST(WeightStream, ReadsALayerOnceForAStep) {
   // At most the two that are read ahead for the next step come on top.
   const uint64_t a_step = loaded->model->streamed()->n_bytes();
   const uint64_t bytes = stream.weights->stats().bytes;
-  EXPECT_LE(bytes, 4 * a_step + 2 * loaded->model->streamed()->image_bytes);
+  EXPECT_LE(bytes, 4 * a_step + 2 * loaded->model->streamed()->image_bytes[0]);
   EXPECT_GE(bytes, 4 * (a_step - kDirectAlignment));  // the file ends within a block
 }
 
@@ -342,7 +413,7 @@ TEST(WeightStream, ShortReadsAreCompleted) {
   Stream stream(*loaded->model);
   for (int i = 0; i < 20; ++i) {
     HCACHE_EXPECT_OK(stream.weights->acquire(i % 5));
-    const model::StreamedLayer& layer = loaded->model->streamed()->layers[i % 5];
+    const model::StreamedUnit& layer = loaded->model->streamed()->units[i % 5];
     ASSERT_EQ(slot_content(layer, LayerPart::kAll), file_content(real, layer, LayerPart::kAll));
     stream.weights->release(i % 5);
   }
@@ -359,7 +430,7 @@ TEST(WeightStream, AFailingDiskIsAnErrorAndNoMoreThanThat) {
   EXPECT_EQ(stream.weights->acquire(4).code(), Code::kDataLoss);
   env.set_failing_reads("");
   HCACHE_EXPECT_OK(stream.weights->acquire(4));
-  const model::StreamedLayer& layer = loaded->model->streamed()->layers[4];
+  const model::StreamedUnit& layer = loaded->model->streamed()->units[4];
   EXPECT_EQ(slot_content(layer, LayerPart::kAll), file_content(real, layer, LayerPart::kAll));
   stream.weights->release(4);
   EXPECT_GT(stream.weights->stats().read_errors, 0U);
@@ -402,7 +473,7 @@ TEST(WeightStream, AFileThatChangesIsAnError) {
     Stream stream(*loaded->model);
     HCACHE_EXPECT_OK(write_whole_file(env, "/m/model.gguf", "another file"));
     HCACHE_EXPECT_OK(stream.weights->acquire(4));
-    const model::StreamedLayer& layer = loaded->model->streamed()->layers[4];
+    const model::StreamedUnit& layer = loaded->model->streamed()->units[4];
     EXPECT_EQ(slot_content(layer, LayerPart::kAll), file_content(real, layer, LayerPart::kAll))
         << "the file that was opened lives on under no name";
   }

@@ -65,6 +65,36 @@ TEST(WeightPlan, AnOrderedPlaceStreamsAllUnlessTheDeviceWasLimited) {
   expect(plan(WeightPlace::kResident, 1, false), WeightPlace::kResident, 8);
 }
 
+// An attention block of 4 MiB and a feed-forward block of 6, or 7 in the third layer.
+WeightSizes halved_sizes() {
+  WeightSizes s = sizes();
+  s.half_bytes.assign(8, {4 * kMiB, 6 * kMiB});
+  s.half_bytes[2][1] = 7 * kMiB;
+  return s;
+}
+
+TEST(WeightPlan, LayersAreHalvedWhereTwoDoNotFit) {
+  constexpr uint64_t kHalves = 16 * kMiB;
+  for (const WeightPlace wanted : {WeightPlace::kAuto, WeightPlace::kDisk}) {
+    const auto planned = [&](uint64_t device_bytes) {
+      return plan_weights(wanted, halved_sizes(),
+                          {.device_limited = true, .device_bytes = device_bytes});
+    };
+    EXPECT_FALSE(planned(kTwoSlots).value().halves);
+    EXPECT_TRUE(planned(kTwoSlots - 1).value().halves);
+    EXPECT_TRUE(planned(kHalves).value().halves);
+    EXPECT_EQ(planned(kHalves).value().n_resident, 0);
+    EXPECT_EQ(planned(kHalves - 1).status().code(), Code::kResourceExhausted);
+  }
+  // By what is free, where the user has not limited it.
+  const auto ordered = [](uint64_t device_bytes) {
+    return plan_weights(WeightPlace::kDisk, halved_sizes(), {.device_bytes = device_bytes});
+  };
+  EXPECT_FALSE(ordered(kTwoSlots).value().halves);
+  EXPECT_TRUE(ordered(kTwoSlots - 1).value().halves);
+  EXPECT_TRUE(ordered(1).value().halves);
+}
+
 TEST(WeightPlan, WhatCantBeIsSaid) {
   const auto code = [](WeightPlace wanted, uint64_t device_bytes) {
     return plan_weights(wanted, sizes(),

@@ -208,14 +208,54 @@ ggml_tensor* LayerGraphs::build_outputs(const Graph& g, const Forward& forward, 
   return logits;
 }
 
+ggml_tensor* LayerGraphs::step_rows(const Graph& g, int64_t first_row, int64_t n_rows) const {
+  return ggml_view_2d(g.ctx, rows_, rows_->ne[0], n_rows, rows_->nb[1],
+                      static_cast<size_t>(first_row) * rows_->nb[1]);
+}
+
+// Behind the last layer's attention the wanted rows alone go on.
+void LayerGraphs::keep_attention(const Graph& g, const Forward& forward, ggml_tensor* x,
+                                 ggml_tensor* attention) {
+  ggml_tensor* input = x;
+  int64_t n = forward.piece->n_padded;
+  if (forward.layer == last_layer()) {
+    n = static_cast<int64_t>(forward.wanted.size());
+    ggml_tensor* wanted = ggml_view_1d(g.ctx, stage_.output_rows(), n, 0);
+    attention = ggml_get_rows(g.ctx, attention, wanted);
+    input = ggml_get_rows(g.ctx, x, wanted);
+  }
+  ggml_tensor* rows = model::build_attention_output(g.ctx, model_, forward.layer, input, attention);
+  g.add(ggml_cpy(g.ctx, rows, step_rows(g, forward.piece->row_offset, n)));
+}
+
+Status LayerGraphs::feed_forward(int layer, int64_t first_row, int64_t n_rows) {
+  const Graph g(stage_.graphs(), kNodes);
+  ggml_tensor* x = step_rows(g, first_row, n_rows);
+  g.add(ggml_cpy(g.ctx, model::build_feed_forward(g.ctx, model_, layer, x), x));
+  return stage_.graphs().compute(g);
+}
+
+Result<ggml_tensor*> LayerGraphs::finish(const std::vector<int32_t>& rows) {
+  stage_.graphs().set(stage_.output_rows(), rows);
+  const Graph g(stage_.graphs(), kNodes);
+  ggml_tensor* wanted =
+      ggml_view_1d(g.ctx, stage_.output_rows(), static_cast<int64_t>(rows.size()), 0);
+  ggml_tensor* x = ggml_get_rows(g.ctx, rows_, wanted);
+  ggml_tensor* logits =
+      model::build_logits(g.ctx, model_, model::build_feed_forward(g.ctx, model_, last_layer(), x));
+  ggml_set_output(logits);
+  g.add(logits);
+  HCACHE_RETURN_IF_ERROR(stage_.graphs().compute(g));
+  return logits;
+}
+
 Result<ggml_tensor*> LayerGraphs::forward(BatchBuffer& buffer, const Forward& forward) {
   HCACHE_RETURN_IF_ERROR(set_piece(forward));
   const Piece& piece = *forward.piece;
-  const bool last = forward.layer == model_.hparams().n_layer - 1;
+  const bool last = forward.layer == last_layer();
   const Graph g(stage_.graphs(),
                 kNodes + (own_attention_ ? 0 : kNodesPerSegment * (piece.ranges.size() + 1)));
-  ggml_tensor* x = ggml_view_2d(g.ctx, rows_, rows_->ne[0], piece.n_padded, rows_->nb[1],
-                                static_cast<size_t>(piece.row_offset) * rows_->nb[1]);
+  ggml_tensor* x = step_rows(g, piece.row_offset, piece.n_padded);
   ggml_tensor* hidden = model::build_hidden(g.ctx, model_, forward.layer, x);
   ggml_tensor* positions = build_kv(g, forward, buffer, hidden);
   ggml_tensor* logits = nullptr;
@@ -224,7 +264,9 @@ Result<ggml_tensor*> LayerGraphs::forward(BatchBuffer& buffer, const Forward& fo
     ggml_tensor* q = model::build_q(g.ctx, model_, forward.layer, hidden, positions);
     g.add(q);
     ggml_tensor* attention = attention_[piece.index]->build(g.ctx, q, buffer.k, buffer.v);
-    if (last) {
+    if (forward.attention_only) {
+      keep_attention(g, forward, x, attention);
+    } else if (last) {
       logits = build_outputs(g, forward, x, hidden, attention);
     } else {
       ggml_tensor* out =

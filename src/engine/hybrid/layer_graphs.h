@@ -54,19 +54,25 @@ class LayerGraphs {
                   std::span<const PageLoad> act_loads, std::span<const PageLoad> kv_loads);
 
   // Runs a layer for a piece's rows, which stay on the device for the next layer. With kv_only it
-  // ends with K and V. `capture`, unless null, is where rows are captured to. Logits of
-  // `wanted` (rows of the piece) when it is the last layer and there are any, valid until the next
-  // graph; else nullptr.
+  // ends with K and V; with attention_only behind the attention block, where in the last layer the
+  // wanted rows are the piece's first ones. `capture`, unless null, is where rows are captured to.
+  // Logits of `wanted` (rows of the piece) when it is the last layer and there are any, valid until
+  // the next graph; else nullptr.
   struct Forward {
     int layer = 0;
     const MiniBatch* batch = nullptr;
     const Piece* piece = nullptr;
     bool kv_only = false;
+    bool attention_only = false;
     ggml_tensor* capture = nullptr;
     CaptureLayout layout;
     std::vector<int32_t> wanted;
   };
   Result<ggml_tensor*> forward(BatchBuffer& buffer, const Forward& forward);
+  // The rest of a layer that ran with attention_only, for rows of the step.
+  Status feed_forward(int layer, int64_t first_row, int64_t n_rows);
+  // The same of the last layer for any rows of the step: their logits, valid until the next graph.
+  Result<ggml_tensor*> finish(const std::vector<int32_t>& rows);
 
   // A piece begins to be used by another step.
   void new_step() { inputs_of_ = -1; }
@@ -80,6 +86,10 @@ class LayerGraphs {
                int64_t offset, ggml_tensor** written);
   ggml_tensor* build_outputs(const Graph& g, const Forward& forward, ggml_tensor* x,
                              ggml_tensor* hidden, ggml_tensor* attention);
+  void keep_attention(const Graph& g, const Forward& forward, ggml_tensor* x,
+                      ggml_tensor* attention);
+  [[nodiscard]] ggml_tensor* step_rows(const Graph& g, int64_t first_row, int64_t n_rows) const;
+  [[nodiscard]] int last_layer() const { return model_.hparams().n_layer - 1; }
   static void add_copies(const Graph& g, std::span<const PageLoad> loads);
 
   const model::Model& model_;

@@ -111,6 +111,7 @@ Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<f
   logits_of->clear();
   p_.graphs.new_step();
   act_inputs_of_ = -1;
+  wanted_.clear();
   const int64_t busy_ns = p_.io == nullptr ? 0 : p_.io->read_busy_ns();
   const uint64_t bytes_read = p_.io == nullptr ? 0 : p_.io->bytes_read();
   const int64_t begin_ns = now_ns();
@@ -143,13 +144,14 @@ Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
   }
   for (int64_t task = 0; task < n_tasks; ++task) {
     const auto layer = static_cast<int>(task / n_batches);
+    const bool halves = p_.weights.in_halves(layer);
+    const bool ends_layer = task % n_batches == n_batches - 1;
     if (task % n_batches == 0) {
-      const int64_t asked_ns = now_ns();
-      HCACHE_RETURN_IF_ERROR(p_.weights.acquire(layer));
-      run.times->weights_s += seconds(now_ns() - asked_ns);
+      HCACHE_RETURN_IF_ERROR(
+          acquire(run, layer, halves ? model::LayerPart::kAttention : model::LayerPart::kAll));
     }
     const Status status = run_task(run, task);
-    if (task % n_batches == n_batches - 1 || !status.ok()) p_.weights.release(layer);
+    if (ends_layer || !status.ok()) p_.weights.release(layer);
     HCACHE_RETURN_IF_ERROR(status);
     // Its buffer is the one of the task that comes after those which are being loaded.
     const int64_t then = task + n_buffers;
@@ -159,8 +161,80 @@ Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
     } else if (p_.io != nullptr && then - n_tasks < n_next) {
       begin_load(next, then - n_tasks, number);
     }
+    if (halves && ends_layer) HCACHE_RETURN_IF_ERROR(second_half(run, layer));
   }
   first_number_ += static_cast<uint64_t>(n_tasks);
+  return {};
+}
+
+Status StepLoop::acquire(const Run& run, int layer, model::LayerPart part) {
+  const int64_t asked_ns = now_ns();
+  const Status status = p_.weights.acquire(layer, part);
+  run.times->weights_s += seconds(now_ns() - asked_ns);
+  return status;
+}
+
+Status StepLoop::second_half(const Run& run, int layer) {
+  if (is_last(layer) && wanted_.empty()) return {};
+  HCACHE_RETURN_IF_ERROR(acquire(run, layer, model::LayerPart::kFeedForward));
+  const int64_t begin_ns = now_ns();
+  const Status status = is_last(layer) ? finish(run) : feed_forward(run, layer);
+  p_.weights.release(layer);
+  HCACHE_RETURN_IF_ERROR(status);
+  if (!p_.times_graphs) return {};
+  // A mini-batch's share is that of its rows.
+  const auto samples = std::span(run.times->samples).last(run.step.plan.batches.size());
+  int64_t n_rows = 0;
+  for (const BatchSample& sample : samples) n_rows += sample.rows;
+  const double row_s =
+      seconds(now_ns() - begin_ns) / static_cast<double>(std::max<int64_t>(n_rows, 1));
+  for (BatchSample& sample : samples) sample.forward_s += row_s * static_cast<double>(sample.rows);
+  return {};
+}
+
+// Rows of pieces that follow each other go together, since no row depends on others here.
+Status StepLoop::feed_forward(const Run& run, int layer) {
+  struct Rows {
+    int64_t first = 0;
+    int64_t n = 0;
+  };
+  std::vector<Rows> runs;
+  const auto add = [&](const std::vector<Piece>& pieces) {
+    for (const Piece& piece : pieces) {
+      if (runs.empty() || runs.back().first + runs.back().n != piece.row_offset) {
+        runs.push_back({.first = piece.row_offset});
+      }
+      runs.back().n += piece.n_padded;
+    }
+  };
+  for (const MiniBatch& batch : run.step.plan.batches) {
+    if (recomputes(layer) && !ends_context(layer)) add(batch.context);
+    add(batch.fresh);
+  }
+  for (Rows rows : runs) {
+    while (rows.n > 0) {
+      int64_t n = std::min<int64_t>(rows.n, p_.options.max_batch_rows);
+      // Too few for the kernel that takes many are not left over.
+      if (rows.n - n < p_.least_rows) n = rows.n;
+      HCACHE_RETURN_IF_ERROR(p_.graphs.feed_forward(layer, rows.first, n));
+      rows = {.first = rows.first + n, .n = rows.n - n};
+    }
+  }
+  return {};
+}
+
+Status StepLoop::finish(const Run& run) {
+  const auto n_vocab = static_cast<size_t>(p_.model.hparams().n_vocab);
+  const auto most = static_cast<size_t>(p_.options.max_batch_rows);
+  for (size_t first = 0; first < wanted_.size(); first += most) {
+    const size_t n = std::min(most, wanted_.size() - first);
+    const auto begin = wanted_.begin() + static_cast<std::ptrdiff_t>(first);
+    std::vector<int32_t> rows(begin, begin + static_cast<std::ptrdiff_t>(n));
+    rows.resize(std::max(n, static_cast<size_t>(p_.least_rows)), rows.back());
+    HCACHE_ASSIGN_OR_RETURN(const ggml_tensor* logits, p_.graphs.finish(rows));
+    p_.stage.graphs().get(logits, run.logits->data() + first * n_vocab,
+                          n * n_vocab * sizeof(float));
+  }
   return {};
 }
 
@@ -248,8 +322,7 @@ Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buf
 
 Status StepLoop::forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer) {
   // What is recomputed of the context goes through the first layers, or through all of them.
-  const bool recomputes = p_.layout.first_layer == 0 || !keeps(layer);
-  if (recomputes) {
+  if (recomputes(layer)) {
     for (const Piece& piece : batch.context) {
       HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, true));
     }
@@ -308,8 +381,8 @@ Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, co
   forward.layer = layer;
   forward.batch = &batch;
   forward.piece = &piece;
-  const int end = p_.layout.first_layer == 0 ? p_.layout.n_layer : p_.layout.first_layer;
-  forward.kv_only = is_context && layer == end - 1;
+  forward.kv_only = is_context && ends_context(layer);
+  forward.attention_only = p_.weights.in_halves(layer);
   const bool captures = !is_context && keeps(layer);
   if (captures) {
     bool act = false;
@@ -326,9 +399,11 @@ Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, co
     if (forward.layout.n_bytes > 0) forward.capture = p_.ring.next();
   }
   const size_t n_before = run.logits_of->size();
-  const bool last = layer == p_.layout.n_layer - 1;
-  if (last && !is_context) wanted_rows(run, batch, piece, &forward.wanted);
+  if (is_last(layer) && !is_context) wanted_rows(run, batch, piece, &forward.wanted);
   const size_t n_wanted = forward.wanted.size();
+  for (size_t i = 0; forward.attention_only && i < n_wanted; ++i) {
+    wanted_.push_back(static_cast<int32_t>(piece.row_offset + static_cast<int64_t>(i)));
+  }
   while (n_wanted > 0 && forward.wanted.size() < static_cast<size_t>(p_.least_rows)) {
     forward.wanted.push_back(forward.wanted.back());
   }

@@ -90,6 +90,19 @@ class StepLoop {
   Status generate(const Run& run, int layer, int batch, BatchBuffer& buffer, const LayerLoad& load,
                   BatchSample* sample);
   Status forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer);
+  // Of a layer that comes by halves: the second one, for all mini-batches together.
+  Status second_half(const Run& run, int layer);
+  Status feed_forward(const Run& run, int layer);
+  Status finish(const Run& run);
+  Status acquire(const Run& run, int layer, model::LayerPart part);
+  // Whether what is recomputed of the context goes through the layer, and no further.
+  [[nodiscard]] bool recomputes(int layer) const {
+    return p_.layout.first_layer == 0 || !keeps(layer);
+  }
+  [[nodiscard]] bool ends_context(int layer) const {
+    return layer + 1 == (p_.layout.first_layer == 0 ? p_.layout.n_layer : p_.layout.first_layer);
+  }
+  [[nodiscard]] bool is_last(int layer) const { return layer == p_.layout.n_layer - 1; }
   Status run_piece(const Run& run, int layer, const MiniBatch& batch, const Piece& piece,
                    BatchBuffer& buffer, bool is_context);
   std::vector<StoreRing::Target> targets(const StepInput& step, int layer, const MiniBatch& batch,
@@ -104,6 +117,7 @@ class StepLoop {
   const StepLoopParts p_;
   uint64_t first_number_ = 0;    // of the step's first task: tasks are numbered through steps
   std::deque<Loading> loading_;  // of tasks that have not been computed, in order
+  std::vector<int32_t> wanted_;  // rows of the step whose logits its last half is to make
   int act_inputs_of_ = -1;       // the mini-batch whose ACT rows' inputs the device has
 };
 

@@ -4,8 +4,10 @@
 //   ...                                              // graphs that use the layer
 //   weights.release(layer);                          // they have all been given to the queue
 //
-// Layers of a step follow each other, and so do steps: with acquire() the next layer begins to come
-// into the other slot, with release() the layer after that into this one, and behind the last layer
+// Where layers are streamed by halves (in_halves()), each half is acquired in turn instead.
+//
+// Layers of a step follow each other, and so do steps: with acquire() the next one begins to come
+// into the other slot, with release() the one after that into this one, and behind the last layer
 // comes the first. Layers may be acquired in any order all the same; what was read ahead for
 // nothing is dropped. A loop that runs many batches through a layer before the next one acquires it
 // once for all of them.
@@ -37,7 +39,7 @@ class WeightReader;
 
 struct WeightStats {
   uint64_t bytes = 0;        // of weights brought to the slots, or read for them
-  uint64_t layers = 0;       // acquired that were not in their slot already
+  uint64_t layers = 0;       // or halves of them, acquired that were not in their slot already
   uint64_t read_errors = 0;  // reads that failed, or found the file changed
   double wait_s = 0;         // the engine's thread waited for reads
   double read_s = 0;         // reads were under way; 0 where nothing is read
@@ -57,11 +59,15 @@ class WeightStream {
   WeightStream& operator=(const WeightStream&) = delete;
 
   [[nodiscard]] bool streams(int layer) const { return layer >= first_; }
+  // Whether the layer comes half by half: a graph may use LayerPart::kAttention or kFeedForward
+  // then, and there is no kAll.
+  [[nodiscard]] bool in_halves(int layer) const { return streams(layer) && weights_->halves; }
   // Up to which layer, at most `end`, layers from `begin` on may be in one graph.
   [[nodiscard]] int graph_end(int begin, int end) const;
 
   // Blocks until this part of the layer's weights is in its slot, or will be before any graph that
-  // is given to the compute queue from now on. Nothing for a resident layer. One layer at a time.
+  // is given to the compute queue from now on. Nothing for a resident layer. One at a time. Of a
+  // layer that does not come by halves, each half is the whole.
   // kDataLoss as the disk or the file have it: nothing is held then, and it may be tried again.
   Status acquire(int layer, model::LayerPart part = model::LayerPart::kAll);
   // Every graph that uses the layer has been given to the compute queue. After a whole layer its
@@ -81,7 +87,7 @@ class WeightStream {
 
  private:
   struct Slot {
-    int64_t layer = -1;   // that was uploaded last, counted from the first streamed one
+    int64_t unit = -1;    // that was uploaded last
     bool has_kv = false;  // which parts were
     bool has_rest = false;
     CopyQueue::Ticket ticket = 0;  // the last upload
@@ -94,11 +100,14 @@ class WeightStream {
   WeightStream(const model::Model& model, CopyQueue& queue);
   Status open_reader(bool direct);
   [[nodiscard]] Slot& slot_of(size_t index) { return slots_.at(index % 2); }
-  // Begins to bring the part of a layer whose slot is free.
+  // The streamed unit that holds the part of a layer.
+  [[nodiscard]] size_t unit_of(int layer, model::LayerPart part) const;
+  // Below, a part is kKv or kAll, of a unit.
+  // Begins to bring the part of a unit whose slot is free.
   void begin(size_t index, model::LayerPart part);
   void upload(size_t index, model::LayerPart part);
   [[nodiscard]] bool is_there(size_t index, model::LayerPart part);
-  // The layer that uses this one's slot next.
+  // The unit that uses this one's slot next.
   [[nodiscard]] size_t next_in_slot(size_t index) const;
 
   const model::Model& model_;
@@ -110,7 +119,8 @@ class WeightStream {
   std::unique_ptr<ggml_backend_buffer, FreeBuffer> host_;  // images to be uploaded from
   std::array<std::byte*, 2> images_{};
   std::array<Slot, 2> slots_;
-  int64_t held_ = -1;  // the layer that is acquired
+  int held_ = -1;  // the layer that is acquired
+  size_t held_unit_ = 0;
   model::LayerPart held_part_ = model::LayerPart::kAll;
   std::unique_ptr<WeightReader> reader_;  // null: all is in host memory
   std::atomic<uint64_t> uploaded_ = 0;    // bytes, where nothing is read

@@ -39,6 +39,13 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden, ggml_tensor* attn);
 
+// The same in two graphs: the rows behind the attention block, and the layer's output from those.
+// Not where attention and feed-forward are parallel.
+ggml_tensor* build_attention_output(ggml_context* ctx, const Model& model, int layer,
+                                    ggml_tensor* x, ggml_tensor* attn);
+ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& model, int layer,
+                                ggml_tensor* rows);
+
 // What one part of a model (see Model::parts()) adds to a shared layer, [n_embd, n]; the parts' sum
 // goes on. The residual x is the first part's to add. In parallel architectures the attention's
 // share is the whole layer's; in others it is followed by that of the feed-forward block, whose x

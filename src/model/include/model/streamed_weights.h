@@ -1,10 +1,12 @@
 // Weights that do not stay on the device: where a layer's bytes lie in the file, and where they go.
 //
-// The layers behind the resident ones are streamed: their tensors share two slots of device memory,
-// layer i of them (counted from the first streamed one) lies in slot i mod 2, and before a graph
-// that uses a layer runs its slot must have been filled. engine/weight_stream.h does that.
+// The layers behind the resident ones are streamed in *units*: whole layers, or, where two of those
+// have no room, the halves of each, its attention and its feed-forward block. The units' tensors
+// share two slots of device memory, unit i (counted from the first streamed one) lies in slot
+// i mod 2, and before a graph that uses a unit runs its slot must have been filled.
+// engine/weight_stream.h does that.
 //
-// A layer's bytes are moved as an *image*: the ranges of the file that hold its tensors, in whole
+// A unit's bytes are moved as an *image*: the ranges of the file that hold its tensors, in whole
 // blocks of kDirectAlignment, one behind the other. Every tensor lies in the image as it lies in
 // the file, modulo the block, so direct I/O can fill an image without a copy.
 #pragma once
@@ -37,12 +39,14 @@ enum class WeightPlace {
 
 // Which of a layer's weights are wanted.
 enum class LayerPart {
-  kKv,   // what K and V of rows that have run through the layer before need: the norm before
-         // attention, W_k and W_v with their biases and norms
-  kAll,  // the whole layer
+  kKv,           // what K and V of rows that have run through the layer before need: the norm
+                 // before attention, W_k and W_v with their biases and norms
+  kAttention,    // the first half: all up to the residual behind attention
+  kFeedForward,  // the second half: the rest
+  kAll,          // the whole layer
 };
 
-// A range of the file and where it goes in the layer's image. All but file_bytes are multiples of
+// A range of the file and where it goes in the unit's image. All but file_bytes are multiples of
 // kDirectAlignment.
 struct WeightPiece {
   uint64_t file_offset = 0;
@@ -52,13 +56,14 @@ struct WeightPiece {
 };
 
 struct StreamedTensor {
-  ggml_tensor* tensor = nullptr;  // in the layer's slot
+  ggml_tensor* tensor = nullptr;  // in the unit's slot
   size_t image_offset = 0;
   size_t n_bytes = 0;
   bool is_kv = false;  // part of LayerPart::kKv
 };
 
-struct StreamedLayer {
+// A layer, or half of one.
+struct StreamedUnit {
   std::vector<WeightPiece> pieces;  // those that LayerPart::kKv needs come first
   size_t n_kv_pieces = 0;
   std::vector<StreamedTensor> tensors;
@@ -74,16 +79,20 @@ struct StreamedWeights {
   std::string path;
   FileIdentity identity;  // of the file whose header was read
   int first_layer = 0;    // all layers from here on are streamed
-  std::vector<StreamedLayer> layers;
-  size_t image_bytes = 0;  // of the largest image
-  size_t slot_bytes = 0;   // device memory of one slot
-  // Where the host may write a layer's image straight into its slot; null where the device's memory
+  bool halves = false;    // a layer is two units: its attention, then its feed-forward block
+  std::vector<StreamedUnit> units;
+  std::array<size_t, 2> image_bytes{};  // of the largest image of each slot
+  std::array<size_t, 2> slot_bytes{};   // device memory of each slot; 0: there is none
+  // Where the host may write a unit's image straight into its slot; null where the device's memory
   // or the tensors' alignment in the file don't allow it.
   std::array<std::byte*, 2> slots{};
   // Whether a stream fills the slots; one at a time may.
   mutable std::atomic<bool> claimed = false;
 
+  [[nodiscard]] int n_layers() const { return static_cast<int>(units.size()) / (halves ? 2 : 1); }
   [[nodiscard]] uint64_t n_bytes() const;
+  // "28 streamed from disk (9GiB for a step) through 2 slots of 330MiB"
+  [[nodiscard]] std::string describe() const;
 };
 
 // What decides how many layers stay on the device.
@@ -91,6 +100,8 @@ struct WeightSizes {
   uint64_t shared_bytes = 0;          // what belongs to no layer and is always on the device
   std::vector<uint64_t> layer_bytes;  // on the device, where the layer is resident
   std::vector<uint64_t> slot_bytes;   // that a slot needs for the layer
+  // The same for its halves; empty where layers can't be halved.
+  std::vector<std::array<uint64_t, 2>> half_bytes{};
 };
 struct WeightRoom {
   bool device_limited = false;  // by the user, and not only by what is free
@@ -101,11 +112,13 @@ struct WeightRoom {
 struct WeightPlan {
   WeightPlace place = WeightPlace::kResident;  // never kAuto
   int n_resident = 0;                          // leading layers that stay on the device
+  bool halves = false;                         // the others come half by half
 };
 // kHost and kDisk stream every layer unless the device's memory was limited by the user: then as
 // many leading layers as fit beside two slots stay, and everything does that fits. kAuto streams
-// only what does not fit. kResourceExhausted says how much is wanted, where not even two slots fit
-// or the user's limit is too small for kResident; kInvalidArgument for kHost without own_memory.
+// only what does not fit. Layers are halved where two whole ones don't fit beside the rest.
+// kResourceExhausted says how much is wanted, where not even the slots fit, or the user's limit is
+// too small for kResident; kInvalidArgument for kHost without own_memory.
 [[nodiscard]] Result<WeightPlan> plan_weights(WeightPlace wanted, const WeightSizes& sizes,
                                               const WeightRoom& room);
 
