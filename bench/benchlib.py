@@ -1,7 +1,9 @@
 """What the benchmark scripts share: finding programs, running them, and honest statistics."""
 
 import argparse
+import contextlib
 import json
+import mmap
 import os
 import random
 import re
@@ -9,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +151,49 @@ def compare(name: str, ours: list[float], theirs: list[float]) -> dict:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {"name": name, "ours": median(ours), "theirs": median(theirs),
             "ratio": median(ratios), "lower_bound": lower_bound(ratios), "pairs": len(ratios)}
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+READ_BYTES = 1 << 20
+READ_DEPTH = 6  # as the reader of weights has it
+
+
+def disk_rate(path: Path) -> float:
+    """Bytes/s of direct reads of the whole file, as many at a time as streamed weights have."""
+    size = path.stat().st_size // READ_BYTES * READ_BYTES
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_DEPTH)]
+
+    def lane(index: int) -> None:
+        for at in range(index * READ_BYTES, size, READ_DEPTH * READ_BYTES):
+            os.preadv(fd, [buffers[index]], at)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(READ_DEPTH) as pool:
+        list(pool.map(lane, range(READ_DEPTH)))
+    seconds = time.monotonic() - start
+    os.close(fd)
+    return size / seconds
+
+
+@contextlib.contextmanager
+def memory_group(limit_gib: str | None):
+    """A command's prefix that puts it into a control group (version 1) of so much memory, page cache
+    counted."""
+    if limit_gib is None:
+        yield []
+        return
+    group = CGROUPS / f"hcache-bench-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(int(float(limit_gib) * (1 << 30))))
+    try:
+        yield ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group]
+    finally:
+        for _ in range(100):  # until the last process has left it
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
 
 
 def drop_from_cache(path: Path) -> None:

@@ -9,10 +9,7 @@ runs in a control group (version 1) of so much memory, page cache counted: needs
 """
 
 import argparse
-import contextlib
 import json
-import mmap
-import os
 import re
 import tempfile
 import time
@@ -23,9 +20,6 @@ from pathlib import Path
 import benchlib as lib
 import servers
 
-CGROUPS = Path("/sys/fs/cgroup/memory")
-PIECE = 1 << 20
-DEPTH = 6           # as the server has it
 PROMPT_TOKENS = 16
 
 
@@ -53,43 +47,6 @@ def make_model(args, hcache: lib.Hcache) -> Path:
         hcache.run("model", "synth", "--shape", shape, "--layers", layers, "--type", "f16",
                    "--vocab-from", lib.default_model(), "-o", path)
     return path
-
-
-def disk_rate(path: Path) -> float:
-    """Bytes/s of direct reads of the whole file, DEPTH at a time."""
-    size = path.stat().st_size // PIECE * PIECE
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    buffers = [mmap.mmap(-1, PIECE) for _ in range(DEPTH)]
-
-    def lane(index: int) -> None:
-        for at in range(index * PIECE, size, DEPTH * PIECE):
-            os.preadv(fd, [buffers[index]], at)
-
-    start = time.monotonic()
-    with ThreadPoolExecutor(DEPTH) as pool:
-        list(pool.map(lane, range(DEPTH)))
-    seconds = time.monotonic() - start
-    os.close(fd)
-    return size / seconds
-
-
-@contextlib.contextmanager
-def memory_group(limit_gib: str | None):
-    """A command's prefix that puts it into a group of so much memory."""
-    if limit_gib is None:
-        yield []
-        return
-    group = CGROUPS / f"hcache-weights-{os.getpid()}"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(str(int(float(limit_gib) * (1 << 30))))
-    try:
-        yield ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group]
-    finally:
-        for _ in range(100):  # until the last process has left it
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
 
 
 def metric(server: servers.Server, name: str) -> float:
@@ -131,7 +88,7 @@ def main() -> None:
     options = ["-m", args.model, "-c", 1024 if args.quick else 64 * 32, "--parallel", 64,
                "--no-store", "--weights", "disk", "--device", args.device,
                "-t", args.threads]
-    with tempfile.TemporaryDirectory(dir=args.work) as folder, memory_group(args.limit) as prefix:
+    with tempfile.TemporaryDirectory(dir=args.work) as folder, lib.memory_group(args.limit) as prefix:
         server = servers.Server("hcache", [*prefix, args.program, "serve", *options, "--state-dir",
                                            folder], args.work / "hcache.log")
         with server:
@@ -140,7 +97,7 @@ def main() -> None:
             results["weights"] = props["weights"]
             rates = []
             for rep in range(args.reps):
-                rates.append(disk_rate(args.model))
+                rates.append(lib.disk_rate(args.model))
                 for batch in args.batches:
                     row = one_round(server, batch, args.tokens, 1000 * rep + batch)
                     results["rows"].append({"batch": batch, "rep": rep, "disk_rate": rates[-1], **row})

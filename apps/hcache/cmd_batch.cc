@@ -199,6 +199,7 @@ Json engine_json(const serving::BatchReport& r) {
           {"wait_s", r.wait_s},
           {"weights_wait_s", r.weights_wait_s},
           {"read_bytes", r.read_bytes},
+          {"streamed_bytes", r.streamed_bytes},
           {"host_bytes", r.cache.host_bytes},
           {"disk_bytes", r.cache.disk_bytes},
           {"decode_steps", r.decode_steps},

@@ -60,6 +60,8 @@ BatchExecutor::BatchExecutor(Env& env, state::Runtime& runtime,
   report_.load_kv = batch.measured.costs.load_kv;
   report_.load_act = batch.measured.costs.load_act;
   report_.forward = batch.measured.costs.forward;
+  const model::StreamedWeights* streamed = runtime.model().streamed();
+  report_.streamed_bytes = streamed == nullptr ? 0 : streamed->n_bytes();
 }
 
 BatchExecutor::~BatchExecutor() {

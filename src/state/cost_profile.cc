@@ -7,10 +7,9 @@
 #include <cmath>
 #include <cstddef>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <vector>
 
-#include "base/ids.h"
+#include "compute_scale.h"
 #include "state/restorer.h"
 
 namespace hcache::state {
@@ -18,9 +17,7 @@ namespace {
 
 using engine::BatchItem;
 using engine::Engine;
-using nlohmann::json;
 
-constexpr int kFormatVersion = 2;
 constexpr double kBudgetS = 5.0;     // of a measurement, all devices together
 constexpr double kPointShare = 0.3;  // a size that would take more of the budget is left out
 constexpr int kMaxPasses = 7;        // over all sizes; see Samples
@@ -38,7 +35,6 @@ constexpr double kReadStartS = 1e-3;     // opening a reader until its first req
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
 constexpr double kMinObservedS = 0.02;   // of projecting: less says little about its speed
 constexpr double kMaxSurprise = 2;       // times the prediction: more is counted as this
-constexpr double kMaxScale = 8;          // of the curves, up or down; beyond, they are wrong
 
 // Several timings of one thing, in seconds.
 class Samples {
@@ -370,64 +366,6 @@ class Measurement {
   Samples finish_;
 };
 
-json to_json(const policy::CostCurve& curve) {
-  if (curve.points().empty()) {
-    return {{"base_s", curve.base_s()}, {"per_row_s", curve.per_row_s()}};
-  }
-  json points = json::array();
-  for (const auto& p : curve.points()) points.push_back({p.rows, p.seconds});
-  return {{"points", points}};
-}
-
-// Throws json::exception on a wrong shape.
-Result<policy::CostCurve> curve_from_json(const json& j) {
-  if (!j.contains("points")) {
-    const double base_s = j.at("base_s").get<double>();
-    const double per_row_s = j.at("per_row_s").get<double>();
-    if (!std::isfinite(base_s) || !std::isfinite(per_row_s)) {
-      return data_loss("a cost that is no number");
-    }
-    return policy::CostCurve::affine(base_s, per_row_s);
-  }
-  std::vector<policy::CostCurve::Point> points;
-  for (const json& p : j.at("points")) {
-    points.push_back({p.at(0).get<int64_t>(), p.at(1).get<double>()});
-  }
-  return policy::CostCurve::table(std::move(points));
-}
-
-json to_json(const policy::LayerCosts& layer) {
-  return {{"project", to_json(layer.project)},  {"load_kv", to_json(layer.load_kv)},
-          {"dense", to_json(layer.dense)},      {"attn_per_key", to_json(layer.attn_per_key)},
-          {"hidden_bytes", layer.hidden_bytes}, {"kv_bytes", layer.kv_bytes}};
-}
-
-// Throws json::exception on a wrong shape.
-Result<policy::LayerCosts> layer_from_json(const json& j) {
-  policy::LayerCosts layer;
-  HCACHE_ASSIGN_OR_RETURN(layer.project, curve_from_json(j.at("project")));
-  HCACHE_ASSIGN_OR_RETURN(layer.load_kv, curve_from_json(j.at("load_kv")));
-  HCACHE_ASSIGN_OR_RETURN(layer.dense, curve_from_json(j.at("dense")));
-  HCACHE_ASSIGN_OR_RETURN(layer.attn_per_key, curve_from_json(j.at("attn_per_key")));
-  layer.hidden_bytes = j.at("hidden_bytes").get<int64_t>();
-  layer.kv_bytes = j.at("kv_bytes").get<int64_t>();
-  if (layer.hidden_bytes < 1 || layer.kv_bytes < 1) return data_loss("no bytes per token");
-  return layer;
-}
-
-bool is_rate(double value) { return std::isfinite(value) && value >= 0; }
-
-// Throws json::exception on a wrong shape.
-Result<StageCosts> stage_from_json(const json& j) {
-  StageCosts stage;
-  HCACHE_ASSIGN_OR_RETURN(stage.layer, layer_from_json(j));
-  stage.n_layers = j.at("layers").get<int>();
-  stage.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
-  if (stage.n_layers < 1) return data_loss("a stage without layers");
-  if (!is_rate(stage.upload_bytes_per_s)) return data_loss("a figure below zero");
-  return stage;
-}
-
 // Stages of one device that follow each other cost the same.
 std::vector<LayerRange> device_ranges(const Engine& engine) {
   std::vector<LayerRange> ranges;
@@ -441,41 +379,6 @@ std::vector<LayerRange> device_ranges(const Engine& engine) {
     }
   }
   return ranges;
-}
-
-std::string profile_path(const std::string& dir, const std::string& key) {
-  struct Tag;
-  return join_path(dir, to_hex(Hasher("hcache.profile").add(key).finish<Id128<Tag>>()) + ".json");
-}
-
-Result<CostProfile> parse_profile(const std::string& text) {
-  try {
-    const json j = json::parse(text);
-    if (j.at("version").get<int>() != kFormatVersion) return data_loss("another format version");
-    CostProfile p;
-    p.key = j.at("key").get<std::string>();
-    HCACHE_ASSIGN_OR_RETURN(p.layer, layer_from_json(j));
-    p.finish_s = j.at("finish_s").get<double>();
-    p.compute_scale = j.at("compute_scale").get<double>();
-    p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
-    p.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
-    p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
-    for (const double value :
-         {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
-      if (!is_rate(value)) return data_loss("a figure below zero");
-    }
-    if (!(p.compute_scale >= 1 / kMaxScale && p.compute_scale <= kMaxScale)) {
-      return data_loss("a scale of the costs out of its range");
-    }
-    if (j.contains("stages")) {
-      for (const json& stage : j.at("stages")) {
-        HCACHE_ASSIGN_OR_RETURN(p.stages.emplace_back(), stage_from_json(stage));
-      }
-    }
-    return p;
-  } catch (const json::exception& e) {
-    return data_loss(e.what());
-  }
 }
 
 }  // namespace
@@ -563,34 +466,6 @@ Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::st
   return profile;
 }
 
-Result<CostProfile> load_cost_profile(Env& env, const std::string& dir, const std::string& key) {
-  const std::string path = profile_path(dir, key);
-  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(env, path));
-  Result<CostProfile> profile = parse_profile(text);
-  if (!profile.ok()) return data_loss(profile.status().message()).with_context(path);
-  if (profile->key != key) return data_loss("measured for something else").with_context(path);
-  return profile;
-}
-
-Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& profile) {
-  HCACHE_RETURN_IF_ERROR(env.make_dirs(dir));
-  json j = to_json(profile.layer);
-  j["version"] = kFormatVersion;
-  j["key"] = profile.key;
-  j["compute_scale"] = profile.compute_scale;
-  j["finish_s"] = profile.finish_s;
-  j["read_bytes_per_s"] = profile.read_bytes_per_s;
-  j["upload_bytes_per_s"] = profile.upload_bytes_per_s;
-  j["gemm_flops_per_s"] = profile.gemm_flops_per_s;
-  for (const StageCosts& stage : profile.stages) {
-    json one = to_json(stage.layer);
-    one["layers"] = stage.n_layers;
-    one["upload_bytes_per_s"] = stage.upload_bytes_per_s;
-    j["stages"].push_back(std::move(one));
-  }
-  return write_whole_file(env, profile_path(dir, profile.key), j.dump(2) + "\n");
-}
-
 void observe_read_speed(CostProfile& profile, double bytes_per_s) {
   if (!std::isfinite(bytes_per_s) || bytes_per_s <= 0) return;
   profile.read_bytes_per_s =
@@ -603,7 +478,7 @@ void observe_project_time(CostProfile& profile, double seconds, double predicted
   if (!std::isfinite(seconds) || !(predicted_s >= kMinObservedS)) return;
   const double surprise = std::clamp(seconds / predicted_s, 1 / kMaxSurprise, kMaxSurprise);
   profile.compute_scale = std::clamp(profile.compute_scale * (1 + kObservedWeight * (surprise - 1)),
-                                     1 / kMaxScale, kMaxScale);
+                                     1 / kMaxComputeScale, kMaxComputeScale);
 }
 
 namespace {

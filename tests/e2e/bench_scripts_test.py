@@ -69,6 +69,13 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual([row["batch"] for row in rows], [1, 2])
         self.assertTrue(all(row["bytes_read"] > 0 for row in rows))
 
+    def test_batch_bar(self):
+        self.run_script("bench/batch_bar.py", "--quick", "--work", self.work)
+        found = self.results("batch_bar.json")
+        self.assertEqual(found["same_answers"], 4)
+        self.assertGreater(found["hcache"]["engine"]["streamed_bytes"], 0)
+        self.assertEqual([peer["slots"] for peer in found["peers"] if "seconds" in peer], [1, 2])
+
     def test_sweep(self):
         self.run_script("bench/sweep.py", "--quick", "--work", self.work, "--json",
                         self.work / "sweep.json")

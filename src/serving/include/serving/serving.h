@@ -38,9 +38,10 @@ struct BatchReport {
   int64_t steps = 0;
   int64_t rows = 0;  // that they computed
   double step_s = 0;
-  double wait_s = 0;          // of it, for blocks
-  double weights_wait_s = 0;  // for weights
-  uint64_t read_bytes = 0;    // of blocks
+  double wait_s = 0;            // of it, for blocks
+  double weights_wait_s = 0;    // for weights
+  uint64_t read_bytes = 0;      // of blocks
+  uint64_t streamed_bytes = 0;  // weights that each step reads once
   // Sums over the steps in which every sequence had one row.
   int64_t decode_steps = 0;
   double decode_step_s = 0;

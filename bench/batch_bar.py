@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""A batch on a model larger than memory: hcache batch against llama-server in the same memory.
+
+    bench/batch_bar.py --limit 1.25       eight layers of Llama-2-7B's shape in F16; as root
+
+The same requests (prompts of token ids, greedy, answers of an exact length) run
+
+- on hcache with memory enough, everything resident: what computing takes, and the answers;
+- on hcache in a control group of so much memory, page cache counted: the answers must be the same;
+- on llama-server in such a group, with several -np. It gets one wave of requests for each, twice, with few
+  tokens and with some more: their difference is the time of a token of all, and the time of the whole
+  batch follows. One that the group's limit ends is reported as that.
+
+The disk's bound: an answer of n tokens takes n passes over the layers, all requests together, at the rate
+of direct reads of the same file.
+"""
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import tempfile
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import benchlib as lib
+import servers
+import weights
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    lib.add_common_options(parser)
+    parser.add_argument("--limit", help="memory of the control groups, in GiB: 1.25")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--parallel", type=int, default=32, help="hcache's sequences at a time")
+    parser.add_argument("--step-tokens", type=int, default=128, help="of a step of hcache's")
+    parser.add_argument("--buffer", type=int, default=2048, help="tokens of a buffer of hcache's")
+    parser.add_argument("--device-memory", default="1060MiB")
+    parser.add_argument("--cache-memory", default="32MiB")
+    parser.add_argument("--peer-slots", default="1,4,8,16", help="llama-server's -np")
+    parser.add_argument("--peer-tokens", default="2,8", help="of the two waves")
+    parser.add_argument("--llama-server", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args.requests, args.prompt, args.tokens, args.parallel = 4, 80, 6, 2
+        args.buffer, args.device_memory, args.peer_slots, args.peer_tokens = 512, "0", "1,2", "2,4"
+    args.peer_slots = [int(n) for n in args.peer_slots.split(",")]
+    args.peer_tokens = [int(n) for n in args.peer_tokens.split(",")]
+    if args.llama_server is None:
+        paths = map(Path, lib.third_party("peer"))
+        args.llama_server = next(path for path in paths if path.name == "llama-server")
+    return args
+
+
+def prompts(args) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(10, 20000) for _ in range(args.prompt)] for _ in range(args.requests)]
+
+
+def run_batch(args, prefix: list, name: str, options: list) -> dict:
+    """hcache's summary, with the answers by id and the command's peak memory where it is in a group."""
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        source, out = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        with open(source, "w", encoding="utf-8") as file:
+            for i, prompt in enumerate(prompts(args)):
+                body = {"model": "m", "prompt": prompt, "max_tokens": args.tokens, "temperature": 0,
+                        "ignore_eos": True}
+                file.write(json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions",
+                                       "body": body}) + "\n")
+        command = [*map(str, prefix), str(args.program), "batch", str(source), "-o", str(out), "-m",
+                   str(args.model), "--device", args.device, "-t", str(args.threads), "--state-dir",
+                   str(args.work / "batch-state"), "--no-store", "--json", *map(str, options)]
+        lib.say("+ " + " ".join(command))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        (args.work / f"batch-{name}.log").write_text(done.stderr, encoding="utf-8")
+        if done.returncode != 0:
+            raise RuntimeError(f"hcache batch ended with {done.returncode}: {done.stderr[-2000:]}")
+        summary = json.loads(done.stdout)
+        answers = {}
+        for line in out.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
+    summary["places"] = next((line for line in done.stderr.splitlines() if "weights:" in line), "")
+    summary["answers"] = answers
+    summary["tokens_per_s"] = (summary["prompt_tokens"] + summary["reply_tokens"]) / summary["seconds"]
+    return summary
+
+
+def in_group(args) -> dict:
+    options = ["--engine", "hybrid", "--weights", "disk", "--parallel", args.parallel, "--step-tokens",
+               args.step_tokens, "--buffer", args.buffer, "--cache-memory", args.cache_memory,
+               "--device-memory", args.device_memory]
+    with lib.memory_group(args.limit) as prefix:
+        result = run_batch(args, prefix, "group", options)
+        if prefix:
+            result["peak_bytes"] = int((prefix[-1] / "memory.max_usage_in_bytes").read_text())
+    return result
+
+
+def wave(server: servers.Server, batch: list, tokens: int) -> float:
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(batch)) as pool:
+        made = list(pool.map(lambda prompt: weights.complete(server.url, prompt, tokens), batch))
+    if made != [tokens] * len(batch):
+        raise RuntimeError(f"llama-server answered {made} tokens")
+    return time.monotonic() - start
+
+
+def peer(args, slots: int) -> dict:
+    """Seconds of the whole batch with -np slots, from two waves of one request a slot."""
+    few, more = args.peer_tokens
+    context = slots * (args.prompt + args.tokens + 16)
+    with lib.memory_group(args.limit) as prefix:
+        server = servers.Server("llama-server", [
+            *prefix, args.llama_server, "-m", args.model, "-t", args.threads, "-c", context, "-np", slots,
+            "--cache-ram", 0], args.work / "llama-server.log")
+        try:
+            with server:
+                batch = prompts(args)[:slots]
+                few_s, more_s = (wave(server, batch, tokens) for tokens in (few, more))
+        except (OSError, RuntimeError, urllib.error.URLError) as error:
+            return {"slots": slots, "failed": str(error)}
+    token_s = max(0.0, more_s - few_s) / (more - few)
+    seconds = math.ceil(args.requests / slots) * (few_s + token_s * (args.tokens - few))
+    return {"slots": slots, "few_s": few_s, "more_s": more_s, "token_s": token_s, "seconds": seconds,
+            "tokens_per_s": args.requests * (args.prompt + args.tokens) / seconds}
+
+
+def main() -> None:
+    args = parse()
+    args.model = weights.make_model(args, lib.Hcache(args))
+    rate = lib.disk_rate(args.model)
+    n_tokens = args.requests * (args.prompt + args.tokens)
+    resident = run_batch(args, [], "resident", [
+        "--engine", "ordinary", "--weights", "resident", "--parallel", args.requests, "-c",
+        args.requests * (args.prompt + args.tokens + 64)])
+    ours = in_group(args)
+    expected = resident.pop("answers")
+    same = sum(text == expected.get(name) for name, text in ours.pop("answers").items())
+    if same != args.requests:
+        raise RuntimeError(f"{args.requests - same} of {args.requests} answers are not the resident run's")
+    peers = [peer(args, slots) for slots in args.peer_slots]
+    pass_bytes = ours["engine"]["streamed_bytes"]
+    bounds = {"disk": n_tokens / (args.tokens * pass_bytes / rate), "compute": resident["tokens_per_s"]}
+    best = max((p["tokens_per_s"] for p in peers if "seconds" in p), default=None)
+    results = {"quick": args.quick, "model": args.model.name, "model_bytes": args.model.stat().st_size,
+               "limit_gib": args.limit, "disk_bytes_per_s": rate, "bounds": bounds, "resident": resident,
+               "hcache": ours, "peers": peers, "same_answers": same,
+               "ratio": ours["tokens_per_s"] / best if best else None,
+               "of_bound": ours["tokens_per_s"] / min(bounds.values())}
+    print(ours["places"])
+    print(f"the disk brings {rate / 1e9:.2f} GB/s; bounds: disk {bounds['disk']:.1f}, compute "
+          f"{bounds['compute']:.1f} tokens/s; peak memory {ours.get('peak_bytes', 0) / 2**20:.0f} MiB")
+    rows = [[f"llama-server -np {p['slots']}", f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]]
+            for p in peers]
+    print(lib.table(["", "tokens/s"], [["hcache batch", f"{ours['tokens_per_s']:.2f}"], *rows]))
+    print(f"{results['ratio'] or 0:.2f} times llama-server, {results['of_bound']:.2f} of the lower bound")
+    lib.write_results(args.json_file or (args.work / "batch_bar.json"), results)
+
+
+if __name__ == "__main__":
+    main()
