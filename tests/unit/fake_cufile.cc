@@ -15,10 +15,12 @@ namespace {
 
 constexpr size_t kAlignment = 4096;
 
+// Of C, as the functions' own.
 struct Error {
-  int error = 0;
-  int cuda_error = 0;
+  int error;
+  int cuda_error;
 };
+constexpr Error kNone = {0, 0};
 struct Description {
   int type = 0;
   union {
@@ -62,17 +64,17 @@ void fake_flip_bits(bool on) { flips = on; }
 Error cuFileDriverOpen() {
   if (driver_error != 0) return {driver_error, 0};
   ++n_opened;
-  return {};
+  return kNone;
 }
 Error cuFileDriverClose_v2() {
   --n_opened;
-  return {};
+  return kNone;
 }
 Error cuFileHandleRegister(void** handle, Description* description) {
   if (description->type != 1 || description->file.fd < 0) return {5022, 0};
   *handle = new Handle{description->file.fd};
   ++n_handles;
-  return {};
+  return kNone;
 }
 void cuFileHandleDeregister(void* handle) {
   delete static_cast<Handle*>(handle);
@@ -80,11 +82,11 @@ void cuFileHandleDeregister(void* handle) {
 }
 Error cuFileBufRegister(const void* base, size_t length, int /*flags*/) {
   const std::lock_guard lock(memory_mutex);
-  return memory.emplace(base, length).second ? Error{} : Error{5023, 0};
+  return memory.emplace(base, length).second ? kNone : Error{5023, 0};
 }
 Error cuFileBufDeregister(const void* base) {
   const std::lock_guard lock(memory_mutex);
-  return memory.erase(base) == 1 ? Error{} : Error{5024, 0};
+  return memory.erase(base) == 1 ? kNone : Error{5024, 0};
 }
 ssize_t cuFileRead(void* handle, void* base, size_t size, off_t file_offset, off_t base_offset) {
   {

@@ -113,7 +113,6 @@ Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<f
   act_inputs_of_ = -1;
   wanted_.clear();
   const int64_t busy_ns = p_.io == nullptr ? 0 : p_.io->read_busy_ns();
-  const uint64_t bytes_read = p_.io == nullptr ? 0 : p_.io->bytes_read();
   const int64_t begin_ns = now_ns();
   const Status status = run_tasks({step, logits, logits_of, times}, next);
   if (status.ok()) {
@@ -126,7 +125,8 @@ Status StepLoop::run(const StepInput& step, const StepInput& next, std::vector<f
   times->total_s = seconds(now_ns() - begin_ns);
   if (p_.io != nullptr) {
     times->link_busy_s = seconds(p_.io->read_busy_ns() - busy_ns);
-    times->link_bytes = p_.io->bytes_read() - bytes_read;
+    const uint64_t before = std::exchange(counted_bytes_, p_.io->bytes_read());
+    times->link_bytes = counted_bytes_ - before;
   }
   return status;
 }

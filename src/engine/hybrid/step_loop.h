@@ -118,6 +118,7 @@ class StepLoop {
   uint64_t first_number_ = 0;    // of the step's first task: tasks are numbered through steps
   std::deque<Loading> loading_;  // of tasks that have not been computed, in order
   std::vector<int32_t> wanted_;  // rows of the step whose logits its last half is to make
+  uint64_t counted_bytes_ = 0;   // that had been read when the last step ended
   int act_inputs_of_ = -1;       // the mini-batch whose ACT rows' inputs the device has
 };
 

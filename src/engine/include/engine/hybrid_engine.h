@@ -136,7 +136,7 @@ struct StepTimes {
   double link_busy_s = 0;   // reads were under way
   double weights_s = 0;     // computing waited for weights
   uint64_t read_bytes = 0;  // that the step needed from disk
-  uint64_t link_bytes = 0;  // read while it ran: of its own, and ahead for the next step
+  uint64_t link_bytes = 0;  // read since the last one: of its own, and ahead for the next step
   int64_t rows = 0;
   int64_t context_tokens = 0;
   int n_batches = 0;
