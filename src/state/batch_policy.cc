@@ -24,6 +24,7 @@ constexpr double kMinObservedLoads = 0.05;  // of a step
 constexpr int kSampledSteps = 3;            // that are timed of each batch, behind one that is not
 // Of generation, which the ratio hangs on: over some seconds of a machine whose speed wavers.
 constexpr int kGeneratingSteps = 12;
+constexpr double kSampledS = 15;  // steps beyond the fewest end after so long; weights may stream
 
 // The median of each size's times: one sample may have been interrupted.
 std::vector<SizedTime> medians(const std::vector<SizedTime>& samples) {
@@ -106,7 +107,9 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
     HCACHE_RETURN_IF_ERROR(engine->add(prompt, n + batch.steps + 1).status());
   }
   std::vector<BatchSample> samples;
+  double sampled_s = 0;
   for (int decoded = -1; decoded < batch.steps;) {
+    if (decoded >= kSampledSteps && sampled_s > kSampledS) break;
     HCACHE_ASSIGN_OR_RETURN(const engine::HybridStep step, engine->step());
     if (step.rows.size() < batch.contexts.size()) {
       return invalid_argument("the sampled contexts are more than a step's rows");
@@ -114,6 +117,7 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
     HCACHE_RETURN_IF_ERROR(engine->flush());
     if (++decoded > 0) {
       samples.insert(samples.end(), step.times.samples.begin(), step.times.samples.end());
+      sampled_s += step.times.total_s;
     }
     for (const engine::RequestLogits& row : step.rows) {
       if (decoded < batch.steps) HCACHE_RETURN_IF_ERROR(engine->append(row.id, 0));
