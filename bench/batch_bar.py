@@ -95,8 +95,8 @@ def run_batch(args, prefix: list, name: str, options: list) -> dict:
 
 def in_group(args) -> dict:
     options = ["--engine", "hybrid", "--weights", "disk", "--parallel", args.parallel, "--step-tokens",
-               args.step_tokens, "--buffer", args.buffer, "--cache-memory", args.cache_memory,
-               "--device-memory", args.device_memory]
+               args.step_tokens, "-b", args.step_tokens, "--buffer", args.buffer,
+               "--cache-memory", args.cache_memory, "--device-memory", args.device_memory]
     with lib.memory_group(args.limit) as prefix:
         result = run_batch(args, prefix, "group", options)
         if prefix:
