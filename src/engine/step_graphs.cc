@@ -51,7 +51,7 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
 Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, int layer,
                                            Piece piece, bool kv_only) {
   const Graph g(stage.graphs(), most_nodes(stage, step, 1));
-  const bool sums_wanted = layer == model_.hparams().n_layer - 1 && piece != Piece::kAttention;
+  const bool sums_wanted = is_last(layer) && piece != Piece::kAttention;
   ggml_tensor* made = build_piece(
       {.stage = stage,
        .g = g,
@@ -83,20 +83,19 @@ ggml_tensor* StepGraphs::build_piece(const Range& range, Piece piece) {
   ggml_context* ctx = range.g.ctx;
   const model::Model& part = range.stage.model();
   const int layer = range.begin;
-  ggml_tensor* rows = range.stage.rows();
-  ggml_tensor* x = ggml_view_2d(ctx, rows, rows->ne[0], range.n_x, rows->nb[1], 0);
+  ggml_tensor* x = kept_rows(range, range.n_x);
   if (piece == Piece::kLogits) return model::build_logits(ctx, part, x);
-  if (piece == Piece::kFeedForward) return model::build_feed_forward_share(ctx, part, layer, x);
+  if (piece == Piece::kFeedForward) return model::build_feed_forward(ctx, part, layer, x);
   ggml_tensor* hidden = model::build_hidden(ctx, part, layer, x);
   build_kv(range, layer, hidden);
   if (range.kv_only_last) return nullptr;
   ggml_tensor* attention = build_attention(range, layer, hidden);
-  if (layer == model_.hparams().n_layer - 1) {
+  if (is_last(layer)) {
     attention = wanted_rows(range, attention);
     x = wanted_rows(range, x);
     hidden = wanted_rows(range, hidden);
   }
-  return model::build_attention_share(ctx, part, layer, x, hidden, attention);
+  return model::build_attention_output(ctx, part, layer, x, hidden, attention);
 }
 
 void StepGraphs::forget_last() {
@@ -142,11 +141,10 @@ void StepGraphs::build_attention_half(const Range& range, int layer, ggml_tensor
   int64_t n = range.step.n_rows;
   if (is_last(layer)) {
     n = static_cast<int64_t>(range.step.output_rows.size());
-    ggml_tensor* wanted = ggml_view_1d(ctx, range.stage.output_rows(), n, 0);
-    attention = ggml_get_rows(ctx, attention, wanted);
-    x = ggml_get_rows(ctx, x, wanted);
+    attention = wanted_rows(range, attention);
+    x = wanted_rows(range, x);
   }
-  ggml_tensor* rows = model::build_attention_output(ctx, model_, layer, x, attention);
+  ggml_tensor* rows = model::build_attention_output(ctx, model_, layer, x, nullptr, attention);
   range.g.add(ggml_cpy(ctx, rows, kept_rows(range, n)));
 }
 

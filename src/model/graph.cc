@@ -112,30 +112,12 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden, ggml_tensor* attn) {
-  const LayerWeights& w = model.weights().layers[layer];
-  if (!model.spec().parallel_attention) {
-    return build_feed_forward(ctx, model, layer,
-                              build_attention_output(ctx, model, layer, x, attn));
-  }
-  ggml_tensor* attn_out = apply_linear(ctx, w.o, attn);
-  ggml_tensor* ffn_in = parallel_ffn_input(ctx, model, layer, x, hidden);
-  return ggml_add(ctx, ggml_add(ctx, feed_forward(ctx, model, w, ffn_in), attn_out), x);
+  ggml_tensor* y = build_attention_output(ctx, model, layer, x, hidden, attn);
+  return model.spec().parallel_attention ? y : build_feed_forward(ctx, model, layer, y);
 }
 
-ggml_tensor* build_attention_output(ggml_context* ctx, const Model& model, int layer,
-                                    ggml_tensor* x, ggml_tensor* attn) {
-  return ggml_add(ctx, apply_linear(ctx, model.weights().layers[layer].o, attn), x);
-}
-
-ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& model, int layer,
-                                ggml_tensor* rows) {
-  const LayerWeights& w = model.weights().layers[layer];
-  ggml_tensor* input = apply_norm(ctx, model, model.spec().norm, w.ffn_norm, rows);
-  return ggml_add(ctx, feed_forward(ctx, model, w, input), rows);
-}
-
-ggml_tensor* build_attention_share(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
-                                   ggml_tensor* hidden, ggml_tensor* attn) {
+ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                    ggml_tensor* hidden, ggml_tensor* attn) {
   const LayerWeights& w = part.weights().layers[layer];
   ggml_tensor* y = apply_linear(ctx, w.o, attn);
   if (part.spec().parallel_attention) {
@@ -145,8 +127,7 @@ ggml_tensor* build_attention_share(ggml_context* ctx, const Model& part, int lay
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
-ggml_tensor* build_feed_forward_share(ggml_context* ctx, const Model& part, int layer,
-                                      ggml_tensor* x) {
+ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x) {
   const LayerWeights& w = part.weights().layers[layer];
   ggml_tensor* ffn_in = apply_norm(ctx, part, part.spec().norm, w.ffn_norm, x);
   ggml_tensor* y = feed_forward(ctx, part, w, ffn_in);

@@ -166,21 +166,7 @@ class Cli(unittest.TestCase):
     def test_conversations_come_back_on_two_devices(self):
         """The first twelve layers on the CPU, the others on a server."""
         place = ["--device", f"rpc:127.0.0.1:{self.rpc_server()}", "--gpu-layers", "18"]
-        words = " ".join(f"boat {i}" for i in range(60))
-        whole = self.talk("chat", "--no-store", *place, stdin=f"{words}\nHow many boats?\n")
-        expected = [json.loads(line) for line in whole.splitlines()]
-        first = json.loads(self.talk("run", "--session", "s", "--save", "all", *place, "-p", words))
-        self.assertEqual(first["reply_tokens"], expected[0]["reply_tokens"])
-        for method in ("hidden", "kv"):
-            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
-                                        method, *place, "-p", "How many boats?"))
-            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
-            if method == "kv":  # is exact on every device
-                self.assertEqual(turn["reply_tokens"], expected[1]["reply_tokens"])
-        # What was saved on both is of use to the CPU alone.
-        turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method", "kv",
-                                    "-p", "How many boats?"))
-        self.assertGreater(turn["restore"]["restored_tokens"], 128)
+        self.comes_back(place)
         self.assertIn("a layer is computed on one device",
                       self.hcache("run", "-m", MODEL, "--state-dir", self.state, *place,
                                   "--override-tensor", "ffn_=cpu", "-p", "x", code=8))
@@ -203,21 +189,7 @@ class Cli(unittest.TestCase):
         """Two of the three KV heads and their query heads on one server, the last on the other."""
         devices = ",".join(f"rpc:127.0.0.1:{self.rpc_server()}" for _ in range(2))
         place = ["--device", devices, "--split-mode", "tensor"]
-        words = " ".join(f"boat {i}" for i in range(60))
-        whole = self.talk("chat", "--no-store", *place, stdin=f"{words}\nHow many boats?\n")
-        expected = [json.loads(line) for line in whole.splitlines()]
-        first = json.loads(self.talk("run", "--session", "s", "--save", "all", *place, "-p", words))
-        self.assertEqual(first["reply_tokens"], expected[0]["reply_tokens"])
-        for method in ("hidden", "kv"):
-            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
-                                        method, *place, "-p", "How many boats?"))
-            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
-            if method == "kv":  # is exact on every device
-                self.assertEqual(turn["reply_tokens"], expected[1]["reply_tokens"])
-        # What was saved on both is of use to the CPU alone.
-        turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method", "kv",
-                                    "-p", "How many boats?"))
-        self.assertGreater(turn["restore"]["restored_tokens"], 128)
+        self.comes_back(place)
         for arguments, message in ((["--weights", "disk"], "shares each layer"),
                                    (["--gpu-layers", "3"], "--gpu-layers 3"),
                                    (["--tensor-split", "1,2,3"], "3 parts for 2 devices")):
@@ -239,6 +211,24 @@ class Cli(unittest.TestCase):
                 self.assertEqual(run == 1, cached > 128, answer)
                 self.assertEqual(server.stop(), 0, server.errors())
         self.assertEqual(answers[0], answers[1])
+
+    def comes_back(self, place: list):
+        """A conversation on these devices goes on from hidden states, from KV, and on the CPU alone."""
+        words = " ".join(f"boat {i}" for i in range(60))
+        whole = self.talk("chat", "--no-store", *place, stdin=f"{words}\nHow many boats?\n")
+        expected = [json.loads(line) for line in whole.splitlines()]
+        first = json.loads(self.talk("run", "--session", "s", "--save", "all", *place, "-p", words))
+        self.assertEqual(first["reply_tokens"], expected[0]["reply_tokens"])
+        for method in ("hidden", "kv"):
+            turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method",
+                                        method, *place, "-p", "How many boats?"))
+            self.assertGreater(turn["restore"]["restored_tokens"], 128, method)
+            if method == "kv":  # is exact on every device
+                self.assertEqual(turn["reply_tokens"], expected[1]["reply_tokens"])
+        # What was saved on both is of use to the CPU alone.
+        turn = json.loads(self.talk("run", "--session", "s", "--no-save", "--restore-method", "kv",
+                                    "-p", "How many boats?"))
+        self.assertGreater(turn["restore"]["restored_tokens"], 128)
 
     def rpc_server(self) -> int:
         """The port of an `rpc-serve`, which is stopped after the test."""

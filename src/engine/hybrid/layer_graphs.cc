@@ -224,7 +224,8 @@ void LayerGraphs::keep_attention(const Graph& g, const Forward& forward, ggml_te
     attention = ggml_get_rows(g.ctx, attention, wanted);
     input = ggml_get_rows(g.ctx, x, wanted);
   }
-  ggml_tensor* rows = model::build_attention_output(g.ctx, model_, forward.layer, input, attention);
+  ggml_tensor* rows =
+      model::build_attention_output(g.ctx, model_, forward.layer, input, nullptr, attention);
   g.add(ggml_cpy(g.ctx, rows, step_rows(g, forward.piece->row_offset, n)));
 }
 

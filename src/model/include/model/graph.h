@@ -40,20 +40,12 @@ ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer
                                 ggml_tensor* hidden, ggml_tensor* attn);
 
 // The same in two graphs: the rows behind the attention block, and the layer's output from those.
-// Not where attention and feed-forward are parallel.
-ggml_tensor* build_attention_output(ggml_context* ctx, const Model& model, int layer,
-                                    ggml_tensor* x, ggml_tensor* attn);
-ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& model, int layer,
-                                ggml_tensor* rows);
-
-// What one part of a model (see Model::parts()) adds to a shared layer, [n_embd, n]; the parts' sum
-// goes on. The residual x is the first part's to add. In parallel architectures the attention's
-// share is the whole layer's; in others it is followed by that of the feed-forward block, whose x
-// is the first sum.
-ggml_tensor* build_attention_share(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
-                                   ggml_tensor* hidden, ggml_tensor* attn);
-ggml_tensor* build_feed_forward_share(ggml_context* ctx, const Model& part, int layer,
-                                      ggml_tensor* x);
+// In parallel architectures the first is the whole layer's output. Of a part of a model (see
+// Model::parts()) each is what it adds to a shared layer, [n_embd, n], and the parts' sum goes on;
+// the residual x is the first part's to add. Parallel architectures alone read `hidden`.
+ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                    ggml_tensor* hidden, ggml_tensor* attn);
+ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x);
 
 // Final norm and output matrix: logits F32 [n_vocab, n].
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x);
