@@ -138,6 +138,8 @@ Status PutDrafter::add(const ChunkWrite& write) {
     return {};
   }
   ++draft_.report.chunks_extended;
+  std::erase_if(draft_.superseded,
+                [&](const ChunkRecord& tail) { return tail.info.id == write.id; });
   index_.emplace(write.id, draft_.chunks.size());
   draft_.chunks.push_back(std::move(chunk));
   dropped_.push_back(false);
@@ -158,7 +160,7 @@ Status PutDrafter::add_new(const ChunkWrite& write, Draft chunk, std::span<const
   }
   for (ChunkRecord& tail : shorter) {
     // A tail that this batch adds pages to stays until the next time.
-    if (index_.contains(tail.info.id)) continue;
+    if (index_.contains(tail.info.id) || supersedes(tail.info.id)) continue;
     draft_.superseded.push_back(std::move(tail));
   }
   ++draft_.report.chunks_new;
@@ -166,6 +168,11 @@ Status PutDrafter::add_new(const ChunkWrite& write, Draft chunk, std::span<const
   draft_.chunks.push_back(std::move(chunk));
   dropped_.push_back(false);
   return {};
+}
+
+bool PutDrafter::supersedes(const ChunkId& id) const {
+  return std::any_of(draft_.superseded.begin(), draft_.superseded.end(),
+                     [&](const ChunkRecord& tail) { return tail.info.id == id; });
 }
 
 Result<bool> PutDrafter::has_parent(const ChunkId& parent) {

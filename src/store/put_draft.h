@@ -50,6 +50,8 @@ class PutDrafter {
   // A chunk that the store does not have: decides whether it is written.
   [[nodiscard]] Status add_new(const ChunkWrite& write, Draft chunk,
                                std::span<const PageInfo> wanted);
+  // Whether the batch makes this stored tail needless; several chunks may extend the same one.
+  [[nodiscard]] bool supersedes(const ChunkId& id) const;
   // Whether the parent is there, full, stored or in the batch.
   [[nodiscard]] Result<bool> has_parent(const ChunkId& parent);
   // Longer siblings make a chunk needless (then true); it makes shorter ones needless.

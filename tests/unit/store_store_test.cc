@@ -116,6 +116,41 @@ TEST_F(StoreTest, OneBatchMayExtendItsOwnTail) {
   EXPECT_EQ(expect_match(tokens_of(80)), 80U);
 }
 
+TEST_F(StoreTest, OneBatchMayExtendATailInTwoWays) {
+  open();
+  put(Chain(kModel, kSalt, tokens_of(70), {}));
+  const Chain left(kModel, kSalt, tokens_of(90), {});
+  const Chain right(kModel, kSalt, tokens_of(140, 5, 80), {});
+  std::vector<ChunkWrite> batch(right.chunks().begin() + 1, right.chunks().end());
+  batch.push_back(left.chunks()[1]);
+  auto report = store_->put(batch);
+  ASSERT_OK(report);
+  EXPECT_EQ(report->chunks_new, 3U);
+  EXPECT_EQ(report->tails_superseded, 1U);
+  EXPECT_OK(store_->check_integrity());
+  // Its space was freed once.
+  for (std::uint32_t seed = 7; seed < 11; ++seed) {
+    put(Chain(kModel, kSalt, tokens_of(6, seed), {}));
+    EXPECT_EQ(expect_match(tokens_of(6, seed)), 6U);
+  }
+  EXPECT_EQ(expect_match(tokens_of(90)), 90U);
+  EXPECT_EQ(expect_match(tokens_of(140, 5, 80)), 140U);
+}
+
+TEST_F(StoreTest, ATailThatOneBatchExtendsAndAddsToStays) {
+  open();
+  put(Chain(kModel, kSalt, tokens_of(10), {4, {Encoding::kKv}, 16}));
+  const Chain longer(kModel, kSalt, tokens_of(20), {4, {Encoding::kKv}, 16});
+  const Chain more(kModel, kSalt, tokens_of(10), {5, {Encoding::kKv}, 16});
+  auto report = store_->put(std::vector{longer.chunks()[0], more.chunks()[0]});
+  ASSERT_OK(report);
+  EXPECT_EQ(report->chunks_extended, 1U);
+  EXPECT_EQ(report->tails_superseded, 0U);
+  EXPECT_OK(store_->check_integrity());
+  EXPECT_EQ(store_->stat()->chunks, 2U);
+  EXPECT_EQ(expect_match(tokens_of(20)), 20U);
+}
+
 TEST_F(StoreTest, MissingEncodingsAreAdded) {
   open();
   put(Chain(kModel, kSalt, tokens_of(100), {4, {Encoding::kHiddenQ8_1}, 36}));
