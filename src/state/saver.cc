@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 
@@ -94,6 +95,46 @@ struct Flush {
   SeqId seq = kAllSequences;
 };
 using Command = std::variant<Begin, Tokens, Fork, Captured, ReadyChunk, End, Flush>;
+
+void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
+  const bool known = std::any_of(write.pages.begin(), write.pages.end(), [&](const auto& other) {
+    return other.layer == page.layer && other.encoding == page.encoding;
+  });
+  if (!known && !page.bytes.empty()) write.pages.push_back(page);
+}
+
+// What the store is to put. Sequences with the same tokens give the same chunk, which then has the
+// pages of all of them.
+std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
+                                         store::ElementType kv_type) {
+  std::vector<store::ChunkWrite> batch;
+  std::unordered_map<ChunkId, size_t> index;  // of the batch
+  for (const ReadyChunk& chunk : chunks) {
+    const auto [at, is_new] = index.emplace(chunk.id, batch.size());
+    if (is_new) {
+      batch.push_back({.id = chunk.id,
+                       .parent = chunk.parent,
+                       .fingerprint = chunk.fingerprint,
+                       .salt = chunk.salt.id,
+                       .owner = chunk.salt.owner,
+                       .first_position = static_cast<uint64_t>(chunk.first_pos),
+                       .tokens = chunk.tokens,
+                       .k_type = kv_type,
+                       .v_type = kv_type,
+                       .pages = {}});
+    }
+    store::ChunkWrite& write = batch[at->second];
+    for (size_t i = 0; i < chunk.layers.size(); ++i) {
+      const auto layer = static_cast<uint16_t>(i);
+      const PageBuffer& page = chunk.layers[i];
+      if (!page.hidden.empty()) {
+        add_page(write, {layer, *hidden_encoding(page.hidden_type), page.hidden});
+      }
+      add_page(write, {layer, store::Encoding::kKv, page.kv});
+    }
+  }
+  return batch;
+}
 
 class SaverImpl : public Saver {
  public:
@@ -190,8 +231,6 @@ class SaverImpl : public Saver {
     if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
   }
   void add_ready(ReadyChunk chunk);
-  // The same for pages of a chunk that may be in the batch already: it may not be there twice.
-  void add_pages(ReadyChunk chunk);
   void write_ready();
   void write(std::span<const ReadyChunk> chunks);
   void note_durable(std::span<const ReadyChunk> chunks);
@@ -315,7 +354,7 @@ void SaverImpl::run(Command& command) {
     const MutexLock lock(mutex_);
     ring_->give_back(captured->block);
   } else if (auto* chunk = std::get_if<ReadyChunk>(&command)) {
-    add_pages(std::move(*chunk));
+    add_ready(std::move(*chunk));
   } else if (auto* end = std::get_if<End>(&command)) {
     const auto it = sequences_.find(end->seq);
     if (it == sequences_.end()) return;
@@ -565,21 +604,6 @@ void SaverImpl::add_ready(ReadyChunk chunk) {
   ready_.push_back(std::move(chunk));
 }
 
-void SaverImpl::add_pages(ReadyChunk chunk) {
-  const auto found = std::find_if(ready_.begin(), ready_.end(),
-                                  [&](const ReadyChunk& other) { return other.id == chunk.id; });
-  if (found == ready_.end()) {
-    add_ready(std::move(chunk));
-    return;
-  }
-  found->layers.resize(std::max(found->layers.size(), chunk.layers.size()));
-  for (size_t i = 0; i < chunk.layers.size(); ++i) {
-    if (chunk.layers[i].kv.empty() || !found->layers[i].kv.empty()) continue;
-    ready_bytes_ += chunk.layers[i].kv.size();
-    found->layers[i].kv = std::move(chunk.layers[i].kv);
-  }
-}
-
 // A put for each owner: one whose quota is used up does not keep others from being saved.
 void SaverImpl::write_ready() {
   std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
@@ -597,29 +621,7 @@ void SaverImpl::write_ready() {
 }
 
 void SaverImpl::write(std::span<const ReadyChunk> chunks) {
-  const store::ElementType kv_type = *element_type(kv_type_);
-  std::vector<store::ChunkWrite> batch;
-  for (const ReadyChunk& chunk : chunks) {
-    store::ChunkWrite& write = batch.emplace_back();
-    write.id = chunk.id;
-    write.parent = chunk.parent;
-    write.fingerprint = chunk.fingerprint;
-    write.salt = chunk.salt.id;
-    write.owner = chunk.salt.owner;
-    write.first_position = chunk.first_pos;
-    write.tokens = chunk.tokens;
-    write.k_type = kv_type;
-    write.v_type = kv_type;
-    for (size_t i = 0; i < chunk.layers.size(); ++i) {
-      const auto layer = static_cast<uint16_t>(i);
-      const PageBuffer& page = chunk.layers[i];
-      if (!page.hidden.empty()) {
-        write.pages.push_back({layer, *hidden_encoding(page.hidden_type), page.hidden});
-      }
-      if (!page.kv.empty()) write.pages.push_back({layer, store::Encoding::kKv, page.kv});
-    }
-  }
-
+  const std::vector<store::ChunkWrite> batch = writes_of(chunks, *element_type(kv_type_));
   const int64_t start_ns = env_.monotonic_ns();
   const Result<store::PutReport> report = store_.put(batch);
   const double seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;

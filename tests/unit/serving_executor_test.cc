@@ -330,6 +330,33 @@ TEST_F(ExecutorTest, DurableIsWhatACrashWouldLeave) {
   EXPECT_EQ((*p)->durable_tokens(unsaved), kNotSaving);
 }
 
+TEST_F(ExecutorTest, SequencesWithTheSameTokensAreBothSaved) {
+  const Tokens trunk = random_tokens(150, 1);
+  const Tokens left = random_tokens(30, 2);
+  const Tokens right = random_tokens(70, 3);
+  std::vector<std::byte> state;
+  {
+    auto p = process();
+    const SeqId a = p->create();
+    const SeqId b = p->create();
+    p->append(a, trunk);
+    p->append(b, trunk);
+    p->wait_until_durable(a, 150);
+    p->wait_until_durable(b, 150);
+    p->append(a, left);
+    p->append(b, right);
+    p->wait_until_durable(a, 180);
+    p->wait_until_durable(b, 220);
+    state = p->state(b, 220);
+  }
+  auto p = process();
+  EXPECT_EQ(saved(*p, trunk + left), 180);
+  EXPECT_EQ(saved(*p, trunk + right), 220);
+  const SeqId seq = p->create();
+  EXPECT_EQ(p->restore(seq, trunk + right + Tokens{1}, 220).tokens, 220);
+  EXPECT_EQ(p->state(seq, 220), state);
+}
+
 TEST_F(ExecutorTest, SaltsSeeNothingOfEachOther) {
   const Tokens tokens = random_tokens(150, 1);
   auto p = process();
