@@ -1,15 +1,18 @@
-#!/usr/bin/env python3
 """A batch on a model larger than memory: hcache batch against llama-server in the same memory.
 
     bench/batch_bar.py --limit 1.25       eight layers of Llama-2-7B's shape in F16; as root
+    bench/batch_bar.py --device cuda:0 --weights host --device-memory 24GiB --shape llama-30b \\
+        --layers 0 --type q8_0            most weights of Llama-30B's shape in host memory
 
 The same requests (prompts of token ids, greedy, answers of an exact length) run
 
 - on hcache with memory enough, everything resident: what computing takes, and the answers;
-- on hcache in a control group of so much memory, page cache counted: the answers must be the same;
-- on llama-server in such a group, with several -np. It gets one wave of requests for each, twice, with few
-  tokens and with some more: their difference is the time of a token of all, and the time of the whole
-  batch follows. One that the group's limit ends is reported as that.
+- on hcache with its weights on disk or in host memory, with --limit in a control group of so much memory,
+  page cache counted; on the CPU the answers must be the same;
+- on llama-server, in such a group too, with several -np; on other devices each with K and V there and in
+  host memory (-nkvo), and as many layers (-ngl) as --device-memory has room for beside them. It gets one
+  wave of requests for each, twice, with few tokens and with some more: their difference is the time of a
+  token of all, and the time of the whole batch follows. One that the group's limit ends is reported as that.
 
 The disk's bound: an answer of n tokens takes n passes over the layers, all requests together, at the rate
 of direct reads of the same file.
@@ -19,6 +22,7 @@ import argparse
 import json
 import math
 import random
+import re
 import subprocess
 import tempfile
 import time
@@ -36,13 +40,18 @@ def parse() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
     parser.add_argument("--limit", help="memory of the control groups, in GiB: 1.25")
+    parser.add_argument("--weights", default="disk", choices=("disk", "host"), help="of hcache's layers")
+    parser.add_argument("--shape", help="of the random-weight model (default: llama2-7b)")
+    parser.add_argument("--layers", type=int, help="its layers; 0: as published (default: 8)")
+    parser.add_argument("--type", default="f16", help="type of its weights")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--parallel", type=int, default=32, help="hcache's sequences at a time")
-    parser.add_argument("--step-tokens", type=int, default=128, help="of a step of hcache's")
+    parser.add_argument("--parallel", type=int, default=64, help="hcache's sequences at a time")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="of a step of hcache's")
+    parser.add_argument("--graph-tokens", type=int, default=128, help="of one of its graphs (-b)")
     parser.add_argument("--buffer", type=int, default=2048, help="tokens of a buffer of hcache's")
-    parser.add_argument("--device-memory", default="1060MiB")
+    parser.add_argument("--device-memory", default="1060MiB", help="of both programs, where it is no CPU")
     parser.add_argument("--cache-memory", default="32MiB")
     parser.add_argument("--peer-slots", default="1,4,8,16", help="llama-server's -np")
     parser.add_argument("--peer-tokens", default="2,8", help="of the two waves")
@@ -51,11 +60,11 @@ def parse() -> argparse.Namespace:
     if args.quick:
         args.requests, args.prompt, args.tokens, args.parallel = 4, 80, 6, 2
         args.buffer, args.device_memory, args.peer_slots, args.peer_tokens = 512, "0", "1,2", "2,4"
+        args.step_tokens = 128
     args.peer_slots = [int(n) for n in args.peer_slots.split(",")]
     args.peer_tokens = [int(n) for n in args.peer_tokens.split(",")]
     if args.llama_server is None:
-        paths = map(Path, lib.third_party("peer"))
-        args.llama_server = next(path for path in paths if path.name == "llama-server")
+        args.llama_server = lib.peer_programs(args.device)["llama-server"]
     return args
 
 
@@ -87,15 +96,14 @@ def run_batch(args, prefix: list, name: str, options: list) -> dict:
         for line in out.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
-    summary["places"] = next((line for line in done.stderr.splitlines() if "weights:" in line), "")
     summary["answers"] = answers
     summary["tokens_per_s"] = (summary["prompt_tokens"] + summary["reply_tokens"]) / summary["seconds"]
     return summary
 
 
 def in_group(args) -> dict:
-    options = ["--engine", "hybrid", "--weights", "disk", "--parallel", args.parallel, "--step-tokens",
-               args.step_tokens, "-b", args.step_tokens, "--buffer", args.buffer,
+    options = ["--engine", "hybrid", "--weights", args.weights, "--parallel", args.parallel, "--step-tokens",
+               args.step_tokens, "-b", args.graph_tokens, "--buffer", args.buffer,
                "--cache-memory", args.cache_memory, "--device-memory", args.device_memory]
     with lib.memory_group(args.limit) as prefix:
         result = run_batch(args, prefix, "group", options)
@@ -113,53 +121,90 @@ def wave(server: servers.Server, batch: list, tokens: int) -> float:
     return time.monotonic() - start
 
 
-def peer(args, slots: int) -> dict:
+def bytes_of(text: str) -> int:
+    """Of a size as the program takes it: 24GiB."""
+    number, unit = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(?:iB|B)?", text).groups()
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+def placements(args) -> list[list]:
+    """llama-server's options of where weights and cache lie, without the layers' number of a cache."""
+    return [[]] if args.device == "cpu" else [[], ["-nkvo"]]
+
+
+def gpu_layers(args, info: dict, cells: int, placement: list) -> list:
+    """-ngl for as many layers as the device's memory has room for beside K and V of so many cells."""
+    if args.device == "cpu":
+        return []
+    room = bytes_of(args.device_memory)
+    if room == 0:
+        return ["-ngl", 99]
+    n_layers = info["n_layer"]
+    weights_bytes = args.model.stat().st_size / n_layers
+    kv_bytes = 0 if placement else info["kv_f16_bytes_per_token"] * cells / n_layers
+    return ["-ngl", int(0.9 * room / (weights_bytes + kv_bytes))]  # the rest: buffers
+
+
+def peer(args, info: dict, slots: int, placement: list) -> dict:
     """Seconds of the whole batch with -np slots, from two waves of one request a slot."""
     few, more = args.peer_tokens
     context = slots * (args.prompt + args.tokens + 16)
+    options = ["-np", slots, *placement, *gpu_layers(args, info, context, placement)]
+    result = {"options": " ".join(map(str, options))}
     with lib.memory_group(args.limit) as prefix:
         server = servers.Server("llama-server", [
-            *prefix, args.llama_server, "-m", args.model, "-t", args.threads, "-c", context, "-np", slots,
+            *prefix, args.llama_server, "-m", args.model, "-t", args.threads, "-c", context, *options,
             "--cache-ram", 0], args.work / "llama-server.log")
         try:
             with server:
                 batch = prompts(args)[:slots]
                 few_s, more_s = (wave(server, batch, tokens) for tokens in (few, more))
         except (OSError, RuntimeError, urllib.error.URLError) as error:
-            return {"slots": slots, "failed": str(error)}
+            return result | {"failed": str(error)}
     token_s = max(0.0, more_s - few_s) / (more - few)
     seconds = math.ceil(args.requests / slots) * (few_s + token_s * (args.tokens - few))
-    return {"slots": slots, "few_s": few_s, "more_s": more_s, "token_s": token_s, "seconds": seconds,
-            "tokens_per_s": args.requests * (args.prompt + args.tokens) / seconds}
+    return result | {"few_s": few_s, "more_s": more_s, "token_s": token_s, "seconds": seconds,
+                     "tokens_per_s": args.requests * (args.prompt + args.tokens) / seconds}
+
+
+def bounds_of(args, resident: dict, ours: dict, rate: float) -> dict:
+    """Tokens/s that computing, and the disk where weights come from there, allow."""
+    bounds = {"compute": resident["tokens_per_s"]}
+    if args.weights == "disk":
+        pass_s = ours["engine"]["streamed_bytes"] / rate
+        bounds["disk"] = args.requests * (args.prompt + args.tokens) / (args.tokens * pass_s)
+    return bounds
 
 
 def main() -> None:
     args = parse()
-    args.model = weights.make_model(args, lib.Hcache(args))
+    hcache = lib.Hcache(args)
+    args.model = weights.make_model(args, hcache, args.shape, args.layers, args.type)
+    info = json.loads(hcache.run("model", "info", args.model, "--json"))
     rate = lib.disk_rate(args.model)
-    n_tokens = args.requests * (args.prompt + args.tokens)
     resident = run_batch(args, [], "resident", [
         "--engine", "ordinary", "--weights", "resident", "--parallel", args.requests, "-c",
         args.requests * (args.prompt + args.tokens + 64)])
     ours = in_group(args)
     expected = resident.pop("answers")
     same = sum(text == expected.get(name) for name, text in ours.pop("answers").items())
-    if same != args.requests:
+    if same != args.requests and args.device == "cpu":
         raise RuntimeError(f"{args.requests - same} of {args.requests} answers are not the resident run's")
-    peers = [peer(args, slots) for slots in args.peer_slots]
-    pass_bytes = ours["engine"]["streamed_bytes"]
-    bounds = {"disk": n_tokens / (args.tokens * pass_bytes / rate), "compute": resident["tokens_per_s"]}
+    peers = [peer(args, info, slots, placement)
+             for placement in placements(args) for slots in args.peer_slots]
+    bounds = bounds_of(args, resident, ours, rate)
     best = max((p["tokens_per_s"] for p in peers if "seconds" in p), default=None)
     results = {"quick": args.quick, "model": args.model.name, "model_bytes": args.model.stat().st_size,
-               "limit_gib": args.limit, "disk_bytes_per_s": rate, "bounds": bounds, "resident": resident,
-               "hcache": ours, "peers": peers, "same_answers": same,
+               "device": args.device, "weights": args.weights, "limit_gib": args.limit,
+               "device_memory": args.device_memory, "disk_bytes_per_s": rate, "bounds": bounds,
+               "resident": resident, "hcache": ours, "peers": peers, "same_answers": same,
                "ratio": ours["tokens_per_s"] / best if best else None,
                "of_bound": ours["tokens_per_s"] / min(bounds.values())}
-    print(ours["places"])
-    print(f"the disk brings {rate / 1e9:.2f} GB/s; bounds: disk {bounds['disk']:.1f}, compute "
-          f"{bounds['compute']:.1f} tokens/s; peak memory {ours.get('peak_bytes', 0) / 2**20:.0f} MiB")
-    rows = [[f"llama-server -np {p['slots']}", f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]]
-            for p in peers]
+    print(f"the disk brings {rate / 1e9:.2f} GB/s; bounds: "
+          + ", ".join(f"{name} {bound:.1f} tokens/s" for name, bound in bounds.items())
+          + f"; peak memory {ours.get('peak_bytes', 0) / 2**20:.0f} MiB")
+    rows = [[f"llama-server {p['options']}",
+             f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]] for p in peers]
     print(lib.table(["", "tokens/s"], [["hcache batch", f"{ours['tokens_per_s']:.2f}"], *rows]))
     print(f"{results['ratio'] or 0:.2f} times llama-server, {results['of_bound']:.2f} of the lower bound")
     lib.write_results(args.json_file or (args.work / "batch_bar.json"), results)

@@ -44,6 +44,16 @@ def third_party(*args: str) -> list[str]:
     return out.stdout.split()
 
 
+def peer_programs(device: str) -> dict[str, Path]:
+    """llama.cpp's programs by their names, built for this kind of device."""
+    options = []
+    if device.startswith("cuda"):
+        options = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
+    elif device.startswith("vulkan"):
+        options = ["--vulkan"]
+    return {path.name: path for path in map(Path, third_party("peer", *options))}
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 

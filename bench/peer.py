@@ -13,7 +13,6 @@ llama.cpp's programs come from `make peer` (same source tree and compiler flags 
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import tempfile
@@ -48,16 +47,9 @@ def parse_args() -> argparse.Namespace:
         args.stream = 16
     args.model = args.model or lib.default_model()
     if not (args.llama_bench and args.llama_server):
-        options = []
-        if args.device.startswith("cuda"):
-            options = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]
-        elif args.device.startswith("vulkan"):
-            options = ["--vulkan"]
-        for path in map(Path, lib.third_party("peer", *options)):
-            if path.name == "llama-bench":
-                args.llama_bench = args.llama_bench or path
-            if path.name == "llama-server":
-                args.llama_server = args.llama_server or path
+        found = lib.peer_programs(args.device)
+        args.llama_bench = args.llama_bench or found["llama-bench"]
+        args.llama_server = args.llama_server or found["llama-server"]
     return args
 
 

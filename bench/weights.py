@@ -38,13 +38,16 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
-def make_model(args, hcache: lib.Hcache) -> Path:
+def make_model(args, hcache: lib.Hcache, shape: str | None = None, layers: int | None = None,
+               kind: str = "f16") -> Path:
+    """-m, or random weights in a published shape (default: Llama-2-7B's, eight layers)."""
     if args.model:
         return Path(args.model)
-    shape, layers = (lib.QUICK_SHAPE, 4) if args.quick else ("llama2-7b", 8)
-    path = args.work / f"{shape}-{layers}-f16.gguf"
+    shape = shape or (lib.QUICK_SHAPE if args.quick else "llama2-7b")
+    layers = (4 if args.quick else 8) if layers is None else layers
+    path = args.work / f"{shape}-{layers}-{kind}.gguf"
     if not path.exists():
-        hcache.run("model", "synth", "--shape", shape, "--layers", layers, "--type", "f16",
+        hcache.run("model", "synth", "--shape", shape, "--layers", layers, "--type", kind,
                    "--vocab-from", lib.default_model(), "-o", path)
     return path
 

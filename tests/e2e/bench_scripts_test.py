@@ -49,6 +49,9 @@ class BenchScripts(unittest.TestCase):
         self.run_script("bench/gpu.sh", "--quick", "--work", self.work, PRESET="release",
                         DEVICE="cpu")
         self.assertEqual({row["bar"] for row in self.results("*-threads.json")["rows"]}, {1, 2, 3, 5})
+        self.run_script("bench/gpu.sh", "--batch", "--quick", "--weights", "disk", "--work", self.work,
+                        PRESET="release", DEVICE="cpu")
+        self.assertEqual(self.results("batch_bar.json")["same_answers"], 4)
 
     def test_serve_bars(self):
         self.run_script("bench/serve_bars.py", "--quick", "--work", self.work)
@@ -74,7 +77,8 @@ class BenchScripts(unittest.TestCase):
         found = self.results("batch_bar.json")
         self.assertEqual(found["same_answers"], 4)
         self.assertGreater(found["hcache"]["engine"]["streamed_bytes"], 0)
-        self.assertEqual([peer["slots"] for peer in found["peers"] if "seconds" in peer], [1, 2])
+        done = [peer["options"] for peer in found["peers"] if "seconds" in peer]
+        self.assertEqual(done, ["-np 1", "-np 2"])
 
     def test_sweep(self):
         self.run_script("bench/sweep.py", "--quick", "--work", self.work, "--json",

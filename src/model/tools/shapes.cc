@@ -96,6 +96,7 @@ ModelShape tied(ModelShape shape) {
 // From the models' published configurations.
 const std::vector<ModelShape>& shapes() {
   static const std::vector<ModelShape> table = {
+      llama("llama-30b", 60, 6656, 52, 52, 17920, 32000, 2048),
       llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000, 4096),
       llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000, 4096),
       llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000, 4096),
