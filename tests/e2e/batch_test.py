@@ -167,6 +167,27 @@ class Batch(unittest.TestCase):
         self.assertGreaterEqual(told[1][0], 128)
         self.assertEqual(told[0][1], told[1][1])
 
+    def test_auto_takes_the_batch_engine_where_weights_are_streamed_or_the_cache_is_small(self):
+        def engine(name: str, *options: str) -> dict:
+            done = self.run_batch(self.folder / f"{name}.jsonl", "--no-store", "--json", "--buffer", "2048",
+                                  *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)["engine"]
+
+        self.input.write_text(lines(3))
+        self.assertEqual(engine("small")["name"], "ordinary")
+        streamed = engine("streamed", "--weights", "disk")
+        self.assertEqual(streamed["name"], "hybrid")
+        self.assertGreater(streamed["streamed_bytes"], 0)
+        self.assertEqual(engine("asked", "--weights", "disk", "--engine", "ordinary")["name"], "ordinary")
+        self.assertEqual(self.answers(self.folder / "streamed.jsonl"),
+                         self.answers(self.folder / "asked.jsonl"))
+        self.input.write_text("".join(json.dumps(
+            {"custom_id": str(n), "method": "POST", "url": "/v1/completions",
+             "body": {"prompt": f"{n} two three " * 200, "max_tokens": 2, "temperature": 0}}) + "\n"
+            for n in range(2)))
+        self.assertEqual(engine("long")["name"], "hybrid")
+
     def test_refusals_say_what_to_do(self):
         self.input.write_text(lines(1) * 2)
         output = self.folder / "out.jsonl"
