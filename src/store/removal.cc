@@ -59,10 +59,10 @@ Result<bool> Removal::redundant(const ChunkRecord& record) {
 void Removal::finish_unpinned() {
   space_.free_unpinned(pins_);
   std::vector<ChunkRecord> tails;
-  std::vector<ChunkId> waiting;
+  std::unordered_set<ChunkId> waiting;
   for (const ChunkId& id : superseded_) {
     if (pins_.pinned(id)) {
-      waiting.push_back(id);
+      waiting.insert(id);
       continue;
     }
     auto found = catalog_.find(id);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "catalog.h"
@@ -43,7 +44,7 @@ class Removal {
   void forget(std::span<const ChunkId> chunks) { cache_.erase(chunks); }
   // Tails that are needless but pinned: they go when they are not.
   void erase_when_unpinned(std::span<const ChunkId> tails) {
-    superseded_.insert(superseded_.end(), tails.begin(), tails.end());
+    superseded_.insert(tails.begin(), tails.end());
   }
   // Does what waited for pins that are gone now: dropped pages and superseded tails.
   void finish_unpinned();
@@ -59,7 +60,7 @@ class Removal {
   DiskOrder& order_;
   PageCache& cache_;
   Remote* const remote_;
-  std::vector<ChunkId> superseded_;
+  std::unordered_set<ChunkId> superseded_;  // one may be extended again while it is pinned
 };
 
 // Writes times of use that the catalog does not have yet.

@@ -1,4 +1,5 @@
 hcache_test(store_store_test unit/store_store_test.cc LIBS hcache_store)
+hcache_test(store_random_test unit/store_random_test.cc LIBS hcache_store)
 hcache_test(store_reader_test unit/store_reader_test.cc LIBS hcache_store)
 hcache_test(store_quota_test unit/store_quota_test.cc LIBS hcache_store)
 hcache_test(store_archive_test unit/store_archive_test.cc LIBS hcache_store)

@@ -137,6 +137,22 @@ TEST_F(StoreTest, OneBatchMayExtendATailInTwoWays) {
   EXPECT_EQ(expect_match(tokens_of(140, 5, 80)), 140U);
 }
 
+TEST_F(StoreTest, ATailInUseThatIsExtendedTwiceIsFreedOnce) {
+  open();
+  put(Chain(kModel, kSalt, tokens_of(70), {}));
+  {
+    auto match = store_->match(kModel, kSalt, tokens_of(70));
+    ASSERT_OK(match);
+    put(Chain(kModel, kSalt, tokens_of(90), {}));
+    put(Chain(kModel, kSalt, tokens_of(140, 5, 80), {}));
+    EXPECT_EQ(store_->stat()->chunks, 5U);
+  }
+  for (std::uint32_t seed = 7; seed < 11; ++seed) put(Chain(kModel, kSalt, tokens_of(6, seed), {}));
+  EXPECT_EQ(store_->stat()->chunks, 8U);
+  EXPECT_EQ(expect_match(tokens_of(90)), 90U);
+  EXPECT_EQ(expect_match(tokens_of(140, 5, 80)), 140U);
+}
+
 TEST_F(StoreTest, ATailThatOneBatchExtendsAndAddsToStays) {
   open();
   put(Chain(kModel, kSalt, tokens_of(10), {4, {Encoding::kKv}, 16}));
