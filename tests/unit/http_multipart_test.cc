@@ -34,9 +34,9 @@ TEST(Multipart, TakesWhatClientsSend) {
 
 TEST(Multipart, ContentMayBeEmptyOrAnyBytes) {
   const std::string bytes("\0\r\n\n\r--X\xff", 9);
-  const auto parts = parse_form(kType, part("name=a", "") + part("name=b", bytes) +
-                                           "--XX\r\nContent-Disposition: form-data; name=c\r\n\r\n"
-                                           "--XX--");
+  const std::string body = part("name=a", "") + part("name=b", bytes) +
+                           "--XX\r\nContent-Disposition: form-data; name=c\r\n\r\n--XX--";
+  const auto parts = parse_form(kType, body);
   ASSERT_OK(parts);
   ASSERT_THAT(*parts, SizeIs(3));
   EXPECT_EQ((*parts)[0].content, "");
