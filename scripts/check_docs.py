@@ -93,7 +93,8 @@ class Known:
                 if "add_common_options(parser)" in text:
                     options |= self.script_options("bench/benchlib.py")
             elif name == "bench/gpu.sh":  # hands its options on
-                options = self.script_options("bench/bars.py")
+                options = {"--batch"} | self.script_options("bench/bars.py") | self.script_options(
+                    "bench/batch_bar.py")
             self._scripts[name] = options
         return self._scripts[name]
 
