@@ -648,7 +648,9 @@ class Stopping(unittest.TestCase):
             self.assertEqual(metric('hcache_requests{state="decoding"}'), 0)
 
     def test_sigterm_lets_replies_end(self):
-        with tempfile.TemporaryDirectory() as folder, start(folder, "--ctx", "2048") as server:
+        # However slow the machine is.
+        options = ("--ctx", "2048", "--grace", "100s")
+        with tempfile.TemporaryDirectory() as folder, start(folder, *options) as server:
             answers = []
             thread = threading.Thread(target=lambda: answers.append(
                 server.chat([{"role": "user", "content": "Tell me a story."}], max_tokens=60)))

@@ -65,6 +65,16 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
     EXPECT_OK(store_->remove(filter));
     lost_ = true;
   }
+  void quarantine_a_page() {
+    auto match = store_->match(kModel, kSalt, known_[below(known_.size())]);
+    ASSERT_OK(match);
+    if (match->chunks.empty()) return;
+    const ChunkInfo& info = match->chunks[below(match->chunks.size())].chunk.info();
+    if (info.pages.empty()) return;
+    const PageInfo& page = info.pages[below(info.pages.size())];
+    EXPECT_OK(store_->quarantine(info.id, page.layer, page.encoding));
+    lost_ = true;
+  }
   void pin_or_release() {
     if (!pinned_.empty() && chance(50)) {
       const Match& match = pinned_.back();
@@ -82,8 +92,8 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
     for (int step = 0; step < n_steps && !HasFailure(); ++step) {
       SCOPED_TRACE(fmt::format("step {}", step));
       const std::size_t what = below(20);
-      if (what == 0 && removes_) {
-        if (!known_.empty()) remove_some();
+      if (what == 0 && removes_ && !known_.empty()) {
+        chance(50) ? remove_some() : quarantine_a_page();
       } else if (what == 1) {
         EXPECT_OK(store_->gc());
       } else if (what == 2) {
