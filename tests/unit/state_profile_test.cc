@@ -244,7 +244,7 @@ TEST_F(RealModel, StreamedLayersTakeAsLongAsTheirWeights) {
   EXPECT_THAT(profile_key(*e, "digest", types), HasSubstr("weights=plain"));
   const Result<CostProfile> p = measure_cost_profile(Env::real(), *e, "key", types, {});
   ASSERT_TRUE(p.ok()) << p.status().to_string();
-  constexpr double kSlow = 1e6;  // bytes/s, slower than any kernel
+  constexpr double kSlow = 1e3;  // bytes/s, slower than any kernel on any machine
   const policy::RestoreCosts costs = restore_costs(*p, *e, kSlow);
   EXPECT_TRUE(policy::validate(costs).ok()) << policy::validate(costs).to_string();
   for (const int l : {0, 29}) {
