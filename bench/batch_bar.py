@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """A batch on a model larger than memory: hcache batch against llama-server in the same memory.
 
     bench/batch_bar.py --limit 1.25       eight layers of Llama-2-7B's shape in F16; as root
@@ -128,7 +129,7 @@ def bytes_of(text: str) -> int:
 
 
 def placements(args) -> list[list]:
-    """llama-server's options of where weights and cache lie, without the layers' number of a cache."""
+    """llama-server's options of where K and V lie: off the CPU on the device, and in host memory."""
     return [[]] if args.device == "cpu" else [[], ["-nkvo"]]
 
 

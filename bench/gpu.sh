@@ -26,7 +26,7 @@ fi
 shift
 case " $* " in
   *" --quick "*) shape=() ;;
-  *) shape=(--shape llama-30b --layers "${LAYERS:-0}" --type q8_0) ;;
+  *) shape=(--shape llama-30b --layers 0 --type q8_0) ;;
 esac
 exec python3 bench/batch_bar.py --weights host --device-memory 24GiB --cache-memory 16GiB --buffer 8192 \
-  --peer-slots 16,32,64 "${common[@]}" "${shape[@]}" "$@"
+  --peer-slots 16,32,64 "${shape[@]}" "${common[@]}" "$@"
