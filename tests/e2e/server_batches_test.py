@@ -122,6 +122,7 @@ class Batches(unittest.TestCase):
         with self.serve() as server:
             wait_until(lambda: count(server) >= 2, "what was answered to be counted again")
             before = count(server)
+            self.assertGreaterEqual(before, 2)
             wait_until(lambda: count(server) > before, "more answers")
             self.assertEqual(server.stop(), 0, server.errors())
         with self.serve() as server:

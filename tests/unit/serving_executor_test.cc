@@ -195,6 +195,15 @@ class ExecutorTest : public testing::Test {
     const scheduler::SavedPrefixRef prefix = p.prefix(tokens, salt);
     return prefix ? prefix->tokens() : 0;
   }
+  // In a new process: all of the chain is saved, and its rows are those.
+  void expect_comes_back(const Tokens& chain, const std::vector<std::byte>& state) {
+    auto p = process();
+    const int n = static_cast<int>(chain.size());
+    EXPECT_EQ(saved(*p, chain), n);
+    const SeqId seq = p->create();
+    EXPECT_EQ(p->restore(seq, chain + Tokens{1}, n).tokens, n);
+    EXPECT_EQ(p->state(seq, n), state);
+  }
 
   TempDir dir_;
   std::string model_;
@@ -283,13 +292,8 @@ TEST_F(ExecutorTest, ForksAreSavedFromWhereTheyPart) {
     state = p->state(*fork, 240);
     p->wait_until_durable(*fork, 240);
   }
-  auto p = process();
-  EXPECT_EQ(saved(*p, trunk + left), 230);
-  const Tokens forked = first(trunk, 150) + right;
-  EXPECT_EQ(saved(*p, forked), 240);
-  const SeqId seq = p->create();
-  EXPECT_EQ(p->restore(seq, forked + Tokens{1}, 240).tokens, 240);
-  EXPECT_EQ(p->state(seq, 240), state);
+  EXPECT_EQ(saved(*process(), trunk + left), 230);
+  expect_comes_back(first(trunk, 150) + right, state);
 }
 
 TEST_F(ExecutorTest, ATrimmedSequenceIsSavedWithWhatFollows) {
@@ -309,11 +313,8 @@ TEST_F(ExecutorTest, ATrimmedSequenceIsSavedWithWhatFollows) {
       state = p->state(seq, n);
       p->wait_until_durable(seq, n);
     }
-    auto p = process();
-    EXPECT_EQ(saved(*p, chain), n) << kept;
-    const SeqId seq = p->create();
-    EXPECT_EQ(p->restore(seq, chain + Tokens{1}, n).tokens, n);
-    EXPECT_EQ(p->state(seq, n), state) << kept;
+    SCOPED_TRACE(kept);
+    expect_comes_back(chain, state);
   }
 }
 
@@ -349,12 +350,8 @@ TEST_F(ExecutorTest, SequencesWithTheSameTokensAreBothSaved) {
     p->wait_until_durable(b, 220);
     state = p->state(b, 220);
   }
-  auto p = process();
-  EXPECT_EQ(saved(*p, trunk + left), 180);
-  EXPECT_EQ(saved(*p, trunk + right), 220);
-  const SeqId seq = p->create();
-  EXPECT_EQ(p->restore(seq, trunk + right + Tokens{1}, 220).tokens, 220);
-  EXPECT_EQ(p->state(seq, 220), state);
+  EXPECT_EQ(saved(*process(), trunk + left), 180);
+  expect_comes_back(trunk + right, state);
 }
 
 TEST_F(ExecutorTest, SaltsSeeNothingOfEachOther) {
