@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LADDER = {
     "base": set(),
     "policy": {"base"},
+    "eval": {"base"},
     "store": {"base", "policy"},
     "model": {"base", "ggml", "llama"},
     "engine": {"base", "model", "ggml"},

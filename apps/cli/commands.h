@@ -14,6 +14,7 @@ void add_run(CLI::App& app, Verb* verb);
 void add_serve(CLI::App& app, Verb* verb);
 void add_batch(CLI::App& app, Verb* verb);
 void add_bench(CLI::App& app, Verb* verb);
+void add_eval(CLI::App& app, Verb* verb);
 void add_plan(CLI::App& app, Verb* verb);
 void add_profile(CLI::App& app, Verb* verb);
 void add_model(CLI::App& app, Verb* verb);

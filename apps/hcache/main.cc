@@ -70,6 +70,7 @@ int run(int argc, char** argv) {
   hcache::cli::add_serve(app, &verb);
   hcache::cli::add_batch(app, &verb);
   hcache::cli::add_bench(app, &verb);
+  hcache::cli::add_eval(app, &verb);
   hcache::cli::add_plan(app, &verb);
   hcache::cli::add_profile(app, &verb);
   hcache::cli::add_sim(app, &verb);

@@ -20,6 +20,10 @@ int32_t argmax(std::span<const float> logits) {
   return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
+double log_prob(std::span<const float> logits, int32_t token) {
+  return static_cast<double>(logits[static_cast<size_t>(token)]) - log_sum_exp(logits);
+}
+
 double kl_divergence(std::span<const float> reference, std::span<const float> other) {
   const double p_norm = log_sum_exp(reference);
   const double q_norm = log_sum_exp(other);

@@ -273,7 +273,7 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   if (task.compute_only) return {};
   policy::ReuseSnapshot snapshot;
   snapshot.tokens = task.length();
-  snapshot.saved = saved_prefix(task);
+  snapshot.saved = std::min(saved_prefix(task), task.reusable() - 1);
   snapshot.room = room;
   snapshot.slots = executor_.limits().max_sequences - static_cast<int64_t>(active_.size());
   const Request& request = task.request;
@@ -281,13 +281,16 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   const auto may_share = [&](const Salt& salt, bool save) {
     return request.cache == CacheUse::kAll && salt == request.salt && (save || !request.save);
   };
+  const auto shared_rows = [&](std::span<const int32_t> tokens) {
+    return std::min(common_prefix(task.chain, tokens), task.reusable());
+  };
   for (const Resident& resident : residents_.all()) {
     policy::ReuseCandidate candidate;
     candidate.held = candidate.coming = static_cast<int64_t>(resident.tokens.size());
     candidate.idle = resident.save == request.save;
     candidate.fork_only = !candidate.idle;
     if (may_share(resident.salt, resident.save)) {
-      candidate.shared = common_prefix(task.chain, resident.tokens);
+      candidate.shared = shared_rows(resident.tokens);
     }
     snapshot.candidates.push_back(candidate);
   }
@@ -297,7 +300,7 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
     const bool behind = other->request.background && !request.background;
     candidate.coming = behind ? other->computed : other->length();  // nobody waits for those
     if (may_share(other->request.salt, other->request.save)) {
-      candidate.shared = common_prefix(task.chain, other->chain);
+      candidate.shared = shared_rows(other->chain);
     }
     snapshot.candidates.push_back(candidate);
   }
@@ -407,7 +410,7 @@ void Core::begin_restore(Task& task, int64_t rows) {
   }
   const Status status = executor_.begin_restore(
       task.seq, {.prefix = std::exchange(task.saved, nullptr),
-                 .tokens = task.chain,
+                 .tokens = std::span(task.chain).first(static_cast<size_t>(task.reusable())),
                  .upto = rows,
                  .method = task.request.restore,
                  .compute_share = policy::restore_compute_share(decoding, options_.restore),

@@ -99,8 +99,10 @@ class Core {
   struct StepRows {
     Task* task = nullptr;
     int32_t rows = 0;
-    [[nodiscard]] bool wants_logits() const {
-      return task->computed + rows == task->length() && task->max_new > 0;
+    [[nodiscard]] LogitsOf logits() const {
+      const int64_t end = task->computed + rows;
+      if (task->tells_logits() && end > task->told) return LogitsOf::kAll;
+      return end == task->length() && task->max_new > 0 ? LogitsOf::kLast : LogitsOf::kNone;
     }
   };
   void step();
@@ -118,7 +120,8 @@ class Core {
   void settle(std::span<const StepRows> parts, const Result<StepOutput>& output);
   void step_failed(Task& task, const Status& status);
   [[nodiscard]] bool make_way_for(Task& task);
-  void deliver(Task& task, int32_t rows, std::span<const float> logits);
+  // `logits`: of those of its rows that gave any.
+  void deliver(Task& task, int32_t rows, std::span<const std::span<const float>> logits);
   // The whole chain has its rows: the logits are of its last token.
   void chain_computed(Task& task, std::span<const float> logits);
   void sample(Task& task, std::span<const float> logits);

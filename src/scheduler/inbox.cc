@@ -37,6 +37,10 @@ Status Inbox::check(const Request& request) const {
     return out_of_range(
         fmt::format("the prompt has {} tokens, the KV arena {} cells", n, arena_cells_));
   }
+  if (request.on_prompt_logits && (request.logits_from < 0 || request.logits_from >= n)) {
+    return invalid_argument(fmt::format("logits of a prompt of {} tokens are wanted from token {}",
+                                        n, request.logits_from));
+  }
   return {};
 }
 
@@ -86,6 +90,7 @@ Result<RequestId> Inbox::submit(Request request, double* retry_after_s) {
   task->max_new = std::clamp<int64_t>(request.max_new_tokens, 0,
                                       std::min(context_, arena_cells_) - task->length() + 1);
   task->request = std::move(request);
+  task->told = task->request.logits_from;
   task->outcome.id = task->id;
   task->outcome.prompt_tokens = task->length();
   ++total_.queued;

@@ -106,7 +106,7 @@ std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
     item.seq = task.seq;
     item.tokens = std::span(task.chain)
                       .subspan(static_cast<size_t>(task.computed), static_cast<size_t>(part.rows));
-    item.wants_logits = part.wants_logits();
+    item.logits = part.logits();
     items.push_back(item);
   }
   return items;
@@ -156,9 +156,9 @@ void Core::settle(std::span<const StepRows> parts, const Result<StepOutput>& out
   for (const StepRows& part : parts) {
     Task& task = *part.task;
     if (task.phase == Phase::kPrefill) task.outcome.prefill_s += output->seconds;
-    std::span<const float> logits;
-    if (part.wants_logits()) logits = output->logits[next_logits++];
-    deliver(task, part.rows, logits);
+    const auto n_logits = static_cast<size_t>(logits_count(part.logits(), part.rows));
+    deliver(task, part.rows, std::span(output->logits).subspan(next_logits, n_logits));
+    next_logits += n_logits;
   }
 }
 
@@ -183,7 +183,12 @@ bool Core::make_way_for(Task& task) {
   return true;
 }
 
-void Core::deliver(Task& task, int32_t rows, std::span<const float> logits) {
+void Core::deliver(Task& task, int32_t rows, std::span<const std::span<const float>> logits) {
+  if (task.tells_logits() && !logits.empty()) {
+    for (int64_t row = task.told - task.computed; row < rows; ++row) {
+      task.request.on_prompt_logits(task.told++, logits[static_cast<size_t>(row)]);
+    }
+  }
   task.computed += rows;
   task.step_failures = 0;
   if (task.phase == Phase::kDecoding) {
@@ -192,7 +197,9 @@ void Core::deliver(Task& task, int32_t rows, std::span<const float> logits) {
     totals_.prefill_rows += static_cast<uint64_t>(rows);
     enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
   }
-  if (task.computed == task.length()) chain_computed(task, logits);
+  if (task.computed == task.length()) {
+    chain_computed(task, logits.empty() ? std::span<const float>() : logits.back());
+  }
 }
 
 void Core::chain_computed(Task& task, std::span<const float> logits) {

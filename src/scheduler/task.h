@@ -27,6 +27,7 @@ struct Task {
   int64_t computed = 0;  // rows of the chain that the sequence holds
   int64_t reserved = 0;  // rows that its restore in flight has taken
   int64_t stepping = 0;  // rows of its step in flight
+  int64_t told = 0;  // tokens of the prompt whose logits were told, and those before logits_from
 
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet
   int64_t saved_ns = -1;         // when; -1: not yet
@@ -48,6 +49,12 @@ struct Task {
 
   [[nodiscard]] int64_t length() const { return static_cast<int64_t>(chain.size()); }
   [[nodiscard]] int64_t cells() const { return computed + reserved + stepping; }
+  // Whether logits of the prompt are still to be told, which takes computing from `told` on.
+  [[nodiscard]] bool tells_logits() const {
+    return request.on_prompt_logits && told < outcome.prompt_tokens;
+  }
+  // How many rows may come from elsewhere.
+  [[nodiscard]] int64_t reusable() const { return tells_logits() ? told : length(); }
   [[nodiscard]] int64_t remaining_new() const { return max_new - outcome.generated_tokens; }
   [[nodiscard]] bool in_restore() const {
     return phase == Phase::kFetching || phase == Phase::kRestoring;

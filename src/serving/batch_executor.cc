@@ -250,6 +250,11 @@ void BatchExecutor::plan(std::span<const scheduler::StepItem> items) {
 
 Result<scheduler::StepOutput> BatchExecutor::step(std::span<const scheduler::StepItem> items) {
   const int64_t start_ns = env_.monotonic_ns();
+  if (std::any_of(items.begin(), items.end(), [](const scheduler::StepItem& item) {
+        return item.logits == scheduler::LogitsOf::kAll;
+      })) {
+    return unimplemented("the batch engine gives no logits of prompts; take the ordinary engine");
+  }
   plan(items);
   Status status = append(items);
   Result<engine::HybridStep> done = status.ok() ? engine_.step() : std::move(status);
@@ -265,7 +270,7 @@ Result<scheduler::StepOutput> BatchExecutor::step(std::span<const scheduler::Ste
     const auto n = static_cast<int64_t>(item.tokens.size());
     sequences_.at(item.seq).rows += n;
     cells_ += n;
-    if (!item.wants_logits) continue;
+    if (item.logits == scheduler::LogitsOf::kNone) continue;
     const auto row = std::find_if(done->rows.begin(), done->rows.end(),
                                   [&](const auto& r) { return r.id == item.seq; });
     if (row == done->rows.end()) return internal_error("a step left out a sequence's logits");

@@ -39,6 +39,15 @@ std::vector<policy::CostCurve> overlapping_stages(state::Runtime& runtime) {
   return costs;
 }
 
+BatchItem::Output output_of(scheduler::LogitsOf logits) {
+  switch (logits) {
+    case scheduler::LogitsOf::kNone: return BatchItem::Output::kNone;
+    case scheduler::LogitsOf::kLast: return BatchItem::Output::kLast;
+    case scheduler::LogitsOf::kAll: break;
+  }
+  return BatchItem::Output::kAll;
+}
+
 }  // namespace
 
 // A match travels with its request from the first look-up to the end of its restore.
@@ -403,11 +412,10 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
   std::vector<BatchItem> batch;
   batch.reserve(items.size());
   for (const scheduler::StepItem& item : items) {
-    batch.push_back(
-        {.seq = item.seq,
-         .tokens = item.tokens,
-         .first_pos = -1,
-         .output = item.wants_logits ? BatchItem::Output::kLast : BatchItem::Output::kNone});
+    batch.push_back({.seq = item.seq,
+                     .tokens = item.tokens,
+                     .first_pos = -1,
+                     .output = output_of(item.logits)});
   }
   const int64_t start_ns = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(pipeline_.begin(batch));

@@ -453,10 +453,11 @@ Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
   for (const StepItem& item : items) {
     Sequence& sequence = at(item.seq);
     const auto rows = static_cast<int64_t>(item.tokens.size());
-    shapes.push_back({rows, static_cast<int64_t>(sequence.tokens.size()), item.wants_logits});
+    const int64_t n_logits = scheduler::logits_count(item.logits, rows);
+    shapes.push_back({rows, static_cast<int64_t>(sequence.tokens.size()), n_logits > 0});
     sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
     used_cells_ += rows;
-    if (item.wants_logits) output.logits.emplace_back();
+    output.logits.resize(output.logits.size() + static_cast<size_t>(n_logits));
   }
   output.seconds = step_s(shapes);
   now_s_ += output.seconds;

@@ -449,9 +449,14 @@ class FakeExecutor final : public Executor {
     logits_.clear();
     for (const StepItem& item : items) {
       Sequence& sequence = at(item.seq);
-      sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
+      for (size_t i = 0; i < item.tokens.size(); ++i) {
+        sequence.tokens.push_back(item.tokens[i]);
+        const bool last = i + 1 == item.tokens.size();
+        if (item.logits == LogitsOf::kAll || (last && item.logits == LogitsOf::kLast)) {
+          output.logits.push_back(add_logits(sequence));
+        }
+      }
       shape.push_back(static_cast<int64_t>(item.tokens.size()));
-      if (item.wants_logits) output.logits.push_back(add_logits(sequence));
     }
     output.seconds = cost_s(rows);
     pass(output.seconds);

@@ -94,12 +94,14 @@ class Process {
     std::vector<float> logits;
     for (size_t at = 0; at < tokens.size(); at += 96) {
       const auto rows = std::span(tokens).subspan(at, std::min<size_t>(96, tokens.size() - at));
-      const scheduler::StepItem item = {seq, rows, at + rows.size() == tokens.size()};
+      const bool last = at + rows.size() == tokens.size();
+      const scheduler::StepItem item = {
+          seq, rows, last ? scheduler::LogitsOf::kLast : scheduler::LogitsOf::kNone};
       auto out = executor_->step({&item, 1});
       EXPECT_TRUE(out.ok()) << out.status().to_string();
       if (!out.ok()) return {};
       EXPECT_GT(out->seconds, 0);
-      if (item.wants_logits) logits.assign(out->logits[0].begin(), out->logits[0].end());
+      if (last) logits.assign(out->logits[0].begin(), out->logits[0].end());
     }
     return logits;
   }

@@ -141,7 +141,7 @@ TEST_F(PipelineTest, TheExecutorKeepsStepsInFlight) {
     for (int round = 0; round < 2; ++round) {
       for (const auto& prompt : prompts_) {
         sequences.push_back(executor.create(own_salt(""), /*save=*/false).value());
-        const scheduler::StepItem item = {sequences.back(), prompt, true};
+        const scheduler::StepItem item = {sequences.back(), prompt, scheduler::LogitsOf::kLast};
         ASSERT_TRUE(executor.begin_step({&item, 1}).ok());
         // In the first round one by one, then two at a time.
         if (round == 1 && sequences.size() % 2 == 1) continue;

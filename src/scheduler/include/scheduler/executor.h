@@ -35,14 +35,23 @@ struct ExecutorLimits {
   int32_t max_sequences = 0;  // most sequences that exist at a time
 };
 
+// Which tokens' logits a step is to give.
+enum class LogitsOf : uint8_t { kNone, kLast, kAll };
+// How many rows of logits that is, of so many tokens.
+[[nodiscard]] constexpr int64_t logits_count(LogitsOf of, int64_t tokens) {
+  if (of == LogitsOf::kAll) return tokens;
+  return of == LogitsOf::kLast ? 1 : 0;
+}
+
 struct StepItem {
   SeqId seq = kNoSeq;
   std::span<const int32_t> tokens;  // appended; at least one
-  bool wants_logits = false;        // of the last token
+  LogitsOf logits = LogitsOf::kNone;
 };
 
 struct StepOutput {
-  // One entry per item that wanted logits, in their order; valid until the next step ends.
+  // One row per token whose logits were wanted, in the order of the items and of their tokens;
+  // valid until the next step ends.
   std::vector<std::span<const float>> logits;
   double seconds = 0;  // that the step took
 };

@@ -95,6 +95,11 @@ struct Request {
   // Samples from the logits of the last token (valid during the call) and consumes the token. An
   // error ends the request with that status.
   std::function<Result<NextToken>(std::span<const float> logits)> next;
+  // May be empty. Gets the logits of the prompt's tokens from `logits_from` on, each once and in
+  // order, valid during the call: how likely the prompt itself was. What the request goes on from
+  // ends before that token.
+  std::function<void(int64_t position, std::span<const float> logits)> on_prompt_logits;
+  int64_t logits_from = 0;
   // May be empty. Once, before the first next(): the prompt is computed, and where it came from is
   // known.
   std::function<void(const Outcome&)> on_first;

@@ -157,7 +157,7 @@ class Scheduler {
   // ---- Any thread
 
   // Queues a request. Errors, after which none of its functions is called:
-  //   kInvalidArgument    no tokens, or no next()
+  //   kInvalidArgument    no tokens, no next(), or logits wanted from beyond the prompt
   //   kOutOfRange         the prompt is longer than the context or the arena; names both numbers
   //   kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if given, is
   //                       set to an estimate of when there will be room, from recent completions

@@ -1,0 +1,162 @@
+// What the evaluations share: their options, and prompts whose tokens' logits are looked at, with
+// the first part computed anew or brought back from the store as after a restart.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/throttled_env.h"
+#include "bench.h"
+#include "eval/statistics.h"
+#include "model/tokenizer.h"
+#include "session.h"
+#include "terminal.h"
+
+namespace hcache::cli {
+
+struct EvalArgs : Options {
+  EvalArgs();
+
+  std::vector<std::string> methods;  // offer_methods()
+  RuntimeArgs runtime{nullptr};      // its ctx follows from what is measured
+  std::string base_model =
+      text(&base_model, "--base-model", "FILE", "",
+           "what is compared with, computed: another GGUF file of the same vocabulary; default: "
+           "the same model");
+  std::string base_kv_type =
+      choice(&base_kv_type, "--base-kv-type", "same", "same|f32|f16|bf16|q8_0",
+             "type of the KV cache of what is compared with");
+  std::string json_file =
+      text(&json_file, "--json", "FILE", "",
+           "also write the figures as JSON; - prints them instead of the table");
+
+ protected:
+  void offer_methods(std::string_view fallback);
+};
+
+// A text cut into windows that are scored one by one.
+struct WindowArgs : EvalArgs {
+  std::string file = text(&file, "FILE", "", "", "the text, in UTF-8", {.required = true});
+  int64_t window =
+      integer(&window, "--window", "TOKENS", 512, {8}, "tokens of a window, BOS included");
+  int64_t windows = integer(&windows, "--windows", "N", 0, {0}, "use so many; 0: all");
+  int64_t from = integer(&from, "--from", "TOKENS", 0, {0},
+                         "so many tokens of a window are only seen, and are what is saved and "
+                         "restored; 0: half");
+};
+
+struct PplArgs : WindowArgs {
+  PplArgs();
+};
+
+struct KlArgs : WindowArgs {
+  KlArgs();
+};
+
+struct TasksArgs : EvalArgs {
+  TasksArgs();
+
+  std::string file =
+      text(&file, "FILE", "", "",
+           "questions, a line of JSON each: {\"prompt\": …, \"choices\": [\"…\", …], \"answer\": "
+           "0}; without: made up, as --lines says");
+  int64_t lines =
+      integer(&lines, "--lines", "N", 20, {4, 100000},
+              "made-up questions: find a number that one of the first of so many sentences gives",
+              {.excludes = "FILE"});
+  int64_t questions = integer(&questions, "--questions", "N", 100, {1, 1000000}, "at most so many");
+  int64_t seed =
+      integer(&seed, "--seed", "N", 1, {0}, "of the made-up questions", {.excludes = "FILE"});
+};
+
+// Perplexity of a text, by each method.
+[[nodiscard]] Status eval_ppl(PplArgs args);
+// How far the predictions of each method are from the base's, token by token.
+[[nodiscard]] Status eval_kl(KlArgs args);
+// How many questions are answered right by each method and by the base.
+[[nodiscard]] Status eval_tasks(TasksArgs args);
+
+// Where the first part of a prompt comes from.
+struct EvalMethod {
+  std::string name;
+  bool restores = false;
+  policy::Mode mode = policy::Mode::kPlan;
+};
+
+// Where the tokens before `from` came from, summed over prompts.
+struct EvalSource {
+  int64_t computed = 0;
+  int64_t hidden = 0;
+  int64_t kv = 0;
+  int64_t recomputed = 0;  // by restores
+  uint64_t bytes_read = 0;
+};
+
+// A prompt of which the tokens from `from` on are looked at.
+struct EvalPrompt {
+  std::vector<int32_t> tokens;
+  int64_t from = 0;  // at least 1
+};
+
+// Prompts on what serves requests. Threading: one thread; OnLogits runs on the engine's, while
+// that thread waits.
+class Evaluation {
+ public:
+  // Of token `position` of the prompt.
+  using OnLogits = std::function<void(int64_t position, std::span<const float> logits)>;
+
+  // Opens the base, and what is compared with it if that is something else. `longest`: tokens of a
+  // prompt. args and line must outlive it.
+  static Result<std::unique_ptr<Evaluation>> open(EvalArgs& args, int64_t longest,
+                                                  ProgressLine& line);
+  ~Evaluation();
+
+  [[nodiscard]] const std::vector<EvalMethod>& methods() const { return methods_; }
+  [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
+  [[nodiscard]] const model::Model& model() const { return serving_->runtime().model(); }
+  [[nodiscard]] const std::string& base_path() const;
+  // The base would say the same of a text's tokens.
+  [[nodiscard]] Status check_base(const std::string& text) const;
+
+  // Where any method restores: computes and saves what comes before each prompt's `from`, and opens
+  // everything anew, as a restart does. Calls score() afterwards.
+  Status save(std::span<const EvalPrompt> prompts);
+  // The logits of the prompt's tokens from `from` on, in order. `source` may be null.
+  Status score(const EvalPrompt& prompt, const EvalMethod& method, const OnLogits& on_logits,
+               EvalSource* source);
+  // The same computed by the base.
+  Status score_base(const EvalPrompt& prompt, const OnLogits& on_logits);
+  Status tell(const std::string& what, double fraction);
+
+  Status close();
+
+ private:
+  Evaluation(EvalArgs& args, ProgressLine& line);
+  Status open_serving();
+  Result<scheduler::Outcome> run(serving::Serving& serving, scheduler::Request request);
+
+  EvalArgs& args_;
+  ProgressLine& line_;
+  ThrottledEnv env_;
+  ThrottledEnv base_env_;
+  Scratch scratch_;
+  std::vector<EvalMethod> methods_;
+  std::unique_ptr<model::Tokenizer> tokenizer_;
+  std::unique_ptr<serving::Serving> serving_;
+  std::unique_ptr<serving::Serving> base_;  // null: serving_ computes it
+};
+
+[[nodiscard]] Json to_json(const eval::Estimate& estimate);
+[[nodiscard]] Json to_json(const EvalSource& source);
+// "12.34 (12.30 to 12.40)".
+[[nodiscard]] std::string with_interval(const eval::Estimate& estimate, int digits);
+// Machine, models and what else every report begins with.
+[[nodiscard]] Json eval_json(const Evaluation& evaluation);
+[[nodiscard]] Status report_eval(const EvalArgs& args, const Json& results,
+                                 const std::vector<std::vector<std::string>>& table);
+
+}  // namespace hcache::cli

@@ -1,0 +1,249 @@
+// hcache eval ppl|kl: a text in windows, of which the second part is scored.
+//
+// The windows and what is counted of them are llama-perplexity's, so that figures can be compared.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "eval.h"
+#include "model/logits.h"
+
+namespace hcache::cli {
+namespace {
+
+struct Windows {
+  std::vector<std::vector<int32_t>> tokens;  // of each, `window` of them
+  std::vector<EvalPrompt> prompts;           // without the last token, which is only predicted
+  int64_t text_tokens = 0;
+  int64_t from = 0;
+};
+
+Result<std::string> read_text(const std::string& file) {
+  HCACHE_ASSIGN_OR_RETURN(std::string text, read_whole_file(Env::real(), file));
+  if (text.empty()) return invalid_argument(fmt::format("{} is empty", file));
+  return text;
+}
+
+// Each window begins with BOS where the model wants one, in place of a token of the text.
+Result<Windows> cut(const WindowArgs& args, const model::Tokenizer& tokenizer,
+                    const std::string& text) {
+  Windows windows;
+  windows.from = args.from == 0 ? args.window / 2 : args.from;
+  if (windows.from > args.window - 2) {
+    return invalid_argument(fmt::format(
+        "--from {} leaves nothing to score of a window of {} tokens", args.from, args.window));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
+                          tokenizer.encode(text, {.add_special = true}));
+  windows.text_tokens = static_cast<int64_t>(tokens.size());
+  int64_t n = windows.text_tokens / args.window;
+  if (n == 0) {
+    return invalid_argument(fmt::format("{} has {} tokens, less than a window (--window {})",
+                                        args.file, tokens.size(), args.window));
+  }
+  if (args.windows > 0) n = std::min(n, args.windows);
+  for (int64_t i = 0; i < n; ++i) {
+    const auto begin = tokens.begin() + i * args.window;
+    std::vector<int32_t> window(begin, begin + args.window);
+    if (tokenizer.adds_bos()) window[0] = tokenizer.bos();
+    windows.prompts.push_back({{window.begin(), window.end() - 1}, windows.from});
+    windows.tokens.push_back(std::move(window));
+  }
+  return windows;
+}
+
+std::string progress(size_t i, size_t n) { return fmt::format("window {} of {}", i + 1, n); }
+
+Json text_json(const WindowArgs& args, const Windows& windows) {
+  return {{"file", args.file},
+          {"tokens", windows.text_tokens},
+          {"window", args.window},
+          {"from", windows.from},
+          {"windows", windows.prompts.size()}};
+}
+
+// One method's predictions of all windows.
+struct Row {
+  EvalMethod method;
+  EvalSource source;
+  std::vector<eval::Group> nll;  // -log p of the text's tokens
+  // Against the base's, where there is one.
+  std::vector<eval::Group> more_nll;
+  std::vector<eval::Group> kl;
+  std::vector<eval::Group> same_top;
+  std::vector<double> all_kl;
+};
+
+std::vector<Row> make_rows(const Evaluation& evaluation, size_t n) {
+  std::vector<Row> rows;
+  for (const EvalMethod& method : evaluation.methods()) {
+    Row row;
+    row.method = method;
+    for (std::vector<eval::Group>* groups : {&row.nll, &row.more_nll, &row.kl, &row.same_top}) {
+      groups->resize(n);
+    }
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+void add(eval::Group& group, double value) {
+  group.sum += value;
+  group.n += 1;
+}
+
+Status close_and_report(const WindowArgs& args, Evaluation& evaluation, Json results,
+                        const std::vector<std::vector<std::string>>& table) {
+  HCACHE_RETURN_IF_ERROR(evaluation.close());
+  return report_eval(args, results, table);
+}
+
+}  // namespace
+
+PplArgs::PplArgs() {
+  offer_methods("computed");
+  withhold({&base_model, &base_kv_type});
+}
+
+KlArgs::KlArgs() { offer_methods("plan"); }
+
+Status eval_ppl(PplArgs args) {
+  ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_text(args.file));
+  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, args.window, line));
+  HCACHE_ASSIGN_OR_RETURN(const Windows windows, cut(args, evaluation->tokenizer(), text));
+  HCACHE_RETURN_IF_ERROR(evaluation->save(windows.prompts));
+  const size_t n = windows.prompts.size();
+  std::vector<Row> rows = make_rows(*evaluation, n);
+  for (size_t i = 0; i < n; ++i) {
+    HCACHE_RETURN_IF_ERROR(
+        evaluation->tell(progress(i, n), static_cast<double>(i) / static_cast<double>(n)));
+    for (Row& row : rows) {
+      const auto on_logits = [&](int64_t position, std::span<const float> logits) {
+        const int32_t next = windows.tokens[i][static_cast<size_t>(position) + 1];
+        add(row.nll[i], -model::log_prob(logits, next));
+      };
+      HCACHE_RETURN_IF_ERROR(
+          evaluation->score(windows.prompts[i], row.method, on_logits, &row.source));
+    }
+  }
+  Json results = eval_json(*evaluation);
+  results["text"] = text_json(args, windows);
+  std::vector<std::vector<std::string>> table = {
+      {"method", "windows", "tokens", "perplexity (95 %)", "restored"}};
+  for (const Row& row : rows) {
+    const eval::Estimate ppl = eval::exponential(eval::bootstrap_mean(row.nll));
+    double scored = 0;
+    for (const eval::Group& group : row.nll) scored += group.n;
+    results["rows"].push_back({{"method", row.method.name},
+                               {"perplexity", to_json(ppl)},
+                               {"scored", scored},
+                               {"source", to_json(row.source)}});
+    table.push_back({row.method.name, fmt::format("{}", n), fmt::format("{:.0f}", scored),
+                     with_interval(ppl, 4),
+                     fmt::format("{}", row.source.hidden + row.source.kv + row.source.recomputed)});
+  }
+  return close_and_report(args, *evaluation, std::move(results), table);
+}
+
+namespace {
+
+// What the base says of one window: a row of logits per scored token.
+struct BaseWindow {
+  std::vector<std::vector<float>> logits;
+  std::vector<double> log_p;  // of the text's tokens
+  eval::Group nll;
+};
+
+Result<BaseWindow> score_base(Evaluation& evaluation, const EvalPrompt& prompt,
+                              const std::vector<int32_t>& tokens) {
+  BaseWindow base;
+  HCACHE_RETURN_IF_ERROR(
+      evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
+        base.logits.emplace_back(logits.begin(), logits.end());
+        base.log_p.push_back(model::log_prob(logits, tokens[static_cast<size_t>(position) + 1]));
+        add(base.nll, -base.log_p.back());
+      }));
+  return base;
+}
+
+Status compare_window(Evaluation& evaluation, const EvalPrompt& prompt,
+                      const std::vector<int32_t>& tokens, const BaseWindow& base, size_t i,
+                      Row& row) {
+  const auto on_logits = [&](int64_t position, std::span<const float> logits) {
+    const auto at = static_cast<size_t>(position - prompt.from);
+    const double log_p = model::log_prob(logits, tokens[static_cast<size_t>(position) + 1]);
+    const double kl = model::kl_divergence(base.logits[at], logits);
+    add(row.nll[i], -log_p);
+    add(row.more_nll[i], base.log_p[at] - log_p);
+    add(row.kl[i], kl);
+    row.all_kl.push_back(kl);
+    const bool same = model::argmax(base.logits[at]) == model::argmax(logits);
+    add(row.same_top[i], same ? 1 : 0);
+  };
+  return evaluation.score(prompt, row.method, on_logits, &row.source);
+}
+
+Json kl_json(const Row& row) {
+  return {{"method", row.method.name},
+          {"perplexity", to_json(eval::exponential(eval::bootstrap_mean(row.nll)))},
+          // Over the base's.
+          {"perplexity_ratio", to_json(eval::exponential(eval::bootstrap_mean(row.more_nll)))},
+          {"mean_kl", to_json(eval::bootstrap_mean(row.kl))},
+          {"kl_quantiles",
+           {{"p50", eval::quantile(row.all_kl, 0.5)},
+            {"p90", eval::quantile(row.all_kl, 0.9)},
+            {"p99", eval::quantile(row.all_kl, 0.99)},
+            {"max", eval::quantile(row.all_kl, 1)}}},
+          {"same_top", to_json(eval::bootstrap_mean(row.same_top))},
+          {"scored", row.all_kl.size()},
+          {"source", to_json(row.source)}};
+}
+
+}  // namespace
+
+Status eval_kl(KlArgs args) {
+  ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_text(args.file));
+  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, args.window, line));
+  HCACHE_RETURN_IF_ERROR(evaluation->check_base(text));
+  HCACHE_ASSIGN_OR_RETURN(const Windows windows, cut(args, evaluation->tokenizer(), text));
+  HCACHE_RETURN_IF_ERROR(evaluation->save(windows.prompts));
+  const size_t n = windows.prompts.size();
+  std::vector<Row> rows = make_rows(*evaluation, n);
+  std::vector<eval::Group> base_nll;
+  for (size_t i = 0; i < n; ++i) {
+    HCACHE_RETURN_IF_ERROR(
+        evaluation->tell(progress(i, n), static_cast<double>(i) / static_cast<double>(n)));
+    const EvalPrompt& prompt = windows.prompts[i];
+    HCACHE_ASSIGN_OR_RETURN(const BaseWindow base,
+                            score_base(*evaluation, prompt, windows.tokens[i]));
+    base_nll.push_back(base.nll);
+    for (Row& row : rows) {
+      HCACHE_RETURN_IF_ERROR(compare_window(*evaluation, prompt, windows.tokens[i], base, i, row));
+    }
+  }
+  Json results = eval_json(*evaluation);
+  results["text"] = text_json(args, windows);
+  results["base_perplexity"] = to_json(eval::exponential(eval::bootstrap_mean(base_nll)));
+  std::vector<std::vector<std::string>> table = {{"method", "tokens", "mean KL (95 %)", "p99",
+                                                  "max", "same first choice",
+                                                  "perplexity / base's (95 %)", "restored"}};
+  for (const Row& row : rows) {
+    const eval::Estimate kl = eval::bootstrap_mean(row.kl);
+    results["rows"].push_back(kl_json(row));
+    table.push_back({row.method.name, fmt::format("{}", row.all_kl.size()),
+                     fmt::format("{:.2e} ({:.1e} to {:.1e})", kl.value, kl.low, kl.high),
+                     fmt::format("{:.1e}", eval::quantile(row.all_kl, 0.99)),
+                     fmt::format("{:.1e}", eval::quantile(row.all_kl, 1)),
+                     fmt::format("{:.2f} %", 100 * eval::bootstrap_mean(row.same_top).value),
+                     with_interval(eval::exponential(eval::bootstrap_mean(row.more_nll)), 5),
+                     fmt::format("{}", row.source.hidden + row.source.kv + row.source.recomputed)});
+  }
+  return close_and_report(args, *evaluation, std::move(results), table);
+}
+
+}  // namespace hcache::cli

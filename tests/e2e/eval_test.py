@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""hcache eval: what it counts, what a restore changes of it (nothing, where that is exact), and how it
+refuses.
+
+    eval_test.py HCACHE MODEL [-v] [name]
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+PROGRAM, MODEL = sys.argv[1], sys.argv[2]
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PROSE = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+class Eval(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="hcache-eval-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.text = self.write("text.txt", PROSE)
+
+    def write(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def hcache(self, *args, code=0) -> str:
+        done = subprocess.run([PROGRAM, "eval", *args, "-m", MODEL, "-t", "2", "--state-dir",
+                               str(self.folder / "state")], capture_output=True, text=True, timeout=600)
+        self.assertEqual(done.returncode, code, f"{args}\n{done.stdout}\n{done.stderr}")
+        return done.stdout if code == 0 else done.stderr
+
+    def json(self, *args) -> dict:
+        return json.loads(self.hcache(*args, "--json", "-"))
+
+    def test_perplexity_is_the_same_after_every_exact_restore(self):
+        out = self.json("ppl", self.text, "--window", "256", "--windows", "3", "--methods",
+                        "computed,kv,hidden,plan")
+        self.assertEqual(out["text"]["windows"], 3)
+        self.assertEqual(out["text"]["from"], 128)
+        rows = {row["method"]: row for row in out["rows"]}
+        computed = rows["computed"]
+        self.assertEqual(computed["scored"], 3 * (256 - 128 - 1))
+        self.assertGreater(computed["perplexity"]["value"], 2)
+        self.assertLess(computed["perplexity"]["value"], 1000)
+        self.assertLessEqual(computed["perplexity"]["low"], computed["perplexity"]["value"])
+        self.assertEqual(computed["source"], {"computed": 3 * 128, "hidden": 0, "kv": 0,
+                                              "recomputed": 0, "bytes_read": 0})
+        for name in ("kv", "hidden"):
+            self.assertEqual(rows[name]["perplexity"], computed["perplexity"], name)
+            # The last token before what is scored is computed: its logits are wanted.
+            self.assertGreaterEqual(rows[name]["source"][name], 3 * 127, rows[name])
+            self.assertGreater(rows[name]["source"]["bytes_read"], 0)
+        self.assertEqual(rows["plan"]["perplexity"], computed["perplexity"])
+        left = list((self.folder / "state").glob("**/bench-*"))
+        self.assertEqual(left, [], "a store is left over")
+
+    def test_kl_is_zero_where_nothing_differs_and_above_where_something_does(self):
+        exact = self.json("kl", self.text, "--window", "128", "--windows", "3", "--methods",
+                          "computed,kv")
+        for row in exact["rows"]:
+            self.assertEqual(row["mean_kl"]["value"], 0)
+            self.assertEqual(row["same_top"]["value"], 1)
+            self.assertEqual(row["perplexity_ratio"]["value"], 1)
+            self.assertEqual(row["perplexity"], exact["base_perplexity"])
+        lossy = self.json("kl", self.text, "--window", "128", "--windows", "3", "--methods",
+                          "computed", "--kv-type", "q8_0", "--base-kv-type", "f16")
+        [row] = lossy["rows"]
+        self.assertEqual(row["scored"], 3 * 63)
+        self.assertEqual(lossy["base_perplexity"], exact["base_perplexity"])
+        self.assertGreater(row["mean_kl"]["value"], 0)
+        self.assertLess(row["mean_kl"]["value"], 0.05)
+        self.assertLess(row["mean_kl"]["low"], row["mean_kl"]["high"])
+        quantiles = [row["kl_quantiles"][name] for name in ("p50", "p90", "p99", "max")]
+        self.assertEqual(quantiles, sorted(quantiles))
+        self.assertGreater(row["same_top"]["value"], 0.8)
+        self.assertNotEqual(row["perplexity"], lossy["base_perplexity"])
+
+    def test_questions_of_a_file(self):
+        questions = [
+            ("The capital of France is", [" Paris", " a banana"], 0),
+            ("One, two, three, four,", [" zebra", " five"], 1),
+            # Right by the file, and not by any sense.
+            ("The sun rises in the", [" east", " spoon"], 1),
+        ]
+        file = self.write("questions.jsonl", "".join(
+            json.dumps({"prompt": p, "choices": c, "answer": a}) + "\n" for p, c, a in questions))
+        out = self.json("tasks", file, "--methods", "computed,hidden")
+        self.assertEqual(out["questions"], 3)
+        self.assertEqual(out["chance"], 0.5)
+        self.assertEqual([row["method"] for row in out["rows"]], ["base", "computed", "hidden"])
+        for row in out["rows"]:
+            self.assertAlmostEqual(row["accuracy"]["value"], 2 / 3)
+            self.assertEqual(row["same_as_base"]["value"], 1)
+            self.assertEqual(row["accuracy_minus_base"], {"value": 0, "low": 0, "high": 0})
+
+    def test_made_up_questions_after_a_restore(self):
+        out = self.json("tasks", "--lines", "8", "--questions", "4", "--methods", "kv")
+        base, kv = out["rows"]
+        self.assertEqual(kv["accuracy"], base["accuracy"])
+        self.assertEqual(kv["same_as_base"]["value"], 1)
+        self.assertGreater(kv["source"]["kv"], 0)
+        table = self.hcache("tasks", "--lines", "8", "--questions", "2")
+        self.assertIn("25.0 % are right by chance", table)
+
+    def test_a_base_with_another_vocabulary_is_refused(self):
+        other = str(self.folder / "other.gguf")
+        subprocess.run([PROGRAM, "model", "synth", "--shape", "smollm2-135m", "--layers", "1", "-o",
+                        other], check=True, capture_output=True)
+        said = self.hcache("kl", self.text, "--base-model", other, code=4)
+        self.assertIn(other, said)
+
+    def test_bad_input(self):
+        empty = self.write("empty.txt", "")
+        self.assertIn("is empty", self.hcache("ppl", empty, code=2))
+        short = self.write("short.txt", "Too short.")
+        self.assertIn("less than a window", self.hcache("ppl", short, code=2))
+        self.assertIn("--from 511", self.hcache("ppl", self.text, "--from", "511", code=2))
+        self.hcache("ppl", os.path.join(self.folder, "none.txt"), code=3)
+        self.hcache("kl", code=2)
+        self.assertIn("--methods", self.hcache("kl", self.text, "--methods", "magic", code=2))
+        bad = self.write("bad.jsonl", '{"prompt": "x", "choices": ["a"], "answer": 0}\n')
+        self.assertIn("bad.jsonl, line 1", self.hcache("tasks", bad, code=2))
+        self.assertIn("--base-model", self.hcache("ppl", self.text, "--base-model", MODEL, code=2))
+
+
+if __name__ == "__main__":
+    del sys.argv[1:3]
+    unittest.main()
