@@ -29,6 +29,9 @@ struct BenchArgs : Options {
   std::string json_file =
       text(&json_file, "--json", "FILE", "",
            "also write the figures as JSON; - prints them instead of the table");
+
+ protected:
+  void save_all();  // offers --save
 };
 
 struct RestoreBenchArgs : BenchArgs {

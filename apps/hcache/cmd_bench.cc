@@ -16,10 +16,14 @@ BenchArgs::BenchArgs() {
                   &runtime.state.stores, &runtime.state_type, &runtime.saver});
 }
 
-RestoreBenchArgs::RestoreBenchArgs() {
-  offer(runtime, {&runtime.token_rounding});
+void BenchArgs::save_all() {
   runtime.save = choice(&runtime.save, "--save", "all", "plan|hidden|kv|all",
                         "what is saved: with all, every method finds what it wants to read");
+}
+
+RestoreBenchArgs::RestoreBenchArgs() {
+  offer(runtime, {&runtime.token_rounding});
+  save_all();
 }
 
 BatchBenchArgs::BatchBenchArgs() {

@@ -18,11 +18,10 @@
 
 namespace hcache::cli {
 
-struct EvalArgs : Options {
+struct EvalArgs : BenchArgs {
   EvalArgs();
 
   std::vector<std::string> methods;  // offer_methods()
-  RuntimeArgs runtime{nullptr};      // its ctx follows from what is measured
   std::string base_model =
       text(&base_model, "--base-model", "FILE", "",
            "what is compared with, computed: another GGUF file of the same vocabulary; default: "
@@ -30,9 +29,6 @@ struct EvalArgs : Options {
   std::string base_kv_type =
       choice(&base_kv_type, "--base-kv-type", "same", "same|f32|f16|bf16|q8_0",
              "type of the KV cache of what is compared with");
-  std::string json_file =
-      text(&json_file, "--json", "FILE", "",
-           "also write the figures as JSON; - prints them instead of the table");
 
  protected:
   void offer_methods(std::string_view fallback);
@@ -94,6 +90,8 @@ struct EvalSource {
   int64_t kv = 0;
   int64_t recomputed = 0;  // by restores
   uint64_t bytes_read = 0;
+
+  [[nodiscard]] int64_t restored() const { return hidden + kv + recomputed; }
 };
 
 // A prompt of which the tokens from `from` on are looked at.
@@ -116,16 +114,15 @@ class Evaluation {
   ~Evaluation();
 
   [[nodiscard]] const std::vector<EvalMethod>& methods() const { return methods_; }
-  [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
   [[nodiscard]] const model::Model& model() const { return serving_->runtime().model(); }
-  [[nodiscard]] const std::string& base_path() const;
-  // The base would say the same of a text's tokens.
-  [[nodiscard]] Status check_base(const std::string& text) const;
+  [[nodiscard]] const std::string& base_path() const { return base().runtime().model().path(); }
+  // The base would make the same tokens of a text as the model's tokenizer.
+  [[nodiscard]] Status check_base(const model::Tokenizer& tokenizer, const std::string& text) const;
 
   // Where any method restores: computes and saves what comes before each prompt's `from`, and opens
   // everything anew, as a restart does. Calls score() afterwards.
   Status save(std::span<const EvalPrompt> prompts);
-  // The logits of the prompt's tokens from `from` on, in order. `source` may be null.
+  // The logits of the prompt's tokens from `from` on, in order; adds to *source.
   Status score(const EvalPrompt& prompt, const EvalMethod& method, const OnLogits& on_logits,
                EvalSource* source);
   // The same computed by the base.
@@ -137,7 +134,10 @@ class Evaluation {
  private:
   Evaluation(EvalArgs& args, ProgressLine& line);
   Status open_serving();
+  [[nodiscard]] serving::Serving& base() const { return base_ ? *base_ : *serving_; }
   Result<scheduler::Outcome> run(serving::Serving& serving, scheduler::Request request);
+  Result<scheduler::Outcome> score_on(serving::Serving& serving, const EvalPrompt& prompt,
+                                      const EvalMethod& method, const OnLogits& on_logits);
 
   EvalArgs& args_;
   ProgressLine& line_;
@@ -145,18 +145,19 @@ class Evaluation {
   ThrottledEnv base_env_;
   Scratch scratch_;
   std::vector<EvalMethod> methods_;
-  std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<serving::Serving> serving_;
   std::unique_ptr<serving::Serving> base_;  // null: serving_ computes it
 };
 
+// The vocabulary of the model that the options name.
+[[nodiscard]] Result<std::unique_ptr<model::Tokenizer>> load_tokenizer(const EvalArgs& args);
 [[nodiscard]] Json to_json(const eval::Estimate& estimate);
 [[nodiscard]] Json to_json(const EvalSource& source);
-// "12.34 (12.30 to 12.40)".
-[[nodiscard]] std::string with_interval(const eval::Estimate& estimate, int digits);
+// Of what to_json() made of an estimate: "12.34 (12.30 to 12.40)" of its figures times `factor`, in
+// fmt's format for each.
+[[nodiscard]] std::string with_interval(const Json& estimate, std::string_view format,
+                                        double factor = 1);
 // Machine, models and what else every report begins with.
 [[nodiscard]] Json eval_json(const Evaluation& evaluation);
-[[nodiscard]] Status report_eval(const EvalArgs& args, const Json& results,
-                                 const std::vector<std::vector<std::string>>& table);
 
 }  // namespace hcache::cli

@@ -22,14 +22,10 @@ Result<EvalMethod> parse_method(const std::string& name) {
 }  // namespace
 
 EvalArgs::EvalArgs() {
+  withhold({&reps, &text_file, &paced, &runtime.saver});
   offer(runtime,
-        {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
-         &runtime.model.tensor_split, &runtime.model.override_tensors, &runtime.model.split_mode,
-         &runtime.model.main_gpu, &runtime.model.threads, &runtime.batch, &runtime.weights,
-         &runtime.device_memory, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
-         &runtime.state.stores, &runtime.state_type, &runtime.token_rounding, &runtime.link});
-  runtime.save = choice(&runtime.save, "--save", "all", "plan|hidden|kv|all",
-                        "what is saved: with all, every method finds what it wants to read");
+        {&runtime.weights, &runtime.device_memory, &runtime.token_rounding, &runtime.link});
+  save_all();
 }
 
 void EvalArgs::offer_methods(std::string_view fallback) {
@@ -55,8 +51,6 @@ Result<std::unique_ptr<Evaluation>> Evaluation::open(EvalArgs& args, int64_t lon
     evaluation->methods_.push_back(std::move(method));
   }
   HCACHE_RETURN_IF_ERROR(evaluation->open_serving());
-  HCACHE_ASSIGN_OR_RETURN(evaluation->tokenizer_,
-                          model::Tokenizer::load(evaluation->model().path()));
   if (!args.base_model.empty() || args.base_kv_type != "same") {
     RuntimeArgs base = args.runtime;
     if (!args.base_model.empty()) base.model.path = args.base_model;
@@ -74,16 +68,12 @@ Status Evaluation::open_serving() {
   return {};
 }
 
-const std::string& Evaluation::base_path() const {
-  return (base_ ? *base_ : *serving_).runtime().model().path();
-}
-
-Status Evaluation::check_base(const std::string& text) const {
-  if (!base_ || args_.base_model.empty()) return {};
-  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(base_path()));
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> theirs, tokenizer->encode(text));
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> ours, tokenizer_->encode(text));
-  const int64_t n_vocab = base_->runtime().model().hparams().n_vocab;
+Status Evaluation::check_base(const model::Tokenizer& tokenizer, const std::string& text) const {
+  if (args_.base_model.empty()) return {};
+  HCACHE_ASSIGN_OR_RETURN(const auto base_tokenizer, model::Tokenizer::load(base_path()));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> theirs, base_tokenizer->encode(text));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> ours, tokenizer.encode(text));
+  const int64_t n_vocab = base().runtime().model().hparams().n_vocab;
   if (theirs == ours && n_vocab == model().hparams().n_vocab) return {};
   return invalid_argument(
       fmt::format("{} has another vocabulary than {}, so that their predictions can't be compared; "
@@ -125,8 +115,9 @@ Status Evaluation::save(std::span<const EvalPrompt> prompts) {
   return open_serving();
 }
 
-Status Evaluation::score(const EvalPrompt& prompt, const EvalMethod& method,
-                         const OnLogits& on_logits, EvalSource* source) {
+Result<scheduler::Outcome> Evaluation::score_on(serving::Serving& serving, const EvalPrompt& prompt,
+                                                const EvalMethod& method,
+                                                const OnLogits& on_logits) {
   scheduler::Request request;
   request.tokens = prompt.tokens;
   request.cache = method.restores ? scheduler::CacheUse::kSaved : scheduler::CacheUse::kNone;
@@ -134,32 +125,35 @@ Status Evaluation::score(const EvalPrompt& prompt, const EvalMethod& method,
   request.save = false;
   request.on_prompt_logits = on_logits;
   request.logits_from = prompt.from;
-  HCACHE_ASSIGN_OR_RETURN(const scheduler::Outcome outcome, run(*serving_, std::move(request)));
-  if (source == nullptr) return {};
+  return run(serving, std::move(request));
+}
+
+Status Evaluation::score(const EvalPrompt& prompt, const EvalMethod& method,
+                         const OnLogits& on_logits, EvalSource* source) {
+  HCACHE_ASSIGN_OR_RETURN(const scheduler::Outcome outcome,
+                          score_on(*serving_, prompt, method, on_logits));
+  const int64_t restored = outcome.hidden_tokens + outcome.kv_tokens + outcome.recomputed_tokens;
+  source->computed += prompt.from - std::min(prompt.from, restored);
   source->hidden += outcome.hidden_tokens;
   source->kv += outcome.kv_tokens;
   source->recomputed += outcome.recomputed_tokens;
-  source->computed +=
-      prompt.from -
-      std::min(prompt.from, outcome.hidden_tokens + outcome.kv_tokens + outcome.recomputed_tokens);
   source->bytes_read += outcome.bytes.total();
   return {};
 }
 
 Status Evaluation::score_base(const EvalPrompt& prompt, const OnLogits& on_logits) {
-  scheduler::Request request;
-  request.tokens = prompt.tokens;
-  request.cache = scheduler::CacheUse::kNone;
-  request.save = false;
-  request.on_prompt_logits = on_logits;
-  request.logits_from = prompt.from;
-  return run(base_ ? *base_ : *serving_, std::move(request)).status();
+  return score_on(base(), prompt, {}, on_logits).status();
 }
 
 Status Evaluation::close() {
   line_.finish();
   if (base_) HCACHE_RETURN_IF_ERROR(base_->close());
   return serving_->close();
+}
+
+Result<std::unique_ptr<model::Tokenizer>> load_tokenizer(const EvalArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
+  return model::Tokenizer::load(path);
 }
 
 Json to_json(const eval::Estimate& estimate) {
@@ -174,9 +168,11 @@ Json to_json(const EvalSource& source) {
           {"bytes_read", source.bytes_read}};
 }
 
-std::string with_interval(const eval::Estimate& estimate, int digits) {
-  return fmt::format("{:.{}f} ({:.{}f} to {:.{}f})", estimate.value, digits, estimate.low, digits,
-                     estimate.high, digits);
+std::string with_interval(const Json& estimate, std::string_view format, double factor) {
+  const auto figure = [&](const char* name) {
+    return fmt::format(fmt::runtime(format), factor * estimate[name].get<double>());
+  };
+  return fmt::format("{} ({} to {})", figure("value"), figure("low"), figure("high"));
 }
 
 Json eval_json(const Evaluation& evaluation) {
@@ -184,12 +180,6 @@ Json eval_json(const Evaluation& evaluation) {
           {"model", evaluation.model().path()},
           {"type", evaluation.model().type_name()},
           {"base", evaluation.base_path()}};
-}
-
-Status report_eval(const EvalArgs& args, const Json& results,
-                   const std::vector<std::vector<std::string>>& table) {
-  if (args.json_file != "-") fmt::print("{}", format_columns(table));
-  return args.json_file.empty() ? Status() : write_json(results, args.json_file);
 }
 
 }  // namespace hcache::cli

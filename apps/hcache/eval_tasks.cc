@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/tokens.h"
+#include "commands.h"
 #include "eval.h"
 #include "eval/questions.h"
 #include "model/logits.h"
@@ -114,20 +115,17 @@ Result<std::vector<eval::Question>> questions_of(const TasksArgs& args) {
   return questions;
 }
 
-std::string percent(const Json& estimate) {
-  return fmt::format("{:.1f} % ({:.1f} to {:.1f})", 100 * estimate["value"].get<double>(),
-                     100 * estimate["low"].get<double>(), 100 * estimate["high"].get<double>());
-}
+std::string percent(const Json& estimate) { return with_interval(estimate, "{:.1f} %", 100); }
 
 }  // namespace
 
 TasksArgs::TasksArgs() { offer_methods("plan"); }
 
 Status eval_tasks(TasksArgs args) {
+  if (args.runtime.model.device == "list") return list_devices();
   ProgressLine line;
   HCACHE_ASSIGN_OR_RETURN(const std::vector<eval::Question> questions, questions_of(args));
-  HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
-  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
   std::vector<Asked> all;
   std::vector<EvalPrompt> prompts;
   size_t longest = 0;
@@ -139,7 +137,7 @@ Status eval_tasks(TasksArgs args) {
   }
   HCACHE_ASSIGN_OR_RETURN(const auto evaluation,
                           Evaluation::open(args, static_cast<int64_t>(longest), line));
-  HCACHE_RETURN_IF_ERROR(evaluation->check_base(questions[0].prompt));
+  HCACHE_RETURN_IF_ERROR(evaluation->check_base(*tokenizer, questions[0].prompt));
   HCACHE_RETURN_IF_ERROR(evaluation->save(prompts));
   Answers base;
   std::vector<Answers> answers(evaluation->methods().size());
@@ -183,7 +181,7 @@ Status eval_tasks(TasksArgs args) {
     fmt::print("{} questions of at most {} tokens; {:.1f} % are right by chance\n",
                questions.size(), longest, 100 * eval::chance(questions));
   }
-  return report_eval(args, results, table);
+  return report(args, results, table);
 }
 
 }  // namespace hcache::cli

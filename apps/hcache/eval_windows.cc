@@ -5,9 +5,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
+#include "commands.h"
 #include "eval.h"
 #include "model/logits.h"
 
@@ -55,8 +55,6 @@ Result<Windows> cut(const WindowArgs& args, const model::Tokenizer& tokenizer,
   return windows;
 }
 
-std::string progress(size_t i, size_t n) { return fmt::format("window {} of {}", i + 1, n); }
-
 Json text_json(const WindowArgs& args, const Windows& windows) {
   return {{"file", args.file},
           {"tokens", windows.text_tokens},
@@ -95,10 +93,40 @@ void add(eval::Group& group, double value) {
   group.n += 1;
 }
 
-Status close_and_report(const WindowArgs& args, Evaluation& evaluation, Json results,
-                        const std::vector<std::vector<std::string>>& table) {
-  HCACHE_RETURN_IF_ERROR(evaluation.close());
-  return report_eval(args, results, table);
+// The windows, what scores them, and a row for each method.
+struct Scored {
+  Windows windows;
+  std::unique_ptr<Evaluation> evaluation;
+  std::vector<Row> rows;
+};
+
+Result<Scored> open_windows(WindowArgs& args, ProgressLine& line) {
+  Scored scored;
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_text(args.file));
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
+  HCACHE_ASSIGN_OR_RETURN(scored.windows, cut(args, *tokenizer, text));
+  HCACHE_ASSIGN_OR_RETURN(scored.evaluation, Evaluation::open(args, args.window, line));
+  HCACHE_RETURN_IF_ERROR(scored.evaluation->check_base(*tokenizer, text));
+  HCACHE_RETURN_IF_ERROR(scored.evaluation->save(scored.windows.prompts));
+  scored.rows = make_rows(*scored.evaluation, scored.windows.prompts.size());
+  return scored;
+}
+
+Status for_each_window(Evaluation& evaluation, const Windows& windows,
+                       const std::function<Status(size_t)>& score) {
+  const size_t n = windows.prompts.size();
+  for (size_t i = 0; i < n; ++i) {
+    HCACHE_RETURN_IF_ERROR(evaluation.tell(fmt::format("window {} of {}", i + 1, n),
+                                           static_cast<double>(i) / static_cast<double>(n)));
+    HCACHE_RETURN_IF_ERROR(score(i));
+  }
+  return {};
+}
+
+Json results_json(const WindowArgs& args, const Scored& scored) {
+  Json results = eval_json(*scored.evaluation);
+  results["text"] = text_json(args, scored.windows);
+  return results;
 }
 
 }  // namespace
@@ -111,42 +139,40 @@ PplArgs::PplArgs() {
 KlArgs::KlArgs() { offer_methods("plan"); }
 
 Status eval_ppl(PplArgs args) {
+  if (args.runtime.model.device == "list") return list_devices();
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_text(args.file));
-  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, args.window, line));
-  HCACHE_ASSIGN_OR_RETURN(const Windows windows, cut(args, evaluation->tokenizer(), text));
-  HCACHE_RETURN_IF_ERROR(evaluation->save(windows.prompts));
-  const size_t n = windows.prompts.size();
-  std::vector<Row> rows = make_rows(*evaluation, n);
-  for (size_t i = 0; i < n; ++i) {
-    HCACHE_RETURN_IF_ERROR(
-        evaluation->tell(progress(i, n), static_cast<double>(i) / static_cast<double>(n)));
-    for (Row& row : rows) {
+  HCACHE_ASSIGN_OR_RETURN(Scored scored, open_windows(args, line));
+  Evaluation& evaluation = *scored.evaluation;
+  const Windows& windows = scored.windows;
+  const auto score_window = [&](size_t i) -> Status {
+    for (Row& row : scored.rows) {
       const auto on_logits = [&](int64_t position, std::span<const float> logits) {
         const int32_t next = windows.tokens[i][static_cast<size_t>(position) + 1];
         add(row.nll[i], -model::log_prob(logits, next));
       };
       HCACHE_RETURN_IF_ERROR(
-          evaluation->score(windows.prompts[i], row.method, on_logits, &row.source));
+          evaluation.score(windows.prompts[i], row.method, on_logits, &row.source));
     }
-  }
-  Json results = eval_json(*evaluation);
-  results["text"] = text_json(args, windows);
+    return {};
+  };
+  HCACHE_RETURN_IF_ERROR(for_each_window(evaluation, windows, score_window));
+  Json results = results_json(args, scored);
   std::vector<std::vector<std::string>> table = {
       {"method", "windows", "tokens", "perplexity (95 %)", "restored"}};
-  for (const Row& row : rows) {
-    const eval::Estimate ppl = eval::exponential(eval::bootstrap_mean(row.nll));
-    double scored = 0;
-    for (const eval::Group& group : row.nll) scored += group.n;
+  for (const Row& row : scored.rows) {
+    const Json ppl = to_json(eval::exponential(eval::bootstrap_mean(row.nll)));
+    double n_scored = 0;
+    for (const eval::Group& group : row.nll) n_scored += group.n;
     results["rows"].push_back({{"method", row.method.name},
-                               {"perplexity", to_json(ppl)},
-                               {"scored", scored},
+                               {"perplexity", ppl},
+                               {"scored", n_scored},
                                {"source", to_json(row.source)}});
-    table.push_back({row.method.name, fmt::format("{}", n), fmt::format("{:.0f}", scored),
-                     with_interval(ppl, 4),
-                     fmt::format("{}", row.source.hidden + row.source.kv + row.source.recomputed)});
+    table.push_back({row.method.name, fmt::format("{}", windows.prompts.size()),
+                     fmt::format("{:.0f}", n_scored), with_interval(ppl, "{:.4f}"),
+                     fmt::format("{}", row.source.restored())});
   }
-  return close_and_report(args, *evaluation, std::move(results), table);
+  HCACHE_RETURN_IF_ERROR(evaluation.close());
+  return report(args, results, table);
 }
 
 namespace {
@@ -188,62 +214,64 @@ Status compare_window(Evaluation& evaluation, const EvalPrompt& prompt,
 }
 
 Json kl_json(const Row& row) {
+  const auto quantile = [&](double q) { return eval::quantile(row.all_kl, q); };
   return {{"method", row.method.name},
           {"perplexity", to_json(eval::exponential(eval::bootstrap_mean(row.nll)))},
           // Over the base's.
           {"perplexity_ratio", to_json(eval::exponential(eval::bootstrap_mean(row.more_nll)))},
           {"mean_kl", to_json(eval::bootstrap_mean(row.kl))},
           {"kl_quantiles",
-           {{"p50", eval::quantile(row.all_kl, 0.5)},
-            {"p90", eval::quantile(row.all_kl, 0.9)},
-            {"p99", eval::quantile(row.all_kl, 0.99)},
-            {"max", eval::quantile(row.all_kl, 1)}}},
+           {{"p50", quantile(0.5)},
+            {"p90", quantile(0.9)},
+            {"p99", quantile(0.99)},
+            {"max", quantile(1)}}},
           {"same_top", to_json(eval::bootstrap_mean(row.same_top))},
           {"scored", row.all_kl.size()},
           {"source", to_json(row.source)}};
 }
 
+std::vector<std::string> kl_cells(const Json& row, const EvalSource& source) {
+  return {row["method"].get<std::string>(),
+          fmt::format("{}", row["scored"].get<size_t>()),
+          with_interval(row["mean_kl"], "{:.1e}"),
+          fmt::format("{:.1e}", row["kl_quantiles"]["p99"].get<double>()),
+          fmt::format("{:.1e}", row["kl_quantiles"]["max"].get<double>()),
+          fmt::format("{:.2f} %", 100 * row["same_top"]["value"].get<double>()),
+          with_interval(row["perplexity_ratio"], "{:.5f}"),
+          fmt::format("{}", source.restored())};
+}
+
 }  // namespace
 
 Status eval_kl(KlArgs args) {
+  if (args.runtime.model.device == "list") return list_devices();
   ProgressLine line;
-  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_text(args.file));
-  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, args.window, line));
-  HCACHE_RETURN_IF_ERROR(evaluation->check_base(text));
-  HCACHE_ASSIGN_OR_RETURN(const Windows windows, cut(args, evaluation->tokenizer(), text));
-  HCACHE_RETURN_IF_ERROR(evaluation->save(windows.prompts));
-  const size_t n = windows.prompts.size();
-  std::vector<Row> rows = make_rows(*evaluation, n);
+  HCACHE_ASSIGN_OR_RETURN(Scored scored, open_windows(args, line));
+  Evaluation& evaluation = *scored.evaluation;
+  const Windows& windows = scored.windows;
   std::vector<eval::Group> base_nll;
-  for (size_t i = 0; i < n; ++i) {
-    HCACHE_RETURN_IF_ERROR(
-        evaluation->tell(progress(i, n), static_cast<double>(i) / static_cast<double>(n)));
+  const auto score_window = [&](size_t i) -> Status {
     const EvalPrompt& prompt = windows.prompts[i];
     HCACHE_ASSIGN_OR_RETURN(const BaseWindow base,
-                            score_base(*evaluation, prompt, windows.tokens[i]));
+                            score_base(evaluation, prompt, windows.tokens[i]));
     base_nll.push_back(base.nll);
-    for (Row& row : rows) {
-      HCACHE_RETURN_IF_ERROR(compare_window(*evaluation, prompt, windows.tokens[i], base, i, row));
+    for (Row& row : scored.rows) {
+      HCACHE_RETURN_IF_ERROR(compare_window(evaluation, prompt, windows.tokens[i], base, i, row));
     }
-  }
-  Json results = eval_json(*evaluation);
-  results["text"] = text_json(args, windows);
+    return {};
+  };
+  HCACHE_RETURN_IF_ERROR(for_each_window(evaluation, windows, score_window));
+  Json results = results_json(args, scored);
   results["base_perplexity"] = to_json(eval::exponential(eval::bootstrap_mean(base_nll)));
   std::vector<std::vector<std::string>> table = {{"method", "tokens", "mean KL (95 %)", "p99",
                                                   "max", "same first choice",
                                                   "perplexity / base's (95 %)", "restored"}};
-  for (const Row& row : rows) {
-    const eval::Estimate kl = eval::bootstrap_mean(row.kl);
+  for (const Row& row : scored.rows) {
     results["rows"].push_back(kl_json(row));
-    table.push_back({row.method.name, fmt::format("{}", row.all_kl.size()),
-                     fmt::format("{:.2e} ({:.1e} to {:.1e})", kl.value, kl.low, kl.high),
-                     fmt::format("{:.1e}", eval::quantile(row.all_kl, 0.99)),
-                     fmt::format("{:.1e}", eval::quantile(row.all_kl, 1)),
-                     fmt::format("{:.2f} %", 100 * eval::bootstrap_mean(row.same_top).value),
-                     with_interval(eval::exponential(eval::bootstrap_mean(row.more_nll)), 5),
-                     fmt::format("{}", row.source.hidden + row.source.kv + row.source.recomputed)});
+    table.push_back(kl_cells(results["rows"].back(), row.source));
   }
-  return close_and_report(args, *evaluation, std::move(results), table);
+  HCACHE_RETURN_IF_ERROR(evaluation.close());
+  return report(args, results, table);
 }
 
 }  // namespace hcache::cli

@@ -3,9 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <utility>
+
+#include "eval/statistics.h"
 
 namespace hcache::load {
 namespace {
@@ -81,11 +82,7 @@ std::string cell(const Json& values, const char* column) {
 }  // namespace
 
 double percentile(const std::vector<double>& sorted, double p) {
-  if (sorted.empty()) return 0;
-  const double at = p / 100 * static_cast<double>(sorted.size() - 1);
-  const auto low = static_cast<size_t>(std::floor(at));
-  const size_t high = std::min(low + 1, sorted.size() - 1);
-  return sorted[low] + (at - static_cast<double>(low)) * (sorted[high] - sorted[low]);
+  return eval::quantile_of_sorted(sorted, p / 100);
 }
 
 Json distribution(std::vector<double> seconds) {

@@ -13,13 +13,17 @@ double mean_of(const Group& total) { return total.n > 0 ? total.sum / total.n : 
 
 }  // namespace
 
-double quantile(std::vector<double> values, double q) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const double at = std::clamp(q, 0.0, 1.0) * static_cast<double>(values.size() - 1);
+double quantile_of_sorted(std::span<const double> sorted, double q) {
+  if (sorted.empty()) return 0;
+  const double at = std::clamp(q, 0.0, 1.0) * static_cast<double>(sorted.size() - 1);
   const auto below = static_cast<size_t>(at);
-  const size_t above = std::min(below + 1, values.size() - 1);
-  return values[below] + (at - static_cast<double>(below)) * (values[above] - values[below]);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  return sorted[below] + (at - static_cast<double>(below)) * (sorted[above] - sorted[below]);
+}
+
+double quantile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  return quantile_of_sorted(values, q);
 }
 
 Estimate bootstrap_mean(std::span<const Group> groups, int resamples, uint64_t seed) {
@@ -44,8 +48,9 @@ Estimate bootstrap_mean(std::span<const Group> groups, int resamples, uint64_t s
     }
     if (drawn.n > 0) means.push_back(mean_of(drawn));
   }
-  estimate.low = std::min(quantile(means, kTail), estimate.value);
-  estimate.high = std::max(quantile(means, 1 - kTail), estimate.value);
+  std::sort(means.begin(), means.end());
+  estimate.low = std::min(quantile_of_sorted(means, kTail), estimate.value);
+  estimate.high = std::max(quantile_of_sorted(means, 1 - kTail), estimate.value);
   return estimate;
 }
 

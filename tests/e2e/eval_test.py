@@ -128,6 +128,7 @@ class Eval(unittest.TestCase):
         bad = self.write("bad.jsonl", '{"prompt": "x", "choices": ["a"], "answer": 0}\n')
         self.assertIn("bad.jsonl, line 1", self.hcache("tasks", bad, code=2))
         self.assertIn("--base-model", self.hcache("ppl", self.text, "--base-model", MODEL, code=2))
+        self.assertIn("cpu", self.hcache("ppl", self.text, "--device", "list"))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ struct Estimate {
 // exp of all three: a perplexity from a mean of -log p, a ratio from a mean difference of logs.
 [[nodiscard]] Estimate exponential(const Estimate& mean);
 
-// The q-quantile, q in [0, 1], by linear interpolation; 0 of nothing.
+// The q-quantile, q in [0, 1], interpolated between neighbours; 0 of nothing.
 [[nodiscard]] double quantile(std::vector<double> values, double q);
+[[nodiscard]] double quantile_of_sorted(std::span<const double> sorted, double q);
 
 }  // namespace hcache::eval
