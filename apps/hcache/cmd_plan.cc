@@ -45,7 +45,7 @@ struct PlanArgs : Options {
   }
 };
 
-Json to_json(const policy::Prediction& p) {
+Json prediction_json(const policy::Prediction& p) {
   return {{"ttft_ms", p.makespan_s * 1e3},
           {"restored_ms", p.restored_s * 1e3},
           {"io_busy_ms", p.io_busy_s * 1e3},
@@ -92,13 +92,13 @@ Status plan_hardware(const PlanArgs& args) {
                 {"exact",
                  {{"schedule", plan.exact.schedule},
                   {"bytes_per_token", plan.exact_bytes_per_token},
-                  {"predicted", to_json(plan.exact.predicted)}}},
+                  {"predicted", prediction_json(plan.exact.predicted)}}},
                 {"kv_bytes_per_token", plan.kv_bytes_per_token},
                 {"modes", Json::array()}};
     for (const policy::ModePrediction& m : plan.modes) {
       row["modes"].push_back({{"method", policy::mode_name(m.mode)},
                               {"schedule", m.plan.schedule},
-                              {"predicted", to_json(m.plan.predicted)}});
+                              {"predicted", prediction_json(m.plan.predicted)}});
     }
     rows.push_back(std::move(row));
   }
@@ -147,7 +147,7 @@ Status plan_here(const PlanArgs& args) {
                         {"schedule", r.schedule},
                         {"link_bytes_per_s", costs.link.bytes_per_s},
                         {"link_assumed", assumed},
-                        {"predicted", to_json(r.predicted)}});
+                        {"predicted", prediction_json(r.predicted)}});
       }
       continue;
     }
