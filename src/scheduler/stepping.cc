@@ -276,7 +276,9 @@ void Core::restore() {
   note_company();
   double used_s = 0;
   if (Task* task = lone_restore(); task != nullptr) {
-    used_s = advance(*task, {.budget_s = std::numeric_limits<double>::infinity(),
+    constexpr double kEndless = std::numeric_limits<double>::infinity();
+    used_s = advance(*task, {.budget_s = kEndless,
+                             .whole_budget_s = kEndless,
                              .proceed = [this, task, shown = 0.0](double fraction) mutable {
                                if (fraction >= shown + kShownFraction) {
                                  enter(*task, Phase::kRestoring, fraction);
@@ -305,6 +307,7 @@ double Core::restore_in_turns(double budget_s) {
   // Beside a step what there is is too little to be cut: they take turns from step to step.
   const double turn_s =
       decoding_ ? budget_s : budget_s / static_cast<double>(std::max<size_t>(able.size(), 1));
+  const double whole_s = policy::restore_budget_s(decoding_, step_s_, 0, options_.restore);
   double used_s = 0;
   while (used_s < budget_s && !able.empty()) {
     const auto next = std::min_element(able.begin(), able.end(), [](const Task* a, const Task* b) {
@@ -312,8 +315,9 @@ double Core::restore_in_turns(double budget_s) {
              std::tuple(b->request.background, b->restore_used_s, b->restore_number);
     });
     Task& task = **next;
-    const double spent_s =
-        advance(task, {.budget_s = std::min(turn_s, budget_s - used_s), .proceed = {}});
+    const double spent_s = advance(task, {.budget_s = std::min(turn_s, budget_s - used_s),
+                                          .whole_budget_s = whole_s,
+                                          .proceed = {}});
     task.restore_used_s += spent_s;
     used_s += spent_s;
     if (!task.in_restore() || task.waits_for_io) {

@@ -20,6 +20,11 @@ using state::Restoration;
 
 // A slice of fewer rows pays more for reading the weights than for its rows.
 constexpr int64_t kMinSliceRows = 32;
+// New tokens behind restored layers begin with as many rows as take this part of a turn, and go on
+// as long as they take that one: steps, which turns are a share of, differ a little, and so do
+// layers from what is expected of them.
+constexpr double kFollowShare = 0.75;
+constexpr double kKeepShare = 0.9;
 // Each attempt beyond the first drops a damaged page.
 constexpr int kMaxAttempts = 16;
 // Requests whose state is read ahead at a time: one, and one to go on with while a step computes.
@@ -311,11 +316,13 @@ int64_t EngineExecutor::slice_rows(double budget_s) const {
   return std::clamp(rows, std::min(kMinSliceRows, most), most);
 }
 
-// New tokens that run through a layer within the budget, without what they see of the history.
-int64_t EngineExecutor::follow_rows(double budget_s) const {
+// New tokens behind so many rows that run through a layer within the budget.
+int64_t EngineExecutor::follow_rows(double budget_s, int64_t history) const {
   const state::CostProfile& profile = runtime_.profile();
   int64_t rows = limits_.max_step_rows;
-  while (rows >= kMinSliceRows && profile.longest_dense_s(rows) > budget_s) rows -= kMinSliceRows;
+  while (rows >= kMinSliceRows && profile.longest_prefill_s(rows, history) > budget_s) {
+    rows -= kMinSliceRows;
+  }
   return std::max<int64_t>(rows, 0);
 }
 
@@ -328,12 +335,14 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   fetch();
   Restore& restore = *sequence->restore;
   if (!restore.work) return end_restore(seq, *sequence);
+  const int64_t history = restore.planned.plan.restored_tokens;
   const int64_t start_ns = env_.monotonic_ns();
-  Result<Restoration::Phase> phase =
-      restore.work->advance({.rows = slice_rows(turn.budget_s),
-                             .budget_s = turn.budget_s,
-                             .follow_rows = follow_rows(turn.budget_s),
-                             .proceed = turn.proceed});
+  Result<Restoration::Phase> phase = restore.work->advance(
+      {.rows = slice_rows(turn.budget_s),
+       .budget_s = turn.budget_s,
+       .follow_rows = follow_rows(kFollowShare * turn.whole_budget_s, history),
+       .keep_rows = follow_rows(kKeepShare * turn.whole_budget_s, history),
+       .proceed = turn.proceed});
   RestoreStatus status;
   status.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
   if (phase.ok() && *phase == Restoration::Phase::kFailed) {

@@ -94,7 +94,7 @@ class EngineExecutor : public scheduler::Executor {
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);
   [[nodiscard]] int64_t slice_rows(double budget_s) const;
-  [[nodiscard]] int64_t follow_rows(double budget_s) const;
+  [[nodiscard]] int64_t follow_rows(double budget_s, int64_t history) const;
   // Has what comes next read ahead.
   void fetch();
   [[nodiscard]] Status begin_fetch(uint64_t ticket);

@@ -395,9 +395,11 @@ double CostProfile::longest_project_s(int64_t rows) const {
   return longest;
 }
 
-double CostProfile::longest_dense_s(int64_t rows) const {
-  double longest = layer.dense.at(rows);
-  for (const StageCosts& stage : stages) longest = std::max(longest, stage.layer.dense.at(rows));
+double CostProfile::longest_prefill_s(int64_t rows, int64_t history) const {
+  double longest = policy::prefill_layer_s(layer, rows, history, rows);
+  for (const StageCosts& stage : stages) {
+    longest = std::max(longest, policy::prefill_layer_s(stage.layer, rows, history, rows));
+  }
   return longest;
 }
 

@@ -29,12 +29,13 @@ class NewTokens {
         .output = last ? engine::BatchItem::Output::kLast : engine::BatchItem::Output::kNone};
     HCACHE_ASSIGN_OR_RETURN(engine::Step step, engine.prepare({&item, 1}));
     if (run.before_step) run.before_step(first, tokens);
-    return NewTokens(engine, std::move(step));
+    return NewTokens(engine, std::move(step), n);
   }
   Status run_layer() {
     ++layers_;
     return engine_->run_layers(step_, layers_ - 1, layers_);
   }
+  [[nodiscard]] int64_t rows() const { return rows_; }
   [[nodiscard]] int layers() const { return layers_; }  // that they have run through
   // The logits of the last token, if it was among them.
   Result<std::vector<float>> finish() {
@@ -44,10 +45,12 @@ class NewTokens {
   }
 
  private:
-  NewTokens(engine::Engine& engine, engine::Step step) : engine_(&engine), step_(std::move(step)) {}
+  NewTokens(engine::Engine& engine, engine::Step step, int64_t rows)
+      : engine_(&engine), step_(std::move(step)), rows_(rows) {}
 
   engine::Engine* engine_;
   engine::Step step_;
+  int64_t rows_ = 0;
   int layers_ = 0;
 };
 

@@ -28,6 +28,7 @@ constexpr int64_t kLookUpNs = 1'000'000;
 // or as many as so many pages of the last layer would take.
 constexpr int64_t kRepairShare = 4;
 constexpr int64_t kRepairedPages = 2;
+constexpr double kUnitMargin = 1.2;  // a unit may take longer than those before it
 // For one page that is read in another encoding; more where pages are large.
 constexpr uint64_t kSpareRingBytes = 1U << 20;
 
@@ -94,12 +95,20 @@ class RestorationImpl : public Restoration {
   Status hand_over(const Repair& repair);
 
   // Runs new tokens through the next layer if it is restored. False: nothing could be done.
-  Result<bool> follow(int64_t most_rows);
+  Result<bool> follow();
+  // The same between others' steps, while a page is waited for.
+  Result<bool> follow_beside(const Slice& slice, double left_s);
   // The same where nothing else wants the device: they begin before the first layer.
   Status begin_to_follow_all();
   Result<bool> begin_to_follow(int64_t most_rows);
   Status begin_new_tokens(int64_t n);
+  // Those that have begun, if there are any, may go on.
+  [[nodiscard]] bool may_follow(const Slice& slice) const {
+    return slice.proceed || (following_ && following_->rows() <= slice.keep_rows);
+  }
   Status end_follow();
+  // What has begun is the caller's again, and so are all rows from `rows` on.
+  Status give_up_following(int64_t rows);
   Status finish();  // nothing of the ring is read any more
   void abandon();   // the sequence is empty again and nothing reads the ring
 
@@ -156,6 +165,7 @@ class RestorationImpl : public Restoration {
   std::vector<Repair> repairs_;  // that wait
   int64_t repair_rows_ = 0;      // of all repairs, those that wait included; as repaired_layer_rows
   std::optional<NewTokens> following_;  // on their way through the layers
+  double follow_layer_s_ = 0;           // what the last of these took; 0: not known yet
   std::vector<float> logits_;
   std::unique_ptr<store::PageReader> reader_;
   // Of the next lane's page alone, which was damaged: it reads another encoding of it.
@@ -446,10 +456,7 @@ void RestorationImpl::abandon() {
 
 Status RestorationImpl::drop_tail(Lane& lane) {
   const int64_t whole = rows_ / store::kChunkTokens * store::kChunkTokens;
-  following_.reset();
-  record_.prefilled_tokens = 0;
-  HCACHE_RETURN_IF_ERROR(engine_.synchronize());
-  HCACHE_RETURN_IF_ERROR(engine_.trim_sequence(run_.seq, whole));
+  HCACHE_RETURN_IF_ERROR(give_up_following(whole));
   int64_t dropped = rows_ - whole;
   record_.restored_tokens = rows_ = whole;
   for (int64_t* tokens : {&record_.recomputed_tokens, &record_.kv_tokens, &record_.hidden_tokens}) {
@@ -577,20 +584,36 @@ Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
   return true;
 }
 
-Result<bool> RestorationImpl::follow(int64_t most_rows) {
-  if (!following_) {
-    HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(most_rows));
-    if (!begun) return false;
-  }
-  if (following_->layers() == restored_layers()) return false;
+Result<bool> RestorationImpl::follow() {
+  if (!following_ || following_->layers() == restored_layers()) return false;
+  const int64_t start = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layer(); }));
+  follow_layer_s_ = elapsed(start);
   return true;
+}
+
+// The first unit of a turn has all of its budget, which the rows were chosen for.
+Result<bool> RestorationImpl::follow_beside(const Slice& slice, double left_s) {
+  const bool fits =
+      left_s == slice.budget_s || (0 < follow_layer_s_ && kUnitMargin * follow_layer_s_ <= left_s);
+  if (!fits) return false;
+  if (following_) return may_follow(slice) ? follow() : false;
+  HCACHE_ASSIGN_OR_RETURN(const bool begun, begin_to_follow(slice.follow_rows));
+  return begun ? follow() : false;
 }
 
 Status RestorationImpl::end_follow() {
   HCACHE_ASSIGN_OR_RETURN(logits_, timed([&] { return following_->finish(); }));
   following_.reset();
   return {};
+}
+
+Status RestorationImpl::give_up_following(int64_t rows) {
+  following_.reset();
+  follow_layer_s_ = 0;
+  record_.prefilled_tokens = 0;
+  HCACHE_RETURN_IF_ERROR(engine_.synchronize());
+  return engine_.trim_sequence(run_.seq, rows);
 }
 
 // ---- Slices
@@ -617,18 +640,20 @@ Result<bool> RestorationImpl::work(const Slice& slice, double left_s) {
     record_.restore_s = elapsed(start_ns_);
     busy_at_end_s_ = record_.compute_busy_s;
   }
-  if (alone || restored) {
-    HCACHE_ASSIGN_OR_RETURN(const bool followed, follow(0));
+  if (alone || (restored && may_follow(slice))) {
+    HCACHE_ASSIGN_OR_RETURN(const bool followed, follow());
     if (followed) return true;
   }
   if (restored) {
-    if (following_) HCACHE_RETURN_IF_ERROR(end_follow());
+    const bool whole = following_ && following_->layers() == engine_.n_layer();
+    if (whole) HCACHE_RETURN_IF_ERROR(end_follow());
+    if (following_) HCACHE_RETURN_IF_ERROR(give_up_following(rows_));
     HCACHE_RETURN_IF_ERROR(finish());
     return true;
   }
   HCACHE_ASSIGN_OR_RETURN(const bool went_on, restore_some(slice));
   if (went_on || alone) return went_on;
-  return follow(slice.follow_rows);
+  return follow_beside(slice, left_s);
 }
 
 Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
@@ -638,7 +663,8 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
   double used_s = 0;
   const auto goes_on = [&] {
     if (phase_ == Phase::kDone) return false;
-    return slice.proceed ? slice.proceed(fraction()) : used_s + unit_s_ < slice.budget_s;
+    return slice.proceed ? slice.proceed(fraction())
+                         : used_s + kUnitMargin * unit_s_ < slice.budget_s;
   };
   do {
     const Result<bool> worked = work(slice, slice.budget_s - used_s);

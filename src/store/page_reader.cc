@@ -294,7 +294,14 @@ void PageReaderImpl::submit_to_queue(Request* request) {
   io.buffer = {ring_ + request->ring_at + request->asked_from,
                request->length - request->asked_from};
   io.tag = reinterpret_cast<std::uintptr_t>(request);
-  if (queue_->submit(io).ok()) return;
+  // The kernel may take its time, and pages that have come are wanted meanwhile.
+  mutex_.unlock();
+  const bool begun = queue_->submit(io).ok();
+  mutex_.lock();
+  if (begun) {
+    if (cancelled_) queue_->cancel();
+    return;
+  }
   // The queue is broken: the pages of this request are read one by one.
   queue_failed_ = true;
   mutex_.unlock();

@@ -503,7 +503,8 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
     const SeqId cancelled = p.create();
     ASSERT_TRUE(p->begin_restore(cancelled, p.job(chain, 300)).ok());
     for (int i = 0; i < 200; ++i)
-      ASSERT_TRUE(p->advance_restore(cancelled, {.budget_s = 1, .proceed = {}}).ok());
+      ASSERT_TRUE(
+          p->advance_restore(cancelled, {.budget_s = 1, .whole_budget_s = 1, .proceed = {}}).ok());
     p->release(cancelled);
     const SeqId back = p.create();
     const Status begun = p->begin_restore(back, p.job(chain, 300));
@@ -511,7 +512,7 @@ TEST_F(ExecutorTest, NewTokensFollowARestoreThatWaitsForItsPages) {
     RestoreStatus done;
     Patience patience("a restore over a slow link");
     while (done.phase != RestoreStatus::Phase::kDone && patience.lasts()) {
-      auto status = p->advance_restore(back, {.budget_s = 1, .proceed = {}});
+      auto status = p->advance_restore(back, {.budget_s = 1, .whole_budget_s = 1, .proceed = {}});
       ASSERT_TRUE(status.ok()) << status.status().to_string();
       done = *status;
       if (others.size() > 20) {
@@ -609,6 +610,59 @@ TEST_F(ExecutorTest, ALoneRestoreBringsThePrefillToItsEnd) {
       EXPECT_EQ(p->state(seq, 390), state);
     }
   }
+}
+
+// What began alone and is too much for turns beside others is given up, and computed and saved as
+// if it had never begun.
+TEST_F(ExecutorTest, WhatBeganAloneIsGivenUpBesideOthersAndSavedOnce) {
+  const Tokens history = random_tokens(300, 1);
+  const Tokens question = random_tokens(90, 2);
+  const Tokens chain = history + question;
+  std::vector<float> logits;
+  std::vector<std::byte> state;
+  {
+    auto p = process();
+    const SeqId seq = p->create();
+    p->append(seq, history);
+    p->wait_until_durable(seq, 300);
+    logits = p->append(seq, question);
+    state = p->state(seq, 390);
+    (*p)->release(seq);
+    EXPECT_GT(p->remove_saved(), 0U);
+    const SeqId again = p->create();
+    p->append(again, history);
+    p->wait_until_durable(again, 300);
+    (*p)->release(again);
+  }
+  {
+    auto p = process(policy::Mode::kKv);
+    const SeqId seq = p->create();
+    scheduler::RestoreJob job = p->job(chain, 300);
+    job.alone = true;
+    ASSERT_TRUE((*p)->begin_restore(seq, job).ok());
+    const int64_t free_cells = (*p)->free_cells();
+    auto status = (*p)->advance_restore(
+        seq,
+        {.budget_s = 1, .whole_budget_s = 1, .proceed = [](double done) { return done == 0; }});
+    ASSERT_TRUE(status.ok()) << status.status().to_string();
+    EXPECT_EQ(status->reserved, 390);
+    Patience patience("the rest of a restore");
+    while (status.ok() && status->phase != RestoreStatus::Phase::kDone && patience.lasts()) {
+      status = (*p)->advance_restore(seq, {.budget_s = 1, .whole_budget_s = 1e-9, .proceed = {}});
+    }
+    ASSERT_TRUE(status.ok()) << status.status().to_string();
+    EXPECT_EQ(status->tokens, 300);
+    EXPECT_TRUE(status->logits.empty());
+    EXPECT_EQ((*p)->free_cells(), free_cells);
+    EXPECT_EQ(p->append(seq, question), logits);
+    EXPECT_EQ(p->state(seq, 390), state);
+    p->wait_until_durable(seq, 390);
+    (*p)->release(seq);
+  }
+  auto p = process(policy::Mode::kKv);
+  const SeqId seq = p->create();
+  EXPECT_EQ(p->restore(seq, chain + Tokens{1}, 390).tokens, 390);
+  EXPECT_EQ(p->state(seq, 390), state);
 }
 
 // Two restores take turns in the smallest slices, in the middle of projections.

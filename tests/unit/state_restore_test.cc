@@ -331,6 +331,46 @@ TEST_F(DevicesAtOnce, NewTokensFollowThroughBoth) {
   }
 }
 
+// New tokens that began when nothing else wanted the devices, when others' steps run: they wait,
+// and go on afterwards, or in a turn that has room for them, or are the caller's in the end.
+TEST_F(DevicesAtOnce, NewTokensThatBeganAloneWaitForRoomBesideOthers) {
+  hold(engine::kTapHidden | engine::kTapKv);
+  const Restoration::Slice no_room{.rows = 70, .budget_s = 0, .follow_rows = 16, .keep_rows = 16};
+  Restoration::Slice room = no_room;
+  room.keep_rows = static_cast<int64_t>(conversation_.tokens.size()) - kRows;
+  ASSERT_GT(room.keep_rows, no_room.keep_rows);
+  Restoration::Slice alone;
+  alone.proceed = [](double) { return true; };
+  for (const Restoration::Slice& later : {no_room, room, alone}) {
+    RestoreRun run = devices_->run(kAllHidden);
+    run.tokens = conversation_.tokens;
+    const auto restoration = devices_->begin(run);
+    Restoration::Slice first_units = alone;
+    first_units.proceed = [](double fraction) { return fraction == 0; };
+    Result<Phase> phase = restoration->advance(first_units);
+    ASSERT_TRUE(phase.ok() && *phase == Phase::kWorking);
+    EXPECT_EQ(restoration->record().prefilled_tokens, room.keep_rows);
+    // Some turns, but not all layers.
+    for (int turn = 0; turn < 3; ++turn) phase = restoration->advance(no_room);
+    while (phase.ok() && *phase != Phase::kDone) phase = restoration->advance(later);
+    ASSERT_TRUE(phase.ok()) << phase.status().to_string();
+    const bool gives_up = later.proceed == nullptr && later.keep_rows < room.keep_rows;
+    EXPECT_EQ(restoration->record().prefilled_tokens, gives_up ? 0 : room.keep_rows);
+    EXPECT_EQ(devices_->engine->length(run.seq), gives_up ? kRows : kRows + room.keep_rows);
+    Row logits(restoration->logits().begin(), restoration->logits().end());
+    if (gives_up) {
+      EXPECT_TRUE(logits.empty());
+      logits = append(*devices_->engine, run.seq, std::span(conversation_.tokens).subspan(kRows),
+                      static_cast<int>(room.keep_rows), Output::kLast)
+                   .back();
+    }
+    EXPECT_TRUE(same_bits(logits, conversation_.logits[0]));
+    HCACHE_EXPECT_OK(devices_->engine->trim_sequence(run.seq, kRows));
+    devices_->expect_restored(run.seq);
+    HCACHE_EXPECT_OK(devices_->engine->release_sequence(run.seq));
+  }
+}
+
 // Between its slices, steps of another sequence run through both devices.
 TEST_F(DevicesAtOnce, SlicesRunBetweenOthersSteps) {
   hold(engine::kTapHidden);
@@ -344,7 +384,8 @@ TEST_F(DevicesAtOnce, SlicesRunBetweenOthersSteps) {
   const SeqId other = new_sequence(*devices_->engine);
   std::vector<Row> rows;
   for (Phase phase = Phase::kWorking; phase != Phase::kDone;) {
-    const auto advanced = restoration->advance({.rows = 70, .budget_s = 0, .follow_rows = 32});
+    const auto advanced =
+        restoration->advance({.rows = 70, .budget_s = 0, .follow_rows = 32, .keep_rows = 32});
     ASSERT_TRUE(advanced.ok()) << advanced.status().to_string();
     phase = *advanced;
     ASSERT_NE(phase, Phase::kFailed);

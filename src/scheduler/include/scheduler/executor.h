@@ -92,6 +92,9 @@ struct RestoreJob {
 // How long advance_restore() may work.
 struct RestoreTurn {
   double budget_s = 0;  // seconds of compute
+  // What a turn has that owes nothing to those before it: what is done in one piece, time after
+  // time, should take no longer.
+  double whole_budget_s = 0;
   // Set: nothing else runs or waits. Then there is no budget, bytes may be waited for, and the
   // tokens behind the restored ones follow layer by layer from the first slice on. Asked between
   // slices, with the fraction of the restore that is done; false ends the call early.

@@ -41,7 +41,8 @@ struct CostProfile {
   [[nodiscard]] bool is_synchronous() const;
   // Of a layer for so many rows, on the device where it takes longest.
   [[nodiscard]] double longest_project_s(int64_t rows) const;
-  [[nodiscard]] double longest_dense_s(int64_t rows) const;
+  // All of the layer, behind so many rows.
+  [[nodiscard]] double longest_prefill_s(int64_t rows, int64_t history) const;
 };
 
 // The key of a profile: model digest, device and its kernels, threads, KV and state type.

@@ -86,9 +86,12 @@ class Restoration {
     // Seconds of compute. The first unit is done in any case, further ones as long as they would
     // fit if they took as long as those before them.
     double budget_s = std::numeric_limits<double>::infinity();
-    // How many of the new tokens may run through a layer at once while pages are waited for; what
-    // counts is what stands here when the first of them do. 0: none.
+    // How many of the new tokens may begin to run through the layers, one after the other, while
+    // pages are waited for. 0: none.
     int64_t follow_rows = 0;
+    // How many of them may go on. More, which began when nothing else wanted the device, wait until
+    // nothing does again, and are given up once all rows are restored: then they are the caller's.
+    int64_t keep_rows = 0;
     // Set: nothing else wants the device. There is no budget then, pages are waited for, and all
     // new tokens, as far as a step holds them, follow each layer at once, the last one included.
     // Asked between units, with the fraction that is done; false ends the call.
