@@ -10,7 +10,7 @@ namespace hcache::cli {
 
 enum class Meaning : uint8_t {
   kOwn,          // ours, spelled the same
-  kOption,       // our option of another name; its neutral values are our default
+  kOption,       // our option of another name, or with a value; its neutral values are our default
   kMebibytes,    // our option, in MiB; -1 would be no limit
   kTogether,     // one of those that combine() looks at
   kRpc,          // servers of ggml's RPC protocol
@@ -82,7 +82,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"-n,--predict,--n-predict", Meaning::kOwn, Value::kOne, "--max-tokens", "LLAMA_ARG_N_PREDICT"},
     {"-b,--batch-size", Meaning::kTogether, Value::kOne, kBatch, "LLAMA_ARG_BATCH"},
     {"-ub,--ubatch-size", Meaning::kTogether, Value::kOne, kUbatch, "LLAMA_ARG_UBATCH"},
-    {"--keep", Meaning::kIgnored, Value::kOne, "no part of a conversation is dropped to go on"},
+    {"--keep", Meaning::kOption, Value::kOne, "--keep-first", "", "-1"},
     {"--swa-full", Meaning::kIgnored, Value::kNone, reasons::kCaching, "LLAMA_ARG_SWA_FULL"},
     {"-ctxcp,--ctx-checkpoints,--swa-checkpoints", Meaning::kIgnored, Value::kOne,
      reasons::kCaching, "LLAMA_ARG_CTX_CHECKPOINTS"},
@@ -93,8 +93,9 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      reasons::kCaching, "LLAMA_ARG_KV_UNIFIED"},
     {"--cache-idle-slots,--no-cache-idle-slots", Meaning::kIgnored, Value::kNone,
      reasons::kCaching, "LLAMA_ARG_CACHE_IDLE_SLOTS"},
-    {"--context-shift,--no-context-shift", Meaning::kIgnored, Value::kNone,
-     "an answer ends when the room does", "LLAMA_ARG_CONTEXT_SHIFT"},
+    {"--context-shift", Meaning::kOption, Value::kNone, "--context-overflow=truncate",
+     "LLAMA_ARG_CONTEXT_SHIFT"},
+    {"--no-context-shift", Meaning::kOption, Value::kNone, "--context-overflow=refuse"},
     {"-fa,--flash-attn", Meaning::kIgnored, Value::kSwitch,
      "--attention chooses the kernel", "LLAMA_ARG_FLASH_ATTN"},
     {"--perf,--no-perf", Meaning::kIgnored, Value::kNone, reasons::kLogging, "LLAMA_ARG_PERF"},

@@ -133,7 +133,9 @@ class Translator {
       }
       case Meaning::kOption:
         if (is_neutral(row, value)) break;
-        if (row.value == Value::kNone) {
+        if (const size_t is = row.target.find('='); is != std::string_view::npos) {
+          push(row.target.substr(0, is), std::string(row.target.substr(is + 1)));
+        } else if (row.value == Value::kNone) {
           out_.args.emplace_back(row.target);
         } else {
           push(row.target, value);

@@ -209,7 +209,8 @@ Json engine_json(const serving::BatchReport& r) {
           {"compute_idle", mean(r.compute_idle, r.decode_steps)}};
 }
 
-Json progress_json(const BatchArgs& args, const server::BatchProgress& p, const std::string& result) {
+Json progress_json(const BatchArgs& args, const server::BatchProgress& p,
+                   const std::string& result) {
   return {{"engine", p.engine ? engine_json(*p.engine) : Json{{"name", "ordinary"}}},
           {"input", args.input},
           {"output", args.output},
@@ -285,7 +286,8 @@ Status batch(const BatchArgs& args) {
   const bool stopped = status.code() == Code::kCancelled;
   if (status.ok() || stopped) {
     if (args.json) {
-      HCACHE_RETURN_IF_ERROR(write_json(progress_json(args, last, stopped ? "interrupted" : "done"), ""));
+      HCACHE_RETURN_IF_ERROR(
+          write_json(progress_json(args, last, stopped ? "interrupted" : "done"), ""));
     } else {
       print_summary(args, last);
     }

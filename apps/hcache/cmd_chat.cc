@@ -10,6 +10,7 @@
 
 #include "base/env.h"
 #include "commands.h"
+#include "overflow_args.h"
 #include "session.h"
 
 namespace hcache::cli {
@@ -17,6 +18,7 @@ namespace {
 
 struct ChatArgs : Options {
   TalkArgs talk{this};
+  OverflowArgs overflow{this, "truncate"};
   std::string file = text(&file, "-f,--file", "FILE", "", "first say what this file holds");
   RuntimeArgs runtime{this};
   SamplingArgs sampling{this};
@@ -96,6 +98,7 @@ Status chat(const ChatArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*serving, args.runtime, args.talk.session));
+  if (args.overflow.truncates()) conversation->truncate(args.overflow.limits());
   const bool terminal = isatty(STDIN_FILENO) == 1 && isatty(STDOUT_FILENO) == 1;
   if (terminal) {
     fmt::print(stderr, "{} tokens so far. One line per message; Ctrl-D ends.\n",

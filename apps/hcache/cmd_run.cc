@@ -6,6 +6,7 @@
 
 #include "base/env.h"
 #include "commands.h"
+#include "overflow_args.h"
 #include "session.h"
 
 namespace hcache::cli {
@@ -16,6 +17,7 @@ struct RunArgs : Options {
   std::string file =
       text(&file, "-f,--file", "FILE", "", "say what this file holds; with -p, before that text");
   TalkArgs talk{this};
+  OverflowArgs overflow{this, "refuse"};
   bool raw = flag(&raw, "--raw", "complete the text as it is, without the chat template",
                   {.excludes = "--system"});
   RuntimeArgs runtime{this};
@@ -39,6 +41,7 @@ Status run(const RunArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*serving, args.runtime, args.talk.session));
+  if (args.overflow.truncates()) conversation->truncate(args.overflow.limits());
   const auto print = [&](const std::string& piece) {
     if (args.json) return;
     fmt::print("{}", piece);

@@ -13,6 +13,7 @@
 #include "base/units.h"
 #include "commands.h"
 #include "model/tools.h"
+#include "overflow_args.h"
 #include "server/server.h"
 #include "session.h"
 #include "terminal.h"
@@ -65,6 +66,7 @@ struct ServeArgs : Options {
   std::string log_requests = choice(&log_requests, "--log-requests", "on", "on|off",
                                     "one line to stderr for every request that has ended");
   AnswerArgs answers{this};
+  OverflowArgs overflow{this, "refuse"};
   int parallel =
       integer(&parallel, "--parallel,--np", "N", 8, {1, 4096}, "most sequences in one step");
   int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
@@ -205,6 +207,8 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
   o.max_sequences = std::max(64, 4 * args.parallel);
+  o.truncate = args.overflow.truncates();
+  o.truncation = args.overflow.limits();
   return o;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "bench.h"
 #include "eval/statistics.h"
 #include "model/tokenizer.h"
+#include "policy/truncation.h"
 #include "session.h"
 #include "terminal.h"
 
@@ -69,12 +71,33 @@ struct TasksArgs : EvalArgs {
       integer(&seed, "--seed", "N", 1, {0}, "of the made-up questions", {.excludes = "FILE"});
 };
 
+struct TruncationArgs : EvalArgs {
+  TruncationArgs();
+
+  std::string file = text(&file, "FILE", "", "", "the text, in UTF-8", {.required = true});
+  int64_t context =
+      integer(&context, "--context", "TOKENS", 512, {256}, "the context that the text outgrows");
+  std::vector<std::string> overflows =
+      texts(&overflows, "--overflows", "N,...", "1,4,16", "",
+            "score what comes behind so many overflows in a row, up to the next one");
+  double share = number(&share, "--overflow-share", "X", policy::TruncationLimits().share,
+                        {0.01, 0.99}, "how much of what may leave the context leaves it at once");
+  int64_t keep_first =
+      integer(&keep_first, "--keep-first", "TOKENS", policy::TruncationLimits().keep_first, {0},
+              "so many first tokens never leave it");
+  int64_t pieces =
+      integer(&pieces, "--pieces", "N", 20, {1}, "use so many pieces of the text at most");
+};
+
 // Perplexity of a text, by each method.
 [[nodiscard]] Status eval_ppl(PplArgs args);
 // How far the predictions of each method are from the base's, token by token.
 [[nodiscard]] Status eval_kl(KlArgs args);
 // How many questions are answered right by each method and by the base.
 [[nodiscard]] Status eval_tasks(TasksArgs args);
+
+// How well text is predicted that outgrows the context.
+[[nodiscard]] Status eval_truncation(TruncationArgs args);
 
 // Where the first part of a prompt comes from.
 struct EvalMethod {
@@ -98,6 +121,7 @@ struct EvalSource {
 struct EvalPrompt {
   std::vector<int32_t> tokens;
   int64_t from = 0;  // at least 1
+  std::optional<policy::TruncationLimits> truncation = {};
 };
 
 // Prompts on what serves requests. Threading: one thread; OnLogits runs on the engine's, while

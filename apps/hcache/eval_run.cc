@@ -125,6 +125,7 @@ Result<scheduler::Outcome> Evaluation::score_on(serving::Serving& serving, const
   request.save = false;
   request.on_prompt_logits = on_logits;
   request.logits_from = prompt.from;
+  request.truncation = prompt.truncation;
   return run(serving, std::move(request));
 }
 

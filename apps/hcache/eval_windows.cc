@@ -49,7 +49,7 @@ Result<Windows> cut(const WindowArgs& args, const model::Tokenizer& tokenizer,
     const auto begin = tokens.begin() + i * args.window;
     std::vector<int32_t> window(begin, begin + args.window);
     if (tokenizer.adds_bos()) window[0] = tokenizer.bos();
-    windows.prompts.push_back({{window.begin(), window.end() - 1}, windows.from});
+    windows.prompts.push_back({.tokens = {window.begin(), window.end() - 1}, .from = windows.from});
     windows.tokens.push_back(std::move(window));
   }
   return windows;
@@ -86,11 +86,6 @@ std::vector<Row> make_rows(const Evaluation& evaluation, size_t n) {
     rows.push_back(std::move(row));
   }
   return rows;
-}
-
-void add(eval::Group& group, double value) {
-  group.sum += value;
-  group.n += 1;
 }
 
 // The windows, what scores them, and a row for each method.
@@ -148,7 +143,7 @@ Status eval_ppl(PplArgs args) {
     for (Row& row : scored.rows) {
       const auto on_logits = [&](int64_t position, std::span<const float> logits) {
         const int32_t next = windows.tokens[i][static_cast<size_t>(position) + 1];
-        add(row.nll[i], -model::log_prob(logits, next));
+        row.nll[i].add(-model::log_prob(logits, next));
       };
       HCACHE_RETURN_IF_ERROR(
           evaluation.score(windows.prompts[i], row.method, on_logits, &row.source));
@@ -191,7 +186,7 @@ Result<BaseWindow> score_base(Evaluation& evaluation, const EvalPrompt& prompt,
       evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
         base.logits.emplace_back(logits.begin(), logits.end());
         base.log_p.push_back(model::log_prob(logits, tokens[static_cast<size_t>(position) + 1]));
-        add(base.nll, -base.log_p.back());
+        base.nll.add(-base.log_p.back());
       }));
   return base;
 }
@@ -203,12 +198,12 @@ Status compare_window(Evaluation& evaluation, const EvalPrompt& prompt,
     const auto at = static_cast<size_t>(position - prompt.from);
     const double log_p = model::log_prob(logits, tokens[static_cast<size_t>(position) + 1]);
     const double kl = model::kl_divergence(base.logits[at], logits);
-    add(row.nll[i], -log_p);
-    add(row.more_nll[i], base.log_p[at] - log_p);
-    add(row.kl[i], kl);
+    row.nll[i].add(-log_p);
+    row.more_nll[i].add(base.log_p[at] - log_p);
+    row.kl[i].add(kl);
     row.all_kl.push_back(kl);
     const bool same = model::argmax(base.logits[at]) == model::argmax(logits);
-    add(row.same_top[i], same ? 1 : 0);
+    row.same_top[i].add(same ? 1 : 0);
   };
   return evaluation.score(prompt, row.method, on_logits, &row.source);
 }

@@ -61,6 +61,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.n_threads = args.model.threads;
   o.engine.arena_tokens = args.ctx;
   o.engine.max_batch_rows = args.batch;
+  o.engine.rotate_moved = args.rotate_moved;
   if (args.kv_type == "f32") o.engine.kv_type = GGML_TYPE_F32;
   if (args.kv_type == "f16") o.engine.kv_type = GGML_TYPE_F16;
   if (args.kv_type == "bf16") o.engine.kv_type = GGML_TYPE_BF16;
@@ -180,6 +181,7 @@ Json to_json(const Turn& turn) {
   Json json = {{"history_tokens", turn.history_tokens},
                {"prompt_tokens", turn.prompt_tokens},
                {"resident", turn.resident},
+               {"dropped_tokens", turn.dropped_tokens},
                {"ttft_ms", turn.ttft_s * 1e3},
                {"decode_tps", turn.decode_tokens_per_s()},
                {"finish", turn.finish},
@@ -217,6 +219,9 @@ std::string summary(const Turn& turn) {
   out += fmt::format("; first token after {:.2f} s", turn.ttft_s);
   if (turn.decode_tokens_per_s() > 0) {
     out += fmt::format("; {:.1f} tokens/s", turn.decode_tokens_per_s());
+  }
+  if (turn.dropped_tokens > 0) {
+    out += fmt::format("; the oldest {} tokens have left the context", turn.dropped_tokens);
   }
   return out;
 }
@@ -291,6 +296,10 @@ Result<scheduler::Request> Conversation::request(std::vector<int32_t> chain,
   scheduler::Request request;
   request.tokens = std::move(chain);
   request.max_new_tokens = std::max<int64_t>(max_tokens, 0);
+  request.truncation = truncation_;
+  request.next_message = [this](std::span<const int32_t> tokens, int64_t from) {
+    return model::next_message(*tokenizer_, tokens, from);
+  };
   request.salt = own_salt(args_.salt);
   request.save = saves();
   HCACHE_ASSIGN_OR_RETURN(request.restore.mode, policy::parse_mode(args_.restore_method));
@@ -357,6 +366,7 @@ Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
   turn.finish = outcome.finish_reason;
   turn.resident = turn.history_tokens > 0 && outcome.resident_tokens > 0;
   turn.computed_tokens = outcome.new_tokens;
+  turn.dropped_tokens = outcome.dropped_tokens;
   turn.prefill_s = outcome.prefill_s;
   if (!outcome.restores.empty()) turn.record = outcome.restores.back();
   emit(decoder.flush());

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "model/offload.h"
 #include "model/sampler.h"
 #include "model/tokenizer.h"
+#include "policy/truncation.h"
 #include "serving/serving.h"
 #include "state/runtime.h"
 #include "terminal.h"
@@ -72,6 +74,7 @@ struct RuntimeArgs : Options {
       flag(&gpu_direct, "--gpu-direct",
            "read saved state from the disks straight into the GPU's memory (NVIDIA GPUDirect "
            "Storage, one CUDA device)");
+  bool rotate_moved = true;  // EngineOptions'
   bool no_store = flag(&no_store, "--no-store",
                        "neither save nor restore; the conversation ends with the process");
   bool no_save = flag(&no_save, "--no-save",
@@ -125,6 +128,7 @@ struct Turn {
   int64_t prompt_tokens = 0;     // that this turn added before the reply
   bool resident = false;         // the history was still in the KV cache: nothing to restore
   int64_t computed_tokens = 0;   // of history and prompt: neither resident nor restored
+  int64_t dropped_tokens = 0;    // that have left the context by the end of the turn
   policy::RestoreRecord record;  // of the restore; zeros when there was none
   double prefill_s = 0;          // compute behind the restore
   double first_logits_s = 0;     // from the request to the first token's logits
@@ -149,6 +153,9 @@ class Conversation {
 
   [[nodiscard]] const std::vector<int32_t>& tokens() const { return tokens_; }
   [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
+
+  // When the conversation outgrows the context, what is oldest leaves it from now on.
+  void truncate(const policy::TruncationLimits& limits) { truncation_ = limits; }
 
   using OnText = std::function<void(const std::string&)>;
   // Says `message` as the user and gives the model's reply, piece by piece to on_text as well (on
@@ -180,6 +187,7 @@ class Conversation {
   std::string name_;
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_;
+  std::optional<policy::TruncationLimits> truncation_;
   std::vector<int32_t> tokens_;  // the whole chain
   bool reply_ended_ = false;     // the last token ends a turn
 };

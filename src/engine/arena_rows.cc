@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace hcache::engine {
@@ -94,7 +95,9 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
     const int64_t target = held.cell(std::max(from, held.first_pos));
     const int64_t n = length - std::max(to, held.first_pos);
     HCACHE_RETURN_IF_ERROR(move_rows(group, {source, target, n}));
-    HCACHE_RETURN_IF_ERROR(shift_k(group, target, n, static_cast<int32_t>(from - to)));
+    if (!options_.rotate_moved) continue;
+    const auto in_group = [&](int layer) { return sequences_.group_of(layer) == group; };
+    HCACHE_RETURN_IF_ERROR(shift_k(in_group, target, n, from - to));
   }
   fence_copies();
   sequences_.erase_positions(seq, from, to);
@@ -102,13 +105,36 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   return resize(seq, length - (to - from));
 }
 
-Status ArenaRows::shift_k(int group, int64_t cell, int64_t n, int32_t delta) {
-  const std::vector<int32_t> deltas(options_.max_batch_rows, delta);
+Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows,
+                                 int64_t moved) {
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  if (layer < 0 || layer >= model_.hparams().n_layer || first_pos < 0 || n_rows < 0 ||
+      first_pos + n_rows > sequences_.length(seq)) {
+    return out_of_range(fmt::format("can't move rows [{}, {}) of layer {} of sequence {}",
+                                    first_pos, first_pos + n_rows, layer, seq));
+  }
+  if (moved == 0 || n_rows == 0) return {};
+  if (model_.spec().learned_positions) {
+    return unimplemented("positions can't be shifted in a model with learned positions");
+  }
+  stages_.wait_for_uploads();
+  const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
+  HCACHE_RETURN_IF_ERROR(shift_k([&](int each) { return each == layer; }, cell, n_rows, moved));
+  fence_copies();
+  return {};
+}
+
+Status ArenaRows::shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,
+                          int64_t delta) {
+  const std::vector<int32_t> deltas(options_.max_batch_rows, static_cast<int32_t>(delta));
   for (const auto& stage : stages_) {
-    stage->inputs_overwritten();
-    stage->graphs().set(stage->positions(), deltas);
+    bool set = false;
     for (int layer = stage->begin(); layer < stage->end(); ++layer) {
-      if (sequences_.group_of(layer) != group) continue;
+      if (!wants(layer)) continue;
+      if (!std::exchange(set, true)) {
+        stage->inputs_overwritten();
+        stage->graphs().set(stage->positions(), deltas);
+      }
       HCACHE_RETURN_IF_ERROR(stage->arena().shift_k(layer, cell, n, stage->positions()));
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "base/status.h"
 #include "engine/engine.h"
@@ -23,6 +24,7 @@ class ArenaRows {
   Result<SeqId> fork(SeqId src, int64_t n_tokens);
   Status trim(SeqId seq, int64_t n_tokens);
   Status erase_range(SeqId seq, int64_t from, int64_t to);
+  Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
   Status release(SeqId seq);
   Status reserve(SeqId seq, int64_t n_tokens);
 
@@ -31,7 +33,9 @@ class ArenaRows {
 
  private:
   Status move_rows(int group, const ExtentAllocator::Move& move);
-  Status shift_k(int group, int64_t cell, int64_t n, int32_t delta);
+  // Of the layers that are wanted.
+  Status shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,
+                 int64_t delta);
   void fence_copies();
 
   const model::Model& model_;

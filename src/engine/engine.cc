@@ -69,6 +69,11 @@ Status Engine::erase_range(SeqId seq, int64_t from, int64_t to) {
   return parts_->rows.erase_range(seq, from, to);
 }
 
+Status Engine::move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows,
+                              int64_t moved) {
+  return parts_->rows.move_positions(seq, layer, first_pos, n_rows, moved);
+}
+
 Status Engine::release_sequence(SeqId seq) {
   parts_->restore.drop_staged(seq);
   return parts_->rows.release(seq);

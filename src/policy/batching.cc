@@ -50,7 +50,8 @@ Offer offer_of(const ReuseSnapshot& snapshot, int32_t index, const ReuseLimits& 
   if (candidate.idle && 2 * cut <= offer.rows) {
     offer.action = Reuse::kTakeOver;
   } else if (offer.rows >= limits.min_fork_tokens) {
-    const bool both_fit = snapshot.slots >= 2 && snapshot.tokens + candidate.held <= snapshot.room;
+    const int64_t cells = snapshot.tokens - snapshot.dropped + candidate.held - candidate.dropped;
+    const bool both_fit = snapshot.slots >= 2 && cells <= snapshot.room;
     if (candidate.fork_only && !both_fit) return {};
     offer.action = candidate.idle && !both_fit ? Reuse::kTakeOver : Reuse::kFork;
   } else {

@@ -98,7 +98,15 @@ class Search {
 
   Plan run() {
     Choice best = recompute_everything();
-    if (request_.mode != Mode::kRecompute) {
+    if (request_.whole) {
+      const bool can = request_.mode != Mode::kRecompute && min_recompute_.back() == 0;
+      Rules rules = rules_of(request_.mode == Mode::kTokenPartition ? Mode::kPlan : request_.mode);
+      rules.choose_recompute = false;
+      best.makespan = kInfinity;
+      if (const size_t all = min_recompute_.size() - 1; can && all > 0) {
+        search_runs(all, rules, &best);
+      }
+    } else if (request_.mode != Mode::kRecompute) {
       Rules rules = rules_of(request_.mode);
       size_t most = restorable_runs();
       if (request_.mode == Mode::kTokenPartition) {

@@ -160,11 +160,13 @@ void Core::enqueue(std::unique_ptr<Task> task) {
   const policy::ReuseChoice choice = choose_for_queue(t);
   note_group(t, choice);
   t.overtaken = 0;
+  const int64_t restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0;
   executor_.enqueued({.ticket = t.ticket,
                       .salt = t.request.salt,
                       .tokens = t.chain,
                       .prefix = t.saved,
-                      .restore = choice.action == policy::Reuse::kRestore ? choice.rows : 0,
+                      .restore = restore,
+                      .cut = policy::held_at(t.cuts(), restore).cut_at > 0,
                       .method = t.request.restore});
 }
 
@@ -198,11 +200,11 @@ bool Core::loads_ahead(int64_t rows) const {
 Core::Admission Core::try_admit(Task& task, bool loads_only) {
   if (!inbox_.may_run(task)) return Admission::kLater;
   const int64_t spare = room() - headroom(task);
-  if (spare < task.length()) {
+  if (spare < task.wanted_cells()) {
     if (!active_.empty()) return Admission::kBlocked;
     end(task,
         resource_exhausted(fmt::format("{} cells are wanted, and the empty arena has {}",
-                                       task.length() + headroom(task), room())),
+                                       task.wanted_cells() + headroom(task), room())),
         "");
     return Admission::kEnded;
   }
@@ -220,9 +222,11 @@ void Core::admitted(Task& task) {
   task.preempted = false;
   Outcome& outcome = task.outcome;
   outcome.seq = task.seq;
+  outcome.dropped_tokens = task.held.dropped();
   if (outcome.preempted_at_s.empty()) outcome.queue_s = since_submit_s(task);
   if (outcome.generated_tokens == 0) {
-    outcome.resident_tokens = task.computed;
+    outcome.resident_tokens = task.held.rows(task.computed);
+    outcome.dropped_before = task.held.dropped();
     outcome.hidden_tokens = outcome.kv_tokens = outcome.recomputed_tokens = 0;
   }
   progressed_ = true;
@@ -230,7 +234,9 @@ void Core::admitted(Task& task) {
 }
 
 int64_t Core::headroom(const Task& task) const {
-  return std::clamp<int64_t>(task.remaining_new() - 1, 0, options_.decode_headroom);
+  int64_t most = options_.decode_headroom;
+  if (task.limits.context > 0) most = std::min(most, task.limits.context - task.wanted_cells());
+  return std::clamp<int64_t>(task.remaining_new() - 1, 0, most);
 }
 
 // What the arena could still give away: idle sequences count as free, and what admitted requests
@@ -238,7 +244,7 @@ int64_t Core::headroom(const Task& task) const {
 int64_t Core::room() const {
   int64_t room = executor_.free_cells() + residents_.cells();
   for (const auto& task : active_) {
-    room -= std::max<int64_t>(0, task->length() - task->cells()) + headroom(*task);
+    room -= std::max<int64_t>(0, task->wanted_cells() - task->cells()) + headroom(*task);
   }
   return room;
 }
@@ -259,7 +265,8 @@ int64_t Core::saved_prefix(Task& task) {
   const bool fresh = task.saved_ns >= 0 && task.saved_evictions == residents_.evicted() &&
                      seconds_between(task.saved_ns, now_ns) < kLookupAgeS;
   if (!whole && !fresh) {
-    Result<SavedPrefixRef> saved = executor_.saved_prefix(request.salt, task.chain, task.saved);
+    Result<SavedPrefixRef> saved =
+        executor_.saved_prefix(request.salt, task.chain, task.cuts(), task.saved);
     if (!saved.ok()) log::warn("saved state not looked up: {}", saved.status().to_string());
     task.saved = saved.ok() ? std::move(*saved) : nullptr;
     task.saved_ns = now_ns;
@@ -273,6 +280,7 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   if (task.compute_only) return {};
   policy::ReuseSnapshot snapshot;
   snapshot.tokens = task.length();
+  snapshot.dropped = task.length() - task.wanted_cells();
   snapshot.saved = std::min(saved_prefix(task), task.reusable() - 1);
   snapshot.room = room;
   snapshot.slots = executor_.limits().max_sequences - static_cast<int64_t>(active_.size());
@@ -281,26 +289,31 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
   const auto may_share = [&](const Salt& salt, bool save) {
     return request.cache == CacheUse::kAll && salt == request.salt && (save || !request.save);
   };
-  const auto shared_rows = [&](std::span<const int32_t> tokens) {
-    return std::min(common_prefix(task.chain, tokens), task.reusable());
+  const auto shared_tokens = [&](const auto& other, std::span<const int32_t> tokens) {
+    // The last token is always computed: what was cut there can't be gone on from.
+    const int64_t shared =
+        std::min({common_prefix(task.chain, tokens), task.reusable(), task.length() - 1});
+    return policy::usable_positions(other.held, other.limits, shared, task.limits);
   };
   for (const Resident& resident : residents_.all()) {
     policy::ReuseCandidate candidate;
-    candidate.held = candidate.coming = static_cast<int64_t>(resident.tokens.size());
+    candidate.held = candidate.coming = resident.length();
+    candidate.dropped = resident.held.dropped();
     candidate.idle = resident.save == request.save;
     candidate.fork_only = !candidate.idle;
     if (may_share(resident.salt, resident.save)) {
-      candidate.shared = shared_rows(resident.tokens);
+      candidate.shared = shared_tokens(resident, resident.tokens);
     }
     snapshot.candidates.push_back(candidate);
   }
   for (const auto& other : active_) {
     policy::ReuseCandidate candidate;
     candidate.held = other->computed;
+    candidate.dropped = other->held.dropped();
     const bool behind = other->request.background && !request.background;
-    candidate.coming = behind ? other->computed : other->length();  // nobody waits for those
+    candidate.coming = behind ? other->computed : other->end_of_run();  // nobody waits for those
     if (may_share(other->request.salt, other->request.save)) {
-      candidate.shared = shared_rows(other->chain);
+      candidate.shared = shared_tokens(*other, other->chain);
     }
     snapshot.candidates.push_back(candidate);
   }
@@ -318,11 +331,14 @@ Core::Admission Core::apply(Task& task, const policy::ReuseChoice& choice) {
       }
       return start_new(task, choice.rows);
     case policy::Reuse::kTakeOver: return take_over(task, index, choice.rows);
-    case policy::Reuse::kFork:
-      return fork(task,
-                  index < residents_.count() ? residents_.all()[index].seq
-                                             : active_[index - residents_.count()]->seq,
-                  choice.rows);
+    case policy::Reuse::kFork: {
+      if (index < residents_.count()) {
+        const Resident& resident = residents_.all()[index];
+        return fork(task, resident.seq, choice.rows, resident.held);
+      }
+      const Task& other = *active_[index - residents_.count()];
+      return fork(task, other.seq, choice.rows, other.held);
+    }
     case policy::Reuse::kWait: break;
   }
   return Admission::kLater;
@@ -334,10 +350,11 @@ bool Core::make_slot(SeqId pinned) {
          residents_.free_slot(pinned);
 }
 
-Core::Admission Core::take_over(Task& task, size_t index, int64_t rows) {
+Core::Admission Core::take_over(Task& task, size_t index, int64_t tokens) {
   const Resident resident = residents_.take(index);
-  if (rows < static_cast<int64_t>(resident.tokens.size())) {
-    if (const Status status = executor_.trim(resident.seq, rows); !status.ok()) {
+  if (tokens < resident.length()) {
+    const Status status = executor_.trim(resident.seq, resident.held.rows(tokens));
+    if (!status.ok()) {
       log::warn("a resident sequence is given up: {}", status.to_string());
       executor_.release(resident.seq);
       task.compute_only = true;
@@ -345,12 +362,14 @@ Core::Admission Core::take_over(Task& task, size_t index, int64_t rows) {
     }
   }
   task.seq = resident.seq;
-  task.computed = rows;
+  task.computed = tokens;
+  task.held = resident.held;
   enter(task, Phase::kPrefill);
   return Admission::kAdmitted;
 }
 
-Core::Admission Core::fork(Task& task, SeqId source, int64_t rows) {
+Core::Admission Core::fork(Task& task, SeqId source, int64_t tokens, policy::HeldRows held) {
+  const int64_t rows = held.rows(tokens);
   if (!make_slot(source)) return Admission::kBlocked;
   residents_.free_up(rows, EvictionReason::kAdmission, source);
   if (executor_.free_cells() < rows) return Admission::kBlocked;
@@ -361,20 +380,23 @@ Core::Admission Core::fork(Task& task, SeqId source, int64_t rows) {
     return start_new(task, 0);
   }
   task.seq = *seq;
-  task.computed = rows;
+  task.computed = tokens;
+  task.held = held;
   enter(task, Phase::kPrefill);
   return Admission::kAdmitted;
 }
 
-Core::Admission Core::start_new(Task& task, int64_t restore_rows) {
+Core::Admission Core::start_new(Task& task, int64_t restore_tokens) {
   if (!make_slot()) return Admission::kBlocked;
-  residents_.free_up(restore_rows, EvictionReason::kAdmission);
-  if (executor_.free_cells() < restore_rows) return Admission::kBlocked;
+  const std::vector<policy::HeldRows> cuts = task.cuts();
+  const int64_t rows = policy::held_at(cuts, restore_tokens).rows(restore_tokens);
+  residents_.free_up(rows, EvictionReason::kAdmission);
+  if (executor_.free_cells() < rows) return Admission::kBlocked;
   const Result<SeqId> seq = executor_.create(task.request.salt, task.request.save);
   if (!seq.ok()) return no_sequence(task, seq.status());
   task.seq = *seq;
-  if (restore_rows > 0) {
-    begin_restore(task, restore_rows);
+  if (restore_tokens > 0) {
+    begin_restore(task, restore_tokens, cuts);
   } else {
     enter(task, Phase::kPrefill);
   }
@@ -391,7 +413,7 @@ Core::Admission Core::no_sequence(Task& task, const Status& status) {
   return Admission::kEnded;
 }
 
-void Core::begin_restore(Task& task, int64_t rows) {
+void Core::begin_restore(Task& task, int64_t tokens, std::span<const policy::HeldRows> cuts) {
   // First: what is being read ahead for it makes way for its own reads.
   leave_queue(task, /*admitted=*/true);
   task.restore_begin_ns = executor_.now_ns();
@@ -411,13 +433,14 @@ void Core::begin_restore(Task& task, int64_t rows) {
   const Status status = executor_.begin_restore(
       task.seq, {.prefix = std::exchange(task.saved, nullptr),
                  .tokens = std::span(task.chain).first(static_cast<size_t>(task.reusable())),
-                 .upto = rows,
+                 .upto = tokens,
+                 .cuts = cuts,
                  .method = task.request.restore,
                  .compute_share = policy::restore_compute_share(decoding, options_.restore),
                  .alone = active_.empty() && queue_.size() == 1});
   task.saved_ns = -1;
   if (!status.ok()) return restore_failed(task, status);
-  task.reserved = rows;
+  task.reserved = policy::held_at(cuts, tokens).rows(tokens);
   enter(task, Phase::kFetching);
 }
 

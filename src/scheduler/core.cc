@@ -124,6 +124,8 @@ void Core::leave_sequence(Task& task, bool keep_state) {
     Resident resident;
     resident.seq = task.seq;
     resident.tokens.assign(task.chain.begin(), task.chain.begin() + task.computed);
+    resident.held = task.held;
+    resident.limits = task.limits;
     resident.salt = task.request.salt;
     resident.save = task.request.save;
     residents_.add(std::move(resident));
@@ -132,6 +134,7 @@ void Core::leave_sequence(Task& task, bool keep_state) {
   }
   task.seq = kNoSeq;
   task.computed = 0;
+  task.held = {};
   task.reserved = 0;
 }
 
@@ -176,9 +179,8 @@ void Core::publish() {
     snapshot.resident.push_back({task->seq, task->cells(), false});
   }
   for (const Resident& resident : residents_.all()) {
-    const auto rows = static_cast<int64_t>(resident.tokens.size());
-    snapshot.idle_cells += rows;
-    snapshot.resident.push_back({resident.seq, rows, true});
+    snapshot.idle_cells += resident.rows();
+    snapshot.resident.push_back({resident.seq, resident.rows(), true});
   }
   inbox_.publish(std::move(snapshot));
 }

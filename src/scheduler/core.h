@@ -80,11 +80,12 @@ class Core {
   void admitted(Task& task);
   [[nodiscard]] Admission try_admit(Task& task, bool loads_only);
   [[nodiscard]] Admission apply(Task& task, const policy::ReuseChoice& choice);
-  [[nodiscard]] Admission take_over(Task& task, size_t index, int64_t rows);
-  [[nodiscard]] Admission fork(Task& task, SeqId source, int64_t rows);
-  [[nodiscard]] Admission start_new(Task& task, int64_t restore_rows);
+  [[nodiscard]] Admission take_over(Task& task, size_t index, int64_t tokens);
+  // `held`: by value, since what it is of may go to make room.
+  [[nodiscard]] Admission fork(Task& task, SeqId source, int64_t tokens, policy::HeldRows held);
+  [[nodiscard]] Admission start_new(Task& task, int64_t restore_tokens);
   [[nodiscard]] Admission no_sequence(Task& task, const Status& status);
-  void begin_restore(Task& task, int64_t rows);
+  void begin_restore(Task& task, int64_t tokens, std::span<const policy::HeldRows> cuts);
   // Whether the timer says that a request with so many rows to load may come beside a full batch.
   [[nodiscard]] bool loads_ahead(int64_t rows) const;
   [[nodiscard]] bool make_slot(SeqId pinned = kNoSeq);
@@ -108,6 +109,9 @@ class Core {
   void step();
   // What the next step has, of at most so many requests; none of them is in a step in flight.
   [[nodiscard]] std::vector<StepRows> plan_with_room(size_t most_requests);
+  // Cuts what can't go on otherwise (AttentionStore §3.4).
+  void cut_full();
+  [[nodiscard]] bool is_full(const Task& task) const;
   [[nodiscard]] policy::BatchSnapshot snapshot_batch(size_t most_requests);
   void note_decoding(std::span<const StepRows> parts);
   [[nodiscard]] static std::vector<StepItem> items_of(std::span<const StepRows> parts);

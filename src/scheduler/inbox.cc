@@ -19,7 +19,8 @@ Inbox::Inbox(const Executor& executor, const SchedulerOptions& options)
     : executor_(executor),
       options_(options),
       context_(executor.limits().context),
-      arena_cells_(executor.limits().arena_cells) {
+      arena_cells_(executor.limits().arena_cells),
+      why_no_cuts_(executor.limits().why_no_cuts) {
   snapshot_.arena_cells = arena_cells_;
 }
 
@@ -29,19 +30,37 @@ Status Inbox::check(const Request& request) const {
     return invalid_argument("the request has no next()");
   }
   const auto n = static_cast<int64_t>(request.tokens.size());
-  if (n > context_) {
-    return out_of_range(
-        fmt::format("the prompt has {} tokens, the context window {}", n, context_));
-  }
-  if (n > arena_cells_) {
-    return out_of_range(
-        fmt::format("the prompt has {} tokens, the KV arena {} cells", n, arena_cells_));
+  if (n > std::min(context_, arena_cells_) && limits_of(request).context == 0) {
+    if (request.truncation) HCACHE_RETURN_IF_ERROR(check_cuts(request));
+    return n > context_ ? out_of_range(fmt::format(
+                              "the prompt has {} tokens, the context window {}", n, context_))
+                        : out_of_range(fmt::format(
+                              "the prompt has {} tokens, the KV arena {} cells", n, arena_cells_));
   }
   if (request.on_prompt_logits && (request.logits_from < 0 || request.logits_from >= n)) {
     return invalid_argument(fmt::format("logits of a prompt of {} tokens are wanted from token {}",
                                         n, request.logits_from));
   }
   return {};
+}
+
+policy::TruncationLimits Inbox::limits_of(const Request& request) const {
+  return request.truncation && check_cuts(request).ok() ? wanted_limits(request)
+                                                        : policy::TruncationLimits();
+}
+
+policy::TruncationLimits Inbox::wanted_limits(const Request& request) const {
+  policy::TruncationLimits limits = *request.truncation;
+  const int64_t most = std::min(context_, arena_cells_);
+  limits.context = limits.context > 0 ? std::min(limits.context, most) : most;
+  return limits;
+}
+
+Status Inbox::check_cuts(const Request& request) const {
+  if (!why_no_cuts_.empty()) {
+    return unimplemented(fmt::format("what outgrows the context can't be cut: {}", why_no_cuts_));
+  }
+  return policy::validate(wanted_limits(request));
 }
 
 Inbox::Count& Inbox::count_of(const Request& request) {
@@ -85,10 +104,15 @@ Result<RequestId> Inbox::submit(Request request, double* retry_after_s) {
   auto task = std::make_unique<Task>();
   task->id = ++last_id_;
   task->submit_ns = executor_.now_ns();
+  task->limits = limits_of(request);
   task->chain = std::move(request.tokens);
-  // The last generated token takes no cell.
-  task->max_new = std::clamp<int64_t>(request.max_new_tokens, 0,
-                                      std::min(context_, arena_cells_) - task->length() + 1);
+  // The last generated token takes no cell. What is cut has room without end.
+  int64_t most = std::min(context_, arena_cells_) - task->length() + 1;
+  if (task->limits.context > 0) {
+    const bool limited = request.max_new_tokens != kAsManyAsFit;
+    most = limited ? std::max<int64_t>(request.max_new_tokens, 0) : task->limits.context;
+  }
+  task->max_new = std::clamp<int64_t>(request.max_new_tokens, 0, most);
   task->request = std::move(request);
   task->told = task->request.logits_from;
   task->outcome.id = task->id;

@@ -76,6 +76,11 @@ class Inbox {
   };
 
   [[nodiscard]] Status check(const Request& request) const;
+  // What its sequence is cut by; nothing is cut where that is not asked for, or not possible.
+  [[nodiscard]] policy::TruncationLimits limits_of(const Request& request) const;
+  // Of one that asks for it.
+  [[nodiscard]] policy::TruncationLimits wanted_limits(const Request& request) const;
+  [[nodiscard]] Status check_cuts(const Request& request) const;
   [[nodiscard]] Status check_room(const Request& request) HCACHE_REQUIRES(mutex_);
   // What a request counts against, beside the total.
   [[nodiscard]] Count& count_of(const Request& request) HCACHE_REQUIRES(mutex_);
@@ -85,6 +90,7 @@ class Inbox {
   const SchedulerOptions options_;
   const int64_t context_;
   const int64_t arena_cells_;
+  const std::string why_no_cuts_;
 
   mutable Mutex mutex_;
   CondVar changed_;

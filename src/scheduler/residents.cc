@@ -7,12 +7,6 @@
 
 namespace hcache::scheduler {
 
-namespace {
-
-int64_t rows(const Resident& resident) { return static_cast<int64_t>(resident.tokens.size()); }
-
-}  // namespace
-
 void Residents::add(Resident resident) {
   resident.last_used = ++uses_;
   resident.last_used_ns = executor_.now_ns();
@@ -29,13 +23,13 @@ Resident Residents::take(size_t index) {
 
 int64_t Residents::cells() const {
   int64_t cells = 0;
-  for (const Resident& resident : residents_) cells += rows(resident);
+  for (const Resident& resident : residents_) cells += resident.rows();
   return cells;
 }
 
 bool Residents::is_durable(const Resident& resident) {
   const int64_t durable = executor_.durable_tokens(resident.seq);
-  return durable == kNotSaving || durable >= rows(resident);
+  return durable == kNotSaving || durable >= resident.length();
 }
 
 bool Residents::waited_enough(const Resident& resident) const {
@@ -53,15 +47,15 @@ int32_t Residents::victim(SeqId pinned, bool patient) {
          .pinned = resident.seq == pinned,
          .demand = policy::looks_ahead(policy_) ? demand_of_(resident) : policy::Demand(),
          .idle_s = seconds_between(resident.last_used_ns, executor_.now_ns()),
-         .cells = static_cast<double>(std::max<int64_t>(rows(resident), 1)),
-         .restore_s = weighs ? executor_.restore_s(rows(resident)) : 1});
+         .cells = static_cast<double>(std::max<int64_t>(resident.rows(), 1)),
+         .restore_s = weighs ? executor_.restore_s(resident.rows()) : 1});
   }
   return policy::choose_eviction(idle, policy_);
 }
 
 void Residents::evict(size_t index, EvictionReason reason) {
   const Resident resident = take(index);
-  if (executor_.durable_tokens(resident.seq) < rows(resident)) ++evicted_unsaved_;
+  if (executor_.durable_tokens(resident.seq) < resident.length()) ++evicted_unsaved_;
   ++evictions_.at(static_cast<size_t>(reason));
   executor_.release(resident.seq);
 }
@@ -70,7 +64,7 @@ void Residents::ask_for_flushes(int64_t cells, SeqId pinned) {
   for (Resident& resident : residents_) {
     if (cells <= 0) return;
     if (resident.seq == pinned) continue;
-    cells -= rows(resident);
+    cells -= resident.rows();
     if (resident.flush_begin_ns >= 0) continue;
     resident.flush_begin_ns = executor_.now_ns();
     executor_.request_flush(resident.seq);
@@ -113,7 +107,9 @@ void Residents::forget(const Salt& salt, std::span<const int32_t> tokens, int64_
   for (size_t i = residents_.size(); i-- > 0;) {
     Resident& resident = residents_[i];
     if (resident.salt != salt || common_prefix(resident.tokens, tokens) <= keep) continue;
-    if (keep > 0 && executor_.trim(resident.seq, keep).ok()) {
+    // A cut can't be taken back.
+    if (keep > 0 && keep >= resident.held.cut_at &&
+        executor_.trim(resident.seq, resident.held.rows(keep)).ok()) {
       resident.tokens.resize(static_cast<size_t>(keep));
     } else {
       executor_.release(take(i).seq);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "policy/eviction.h"
+#include "policy/truncation.h"
 #include "scheduler/executor.h"
 #include "scheduler/scheduler.h"
 
@@ -23,12 +24,16 @@ namespace hcache::scheduler {
 
 struct Resident {
   SeqId seq = kNoSeq;
-  std::vector<int32_t> tokens;  // one per row it holds
-  Salt salt;
+  std::vector<int32_t> tokens;  // that it has come to
+  policy::HeldRows held = {};   // of them
+  policy::TruncationLimits limits = {};
+  Salt salt = {};
   bool save = true;
   uint64_t last_used = 0;       // set by add()
   int64_t last_used_ns = 0;     // likewise
   int64_t flush_begin_ns = -1;  // when a flush that an eviction waits for was asked for
+  [[nodiscard]] int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  [[nodiscard]] int64_t rows() const { return held.rows(length()); }
 };
 
 class Residents {

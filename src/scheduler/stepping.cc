@@ -37,6 +37,7 @@ void Core::step() {
       static_cast<size_t>(std::max<int32_t>(executor_.steps_in_flight(static_cast<int64_t>(n)), 1));
   if (most == 1 && !in_flight_.empty()) return finish_steps();
   while (in_flight_.size() < most) {
+    cut_full();
     std::vector<StepRows> parts = plan_with_room((n + most - 1) / most);
     if (parts.empty()) break;
     stepped_ = progressed_ = true;
@@ -47,6 +48,36 @@ void Core::step() {
     if (!begin_step(std::move(parts))) break;
   }
   if (!in_flight_.empty()) finish_step();
+}
+
+bool Core::is_full(const Task& task) const {
+  return task.steps() && task.stepping == 0 && task.computed < task.length() &&
+         task.computed == policy::next_cut(task.held, task.limits);
+}
+
+void Core::cut_full() {
+  const auto full = [&] {
+    return std::find_if(active_.begin(), active_.end(),
+                        [&](const auto& task) { return !task->ended() && is_full(*task); });
+  };
+  // Steps in flight may be in others' rows, and what ends with them needs no cut.
+  if (full() != active_.end()) finish_steps();
+  for (auto at = full(); at != active_.end(); at = full()) {
+    Task& task = **at;
+    const auto chain = std::span(task.chain).first(static_cast<size_t>(task.computed));
+    const policy::HeldRows held =
+        policy::cut(task.held, chain, task.limits, task.request.next_message);
+    // Of a first cut the rows that stay lie in one piece; later ones begin where that one resumed.
+    const int64_t from = held.kept;
+    const int64_t to = from + held.dropped() - task.held.dropped();
+    if (const Status status = executor_.cut(task.seq, from, to, held); !status.ok()) {
+      end(task, status, "", /*keep_state=*/false);
+      continue;
+    }
+    task.held = held;
+    task.outcome.dropped_tokens = held.dropped();
+    progressed_ = true;
+  }
 }
 
 policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
@@ -60,7 +91,7 @@ policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
       if (decoding) batch.reserve_cells += headroom(*task);
       if (task->stepping > 0 || ready_.size() == most_requests) continue;
       ready_.push_back(task.get());
-      batch.ready.push_back({task->length() - task->computed, decoding});
+      batch.ready.push_back({task->end_of_run() - task->computed, decoding});
     }
   }
   return batch;
@@ -205,8 +236,8 @@ void Core::deliver(Task& task, int32_t rows, std::span<const std::span<const flo
 void Core::chain_computed(Task& task, std::span<const float> logits) {
   Outcome& outcome = task.outcome;
   if (outcome.generated_tokens == 0) {
-    outcome.new_tokens = outcome.prompt_tokens - outcome.resident_tokens - outcome.hidden_tokens -
-                         outcome.kv_tokens - outcome.recomputed_tokens;
+    outcome.new_tokens = outcome.prompt_tokens - outcome.dropped_before - outcome.resident_tokens -
+                         outcome.hidden_tokens - outcome.kv_tokens - outcome.recomputed_tokens;
     const bool saving = executor_.durable_tokens(task.seq) != kNotSaving;
     outcome.saving_tokens = saving ? outcome.new_tokens : 0;
     if (task.request.on_first) task.request.on_first(outcome);
@@ -376,7 +407,10 @@ void Core::restored(Task& task, RestoreStatus& status) {
   outcome.restores.push_back(std::move(record));
   const bool whole = status.tokens == task.length() && !status.logits.empty();
   task.computed = std::min(status.tokens, whole ? task.length() : task.length() - 1);
+  task.held = status.held;
   task.reserved = 0;
+  if (outcome.generated_tokens == 0) outcome.dropped_before = task.held.dropped();
+  outcome.dropped_tokens = task.held.dropped();
   progressed_ = true;
   enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
   if (whole) chain_computed(task, status.logits);

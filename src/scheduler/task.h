@@ -3,12 +3,14 @@
 // Threading: belongs to the owner thread once Inbox::take() has handed it out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "base/tokens.h"
 #include "policy/queue.h"
+#include "policy/truncation.h"
 #include "scheduler/executor.h"
 #include "scheduler/request.h"
 
@@ -23,10 +25,13 @@ struct Task {
   Phase phase = Phase::kQueued;
   bool preempted = false;  // queued again
 
+  policy::TruncationLimits limits;  // of what is held; its context 0: it is never cut
+
   SeqId seq = kNoSeq;
-  int64_t computed = 0;  // rows of the chain that the sequence holds
-  int64_t reserved = 0;  // rows that its restore in flight has taken
-  int64_t stepping = 0;  // rows of its step in flight
+  int64_t computed = 0;   // tokens of the chain that the sequence has come to
+  policy::HeldRows held;  // of them
+  int64_t reserved = 0;   // rows that its restore in flight has taken
+  int64_t stepping = 0;   // rows of its step in flight
   int64_t told = 0;  // tokens of the prompt whose logits were told, and those before logits_from
 
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet
@@ -48,13 +53,26 @@ struct Task {
   Outcome outcome;
 
   [[nodiscard]] int64_t length() const { return static_cast<int64_t>(chain.size()); }
-  [[nodiscard]] int64_t cells() const { return computed + reserved + stepping; }
+  [[nodiscard]] int64_t cells() const { return held.rows(computed) + reserved + stepping; }
+  // Once all of its chain, as it is now, is computed; at most, on the way there.
+  [[nodiscard]] int64_t wanted_cells() const {
+    const int64_t rows = held.rows(length());
+    return limits.context > 0 ? std::min(rows, limits.context) : rows;
+  }
+  // How far it can be computed before it is cut.
+  [[nodiscard]] int64_t end_of_run() const {
+    return std::min(length(), policy::next_cut(held, limits));
+  }
   // Whether logits of the prompt are still to be told, which takes computing from `told` on.
   [[nodiscard]] bool tells_logits() const {
     return request.on_prompt_logits && told < outcome.prompt_tokens;
   }
-  // How many rows may come from elsewhere.
+  // How many tokens' rows may come from elsewhere.
   [[nodiscard]] int64_t reusable() const { return tells_logits() ? told : length(); }
+  // Of its chain as it is now.
+  [[nodiscard]] std::vector<policy::HeldRows> cuts() const {
+    return policy::cuts_of(chain, limits, request.next_message);
+  }
   [[nodiscard]] int64_t remaining_new() const { return max_new - outcome.generated_tokens; }
   [[nodiscard]] bool in_restore() const {
     return phase == Phase::kFetching || phase == Phase::kRestoring;

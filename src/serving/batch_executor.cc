@@ -51,6 +51,7 @@ BatchExecutor::BatchExecutor(Env& env, state::Runtime& runtime,
                               engine.buffer_tokens, limits_.arena_cells});
   limits_.max_step_rows = static_cast<int32_t>(std::min<int64_t>(engine.max_step_rows, INT32_MAX));
   limits_.max_sequences = max_sequences;
+  limits_.why_no_cuts = "the batch engine keeps whole conversations, in blocks";
   if (saves_) engine_.set_capture(this);
   const state::OpenBatchEngine& batch = *runtime.batch();
   MutexLock lock(mutex_);
@@ -119,6 +120,11 @@ Status BatchExecutor::trim(SeqId seq, int64_t n_tokens) {
   return unimplemented("sequences of a batch are not cut");
 }
 
+Status BatchExecutor::cut(SeqId /*seq*/, int64_t /*from*/, int64_t /*to*/,
+                          const policy::HeldRows& /*held*/) {
+  return unimplemented(limits_.why_no_cuts);
+}
+
 void BatchExecutor::release(SeqId seq) {
   const auto it = sequences_.find(seq);
   if (it == sequences_.end()) return;
@@ -132,7 +138,8 @@ void BatchExecutor::release(SeqId seq) {
 // ---- Saved state
 
 Result<scheduler::SavedPrefixRef> BatchExecutor::saved_prefix(
-    const Salt& salt, std::span<const int32_t> tokens, const scheduler::SavedPrefixRef& known) {
+    const Salt& salt, std::span<const int32_t> tokens, std::span<const policy::HeldRows> /*cuts*/,
+    const scheduler::SavedPrefixRef& known) {
   store::Match match = runtime_.match(tokens, salt.id);
   const int64_t rows = state::restorable_rows(engine_, match);
   if (rows <= (known ? known->tokens() : 0)) return known;

@@ -40,9 +40,11 @@ class BatchExecutor final : public scheduler::Executor, private engine::CaptureS
   // kUnimplemented: requests are to go on from saved state alone (CacheUse::kSaved).
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
+  Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
   void release(scheduler::SeqId seq) override;
 
   Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                                 std::span<const policy::HeldRows> cuts,
                                                  const scheduler::SavedPrefixRef& known) override;
   Status begin_restore(scheduler::SeqId seq, const scheduler::RestoreJob& job) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq,

@@ -9,6 +9,8 @@
 #include "base/log.h"
 #include "policy/batching.h"
 #include "policy/miss_cost.h"
+#include "state/held_match.h"
+#include "state/identity.h"
 
 namespace hcache::serving {
 namespace {
@@ -59,14 +61,21 @@ BatchItem::Output output_of(scheduler::LogitsOf logits) {
 struct EngineExecutor::Prefix : scheduler::SavedPrefix {
   explicit Prefix(store::Match found)
       : SavedPrefix(static_cast<int64_t>(found.n_tokens)), match(std::move(found)) {}
-  const store::Match match;
+  const store::Match match;  // of the chain, whatever of it is held
 };
 
 // A restore in flight. Its tokens and plan stay where they are: the restoration points to them.
 struct EngineExecutor::Restore {
-  std::vector<int32_t> tokens;  // of the whole request
+  std::vector<int32_t> tokens;         // of the whole request
+  std::vector<policy::HeldRows> cuts;  // of it
   std::shared_ptr<const Prefix> prefix;
   scheduler::RestoreJob job;  // without the prefix
+  // What is tried: the tokens up to here, what is held of them, and that alone, with the tokens
+  // that follow up to the next cut.
+  int64_t upto = 0;
+  policy::HeldRows held;
+  store::Match match;
+  std::vector<int32_t> rows;
   state::PlannedRestore planned;
   std::unique_ptr<Restoration> work;  // null: there is nothing to restore
   int attempts = 0;
@@ -86,6 +95,9 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   limits_.context = std::min<int64_t>(runtime.model().hparams().n_ctx_train, limits_.arena_cells);
   limits_.max_step_rows = engine.max_batch_rows;
   limits_.max_sequences = options.max_sequences;
+  if (runtime.model().spec().learned_positions) {
+    limits_.why_no_cuts = "the model has learned positions, which nothing can move";
+  }
   stage_costs_ = overlapping_stages(runtime);
   store::Store* store = runtime.store();
   if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
@@ -108,7 +120,9 @@ Result<EngineExecutor::Sequence*> EngineExecutor::find(SeqId seq) {
 void EngineExecutor::begin_saving(SeqId seq, const Sequence& sequence,
                                   std::span<const int32_t> tokens, store::ChunkRef tail) {
   if (!sequence.save) return;
-  runtime_.saver()->begin(seq, runtime_.fingerprint(), sequence.salt, tokens, std::move(tail));
+  const int64_t dropped = sequence.cuts.empty() ? 0 : sequence.cuts.back().dropped();
+  runtime_.saver()->begin(seq, state::chain_fingerprints(runtime_.fingerprint(), sequence.cuts),
+                          sequence.salt, tokens, std::move(tail), dropped);
 }
 
 Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
@@ -123,11 +137,12 @@ Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
 Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens, bool save) {
   HCACHE_ASSIGN_OR_RETURN(const Sequence* source, find(src));
   HCACHE_ASSIGN_OR_RETURN(const SeqId seq, runtime_.engine().fork_sequence(src, n_tokens));
-  const Salt salt = source->salt;
   save = save && source->save;
-  Sequence& sequence = sequences_[seq];
-  sequence.salt = salt;
-  sequence.save = save;
+  Sequence copy;
+  copy.salt = source->salt;
+  copy.save = save;
+  copy.cuts = source->cuts;
+  sequences_[seq] = std::move(copy);
   if (save) runtime_.saver()->fork(src, seq, n_tokens);
   return seq;
 }
@@ -136,6 +151,18 @@ Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
   HCACHE_RETURN_IF_ERROR(find(seq).status());
   // The saver hears of it with the next tokens, whose position tells.
   return runtime_.engine().trim_sequence(seq, n_tokens);
+}
+
+Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) {
+  HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
+  sequence->cuts.push_back(held);
+  if (sequence->save) {
+    // Rows of the last step may still be on their way to the saver.
+    HCACHE_RETURN_IF_ERROR(runtime_.engine().synchronize());
+    const auto chain = state::chain_fingerprints(runtime_.fingerprint(), sequence->cuts);
+    runtime_.saver()->cut(seq, chain.last(), held.dropped());
+  }
+  return runtime_.engine().erase_range(seq, from, to);
 }
 
 void EngineExecutor::release(SeqId seq) {
@@ -150,9 +177,10 @@ void EngineExecutor::release(SeqId seq) {
 }
 
 Result<scheduler::SavedPrefixRef> EngineExecutor::saved_prefix(
-    const Salt& salt, std::span<const int32_t> tokens, const scheduler::SavedPrefixRef& known) {
+    const Salt& salt, std::span<const int32_t> tokens, std::span<const policy::HeldRows> cuts,
+    const scheduler::SavedPrefixRef& known) {
   scheduler::SavedPrefixRef prefix = known;
-  auto found = std::make_shared<Prefix>(runtime_.match(tokens, salt.id));
+  auto found = std::make_shared<Prefix>(runtime_.match(tokens, salt.id, cuts));
   if (found->tokens() > (known ? known->tokens() : 0)) prefix = std::move(found);
   return prefix;
 }
@@ -172,7 +200,8 @@ void EngineExecutor::enqueued(const scheduler::Waiting& request) {
   const auto rows = static_cast<size_t>(request.restore);
   auto prefix = std::static_pointer_cast<const Prefix>(request.prefix);
   store->want(request.ticket, prefix->match);
-  if (options_.dram_bytes == 0) return;
+  // What was cut is read in parts, which nothing reads ahead.
+  if (options_.dram_bytes == 0 || request.cut) return;
   ahead_[request.ticket] = {
       .prefix = std::move(prefix),
       .tokens = request.tokens.first(std::min(rows + 1, request.tokens.size())),
@@ -234,29 +263,58 @@ Status EngineExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job
   Restore& restore = *sequence->restore;
   restore.tokens.assign(job.tokens.begin(), job.tokens.end());
   restore.prefix = std::static_pointer_cast<const Prefix>(job.prefix);
+  restore.cuts.assign(job.cuts.begin(), job.cuts.end());
   restore.job = job;
   restore.job.tokens = restore.tokens;
+  restore.job.cuts = restore.cuts;
   restore.job.prefix = nullptr;
   const Status status = open_restore(seq, *sequence);
-  if (!status.ok()) sequence->restore.reset();
+  if (!status.ok()) {
+    sequence->restore.reset();
+    sequence->cuts.clear();
+  }
   return status;
 }
 
-Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
+Status EngineExecutor::plan_restore(Sequence& sequence, int64_t upto) {
   Restore& restore = *sequence.restore;
+  const auto next = std::find_if(restore.cuts.begin(), restore.cuts.end(),
+                                 [&](const policy::HeldRows& cut) { return cut.cut_at >= upto; });
+  auto end = restore.tokens.end();
+  if (next != restore.cuts.end()) end = restore.tokens.begin() + next->cut_at;
+  sequence.cuts.assign(restore.cuts.begin(), next);
+  restore.upto = upto;
+  restore.held = policy::held_at(restore.cuts, upto);
+  restore.match = state::held_match(restore.prefix->match, restore.cuts, upto);
+  restore.rows.assign(restore.tokens.begin(), restore.tokens.begin() + restore.held.kept);
+  restore.rows.insert(restore.rows.end(), restore.tokens.begin() + restore.held.resumed, end);
   state::PlanOptions options;
   const bool trusted = !restore.undroppable && restore.attempts < kMaxAttempts;
   options.mode = trusted ? restore.job.method.mode : policy::Mode::kRecompute;
   options.token_rounding = restore.job.method.token_rounding;
-  options.most_rows = restore.job.upto;
+  options.most_rows = restore.held.rows(upto);
   options.with_prefill = restore.job.alone;
   options.save = sequence.save;
   options.compute_share = restore.job.compute_share;
-  HCACHE_ASSIGN_OR_RETURN(restore.planned,
-                          runtime_.plan(restore.tokens, restore.prefix->match, options));
-  const int64_t n_tokens = restore.planned.plan.restored_tokens;
-  if (n_tokens == 0) return {};
-  HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_tokens));
+  options.dropped = restore.held.dropped();
+  HCACHE_ASSIGN_OR_RETURN(restore.planned, runtime_.plan(restore.rows, restore.match, options));
+  return {};
+}
+
+Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
+  Restore& restore = *sequence.restore;
+  const int64_t upto = std::min(restore.job.upto, restore.prefix->tokens());
+  HCACHE_RETURN_IF_ERROR(plan_restore(sequence, upto));
+  if (restore.planned.plan.restored_tokens == 0 && restore.held.cut_at > 0) {
+    // What was saved before the first cut is exact, and may be there in part.
+    HCACHE_RETURN_IF_ERROR(plan_restore(sequence, restore.cuts.front().cut_at));
+  }
+  const int64_t n_rows = restore.planned.plan.restored_tokens;
+  if (n_rows == 0) {
+    sequence.cuts.clear();
+    return {};
+  }
+  HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_rows));
   auto work =
       Restoration::begin(env_, runtime_.engine(), runtime_.store(), restore_run(seq, sequence));
   if (!work.ok()) {
@@ -265,7 +323,8 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   }
   restore.work = std::move(*work);
   const std::span<const int32_t> tokens = restore.tokens;
-  begin_saving(seq, sequence, tokens.first(static_cast<size_t>(n_tokens)), restore.planned.tail);
+  begin_saving(seq, sequence, tokens.first(static_cast<size_t>(n_rows + restore.held.dropped())),
+               restore.planned.tail);
   return {};
 }
 
@@ -273,8 +332,9 @@ state::RestoreRun EngineExecutor::restore_run(SeqId seq, Sequence& sequence) {
   Restore& restore = *sequence.restore;
   state::RestoreRun run;
   run.seq = seq;
-  run.tokens = restore.tokens;
-  run.match = &restore.prefix->match;
+  run.tokens = restore.rows;
+  run.dropped = restore.held.dropped();
+  run.match = &restore.match;
   run.plan = &restore.planned.plan;
   run.remote_timeout_s = restore.planned.remote_timeout_s;
   run.ring_bytes = options_.restore_ring_bytes;
@@ -286,7 +346,8 @@ state::RestoreRun EngineExecutor::restore_run(SeqId seq, Sequence& sequence) {
     runtime_.saver()->set_tokens(seq, first_pos, fresh);
   };
   run.on_shorter = [this, seq, &sequence, &restore](int64_t rows) {
-    begin_saving(seq, sequence, std::span(restore.tokens).first(static_cast<size_t>(rows)), {});
+    const auto tokens = static_cast<size_t>(rows + restore.held.dropped());
+    begin_saving(seq, sequence, std::span(restore.tokens).first(tokens), {});
   };
   run.on_computed = [this, salt = sequence.salt](const state::ComputedPage& page) {
     runtime_.saver()->keep_page(page.chunk, salt, page.layer, page.kv);
@@ -302,8 +363,9 @@ Status EngineExecutor::restart(SeqId seq, Sequence& sequence) {
   restore.damage.repaired_layer_rows += failed.repaired_layer_rows;
   restore.work.reset();
   ++restore.attempts;
-  restore.prefix = std::make_shared<Prefix>(runtime_.match(
-      std::span(restore.tokens).first(static_cast<size_t>(restore.job.upto)), sequence.salt.id));
+  restore.prefix = std::make_shared<Prefix>(
+      runtime_.match(std::span(restore.tokens).first(static_cast<size_t>(restore.job.upto)),
+                     sequence.salt.id, restore.cuts));
   return open_restore(seq, sequence);
 }
 
@@ -348,7 +410,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   if (phase.ok() && *phase == Restoration::Phase::kFailed) {
     const Status reopened = restart(seq, *sequence);
     if (reopened.ok()) {
-      status.reserved = restore.job.upto;
+      status.reserved = restore.held.rows(restore.upto);
       status.phase = RestoreStatus::Phase::kWorking;
       return status;
     }
@@ -356,6 +418,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   }
   if (!phase.ok()) {
     sequence->restore.reset();
+    sequence->cuts.clear();
     begin_saving(seq, *sequence, {}, {});
     return phase.status();
   }
@@ -364,7 +427,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
     done.seconds = status.seconds;
     return done;
   }
-  status.reserved = restore.job.upto + restore.work->record().prefilled_tokens;
+  status.reserved = restore.held.rows(restore.upto) + restore.work->record().prefilled_tokens;
   status.phase = *phase == Restoration::Phase::kWorking ? RestoreStatus::Phase::kWorking
                                                         : RestoreStatus::Phase::kWaitingForIo;
   status.fraction = restore.work->fraction();
@@ -377,6 +440,10 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
   status.phase = RestoreStatus::Phase::kDone;
   status.fraction = 1;
   status.tokens = runtime_.engine().length(seq);
+  if (status.tokens > 0) {
+    status.tokens += restore->held.dropped();
+    status.held = restore->held;
+  }
   if (restore->work) {
     status.record = restore->work->record();
     runtime_.observe(status.record);

@@ -43,12 +43,14 @@ class EngineExecutor : public scheduler::Executor {
 
   Result<scheduler::SeqId> create(const Salt& salt, bool save) override;
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
+  Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   void release(scheduler::SeqId seq) override;
 
   // A match in the store. A known one that may have become longer is looked for again, since a
   // chunk of it may have been extended.
   Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                                 std::span<const policy::HeldRows> cuts,
                                                  const scheduler::SavedPrefixRef& known) override;
   Status begin_restore(scheduler::SeqId seq, const scheduler::RestoreJob& job) override;
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq,
@@ -80,12 +82,15 @@ class EngineExecutor : public scheduler::Executor {
   struct Sequence {
     Salt salt;
     bool save = false;
+    std::vector<policy::HeldRows> cuts = {};  // that were made
     std::unique_ptr<Restore> restore;
   };
 
   Result<Sequence*> find(scheduler::SeqId seq);
   // Plans what is left to try and begins reading; the sequence is empty.
   Status open_restore(scheduler::SeqId seq, Sequence& sequence);
+  // Of the first `upto` tokens, what their sequence holds: all of it, or nothing if it was cut.
+  Status plan_restore(Sequence& sequence, int64_t upto);
   [[nodiscard]] state::RestoreRun restore_run(scheduler::SeqId seq, Sequence& sequence);
   Result<scheduler::RestoreStatus> end_restore(scheduler::SeqId seq, Sequence& sequence);
   // Too much of it is damaged: what is left is matched and planned anew.

@@ -75,7 +75,8 @@ class ServingImpl : public Serving {
     return on_engine([](state::Runtime& runtime) { return runtime.flush(); });
   }
   state::Runtime& runtime() override { return *runtime_; }
-  int64_t context() const override { return context_; }
+  int64_t context() const override { return limits_.context; }
+  const std::string& why_no_cuts() const override { return limits_.why_no_cuts; }
   uint64_t bytes_read_ahead() const override {
     return executor_ ? executor_->bytes_read_ahead() : 0;
   }
@@ -102,7 +103,7 @@ class ServingImpl : public Serving {
   std::unique_ptr<EngineExecutor> executor_;  // or
   std::unique_ptr<BatchExecutor> batch_;
   std::unique_ptr<scheduler::Scheduler> scheduler_;
-  int64_t context_ = 0;
+  scheduler::ExecutorLimits limits_;
   std::atomic<bool> stop_ = false;
   Mutex mutex_;
   std::deque<Call> calls_ HCACHE_GUARDED_BY(mutex_);
@@ -114,7 +115,7 @@ Status ServingImpl::open_all() {
   if (runtime_->batch() != nullptr) {
     batch_ = std::make_unique<BatchExecutor>(env_, *runtime_, options_.runtime.batch,
                                              options_.max_sequences);
-    context_ = batch_->limits().context;
+    limits_ = batch_->limits();
     scheduler::SchedulerOptions scheduler = options_.scheduler;
     scheduler.offload_above = 0;  // nothing goes on from what is idle
     HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*batch_, scheduler));
@@ -125,7 +126,7 @@ Status ServingImpl::open_all() {
   executor.fetch = options_.scheduler.fetch;
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
-  context_ = executor_->limits().context;
+  limits_ = executor_->limits();
   HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler));
   return {};
 }

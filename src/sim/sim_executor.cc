@@ -123,6 +123,7 @@ SimExecutor::SimExecutor(const ServingSetup& setup, policy::RestoreCosts costs,
   limits_.context = setup.context;
   limits_.max_step_rows = kMaxStepRows;
   limits_.max_sequences = kMaxSequences;
+  limits_.why_no_cuts = "simulated conversations end with the context";
   for (const TierSetup& tier : setup.tiers) links_.emplace_back(tier.read_bytes_per_s);
 }
 
@@ -179,6 +180,11 @@ Status SimExecutor::trim(SeqId seq, int64_t n_tokens) {
   return {};
 }
 
+Status SimExecutor::cut(SeqId /*seq*/, int64_t /*from*/, int64_t /*to*/,
+                        const policy::HeldRows& /*held*/) {
+  return unimplemented(limits_.why_no_cuts);
+}
+
 void SimExecutor::release(SeqId seq) {
   Sequence& sequence = at(seq);
   end_restore(sequence);
@@ -190,7 +196,7 @@ void SimExecutor::release(SeqId seq) {
 
 Result<scheduler::SavedPrefixRef> SimExecutor::saved_prefix(
     const Salt& /*salt*/, std::span<const int32_t> tokens,
-    const scheduler::SavedPrefixRef& /*known*/) {
+    std::span<const policy::HeldRows> /*cuts*/, const scheduler::SavedPrefixRef& /*known*/) {
   scheduler::SavedPrefixRef prefix;
   const int64_t n = chains_.find(tokens).tokens;
   if (n > 0) prefix = std::make_shared<scheduler::SavedPrefix>(n);

@@ -48,6 +48,24 @@ Fingerprint state_fingerprint(const std::string& content_digest, const model::HP
   return hasher.finish<Fingerprint>();
 }
 
+Fingerprint cut_fingerprint(const Fingerprint& before, const policy::HeldRows& held) {
+  Hasher hasher("hcache.cut.1");
+  hasher.add(before);
+  for (const int64_t n : {held.kept, held.resumed, held.cut_at}) {
+    hasher.add_u64(static_cast<uint64_t>(n));
+  }
+  return hasher.finish<Fingerprint>();
+}
+
+store::ChainFingerprints chain_fingerprints(const Fingerprint& exact,
+                                            std::span<const policy::HeldRows> cuts) {
+  store::ChainFingerprints chain(exact);
+  for (const policy::HeldRows& held : cuts) {
+    chain.add(static_cast<uint64_t>(held.cut_at), cut_fingerprint(chain.last(), held));
+  }
+  return chain;
+}
+
 std::optional<store::Encoding> hidden_encoding(ggml_type type) {
   const TypeRow* row = find_row(type);
   return row != nullptr ? std::optional(row->hidden) : std::nullopt;

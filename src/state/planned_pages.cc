@@ -119,7 +119,12 @@ Result<std::vector<std::vector<Segment>>> pages_by_layer(Engine& engine, const s
               fmt::format("the plan wants {} of layer {} of chunk {}, which has none",
                           policy::method_name(segment.method), layer, to_hex(info.id)));
         }
-        segment.pages.push_back({page, &span.chunk->chunk, begin, end - begin, begin - span.begin});
+        segment.pages.push_back({.info = page,
+                                 .chunk = &span.chunk->chunk,
+                                 .begin = begin,
+                                 .n_rows = end - begin,
+                                 .row = span.chunk->first_row + begin - span.begin,
+                                 .moved = span.chunk->moved});
       }
       if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));
     }
@@ -191,6 +196,24 @@ Result<PlannedPages> planned_pages(Engine& engine, const store::Match* match,
   pages.lanes = lanes_of(engine, devices_at_once);
   pages.turns = turns_of(pages, engine.options().max_batch_rows);
   return pages;
+}
+
+std::vector<policy::RestoredDevice> restored_devices(const Engine& engine,
+                                                     std::vector<size_t>* of_layers) {
+  std::vector<policy::RestoredDevice> devices;
+  std::vector<const model::Device*> known;
+  for (const auto& [begin, end] : engine.stage_ranges()) {
+    const model::Device& device = engine.model().device(begin);
+    const auto at = std::find(known.begin(), known.end(), &device);
+    const auto i = static_cast<size_t>(at - known.begin());
+    if (at == known.end()) {
+      known.push_back(&device);
+      devices.push_back({.device = device.name(), .n_layers = 0, .pages = {}});
+    }
+    devices[i].n_layers += end - begin;
+    of_layers->insert(of_layers->end(), static_cast<size_t>(end - begin), i);
+  }
+  return devices;
 }
 
 std::vector<store::PageRequest> requests_of(const PlannedPages& pages) {

@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "engine/engine.h"
 #include "policy/restore_plan.h"
+#include "policy/restore_record.h"
 #include "store/store.h"
 
 namespace hcache::state {
@@ -36,7 +37,8 @@ struct PlannedPage {
   const store::ChunkRef* chunk = nullptr;
   int64_t begin = 0;  // position of the first used row
   int64_t n_rows = 0;
-  int64_t row = 0;  // of the page
+  int64_t row = 0;    // of the page
+  int64_t moved = 0;  // how much later these positions are than when the page was saved
 };
 
 // The pages of one layer in one run, in order, and what is done with them.
@@ -73,6 +75,10 @@ struct PlannedPages {
 // One lane for each device where these can compute at once and may (`devices_at_once`); else one.
 [[nodiscard]] Result<PlannedPages> planned_pages(engine::Engine& engine, const store::Match* match,
                                                  const policy::Plan& plan, bool devices_at_once);
+// The devices that layers are restored to, nothing read for them yet; and each layer's, by its
+// index.
+[[nodiscard]] std::vector<policy::RestoredDevice> restored_devices(const engine::Engine& engine,
+                                                                   std::vector<size_t>* of_layers);
 // In the order of the reads.
 [[nodiscard]] std::vector<store::PageRequest> requests_of(const PlannedPages& pages);
 

@@ -81,7 +81,6 @@ class RestorationImpl : public Restoration {
   Result<bool> wait_for_page(const Slice& slice);
   // view_'s bytes, and its times as its layer's.
   void note_read(const store::PageInfo& page);
-  void list_devices();
   void count_reads(const store::PageReader& reader);
   Status release_done(bool all);
 
@@ -194,23 +193,8 @@ Status RestorationImpl::open() {
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(pages), options));
   lanes_ = RestoreLanes(std::move(pages));
   record_ = policy::planned_record(plan_, engine_.n_layer());
-  list_devices();
+  record_.devices = restored_devices(engine_, &device_of_);
   return {};
-}
-
-void RestorationImpl::list_devices() {
-  std::vector<const model::Device*> known;
-  for (const auto& [begin, end] : engine_.stage_ranges()) {
-    const model::Device& device = engine_.model().device(begin);
-    const auto at = std::find(known.begin(), known.end(), &device);
-    const auto i = static_cast<size_t>(at - known.begin());
-    if (at == known.end()) {
-      known.push_back(&device);
-      record_.devices.push_back({.device = device.name(), .n_layers = 0, .pages = {}});
-    }
-    record_.devices[i].n_layers += end - begin;
-    device_of_.insert(device_of_.end(), static_cast<size_t>(end - begin), i);
-  }
 }
 
 // Gives back ring memory that the device has read; `all` waits for the rest.
@@ -294,6 +278,8 @@ Status RestorationImpl::load(Lane& lane, const PlannedPage& page) {
                             return engine_.load_kv(run_.seq, layer, page.begin,
                                                    static_cast<int>(page.n_rows), k, v);
                           }));
+  HCACHE_RETURN_IF_ERROR(
+      engine_.move_positions(run_.seq, layer, page.begin, page.n_rows, page.moved));
   return leave_page(lane, ticket);
 }
 
@@ -455,7 +441,7 @@ void RestorationImpl::abandon() {
 // ---- Damage
 
 Status RestorationImpl::drop_tail(Lane& lane) {
-  const int64_t whole = rows_ / store::kChunkTokens * store::kChunkTokens;
+  const int64_t whole = rows_ - (rows_ + run_.dropped) % store::kChunkTokens;
   HCACHE_RETURN_IF_ERROR(give_up_following(whole));
   int64_t dropped = rows_ - whole;
   record_.restored_tokens = rows_ = whole;
@@ -475,7 +461,8 @@ Status RestorationImpl::repair(Lane& lane, PlannedPage& page) {
   const bool was_spare = spare_ != nullptr;
   if (spare_) count_reads(*spare_);
   spare_.reset();
-  const bool is_tail = page.begin + store::kChunkTokens > rows_ && rows_ % store::kChunkTokens != 0;
+  const int64_t tail_rows = (rows_ + run_.dropped) % store::kChunkTokens;
+  const bool is_tail = tail_rows != 0 && page.begin >= rows_ - tail_rows;
   if (is_tail && run_.on_shorter) return drop_tail(lane);
   const Method other = store::is_hidden(page.info->encoding) ? Method::kKv : Method::kHidden;
   const store::PageInfo* replacement = usable_page(engine_, page.chunk->info(), layer, other);
@@ -490,6 +477,10 @@ Status RestorationImpl::repair(Lane& lane, PlannedPage& page) {
     return {};
   }
   if (was_spare) --record_.replaced_pages;
+  if (run_.dropped > 0) {
+    too_damaged_ = true;
+    return data_loss("what a truncated conversation holds can't be computed again in parts");
+  }
   repair_rows_ += page.n_rows * (layer + 1);
   const int64_t most = std::max(rows_ * engine_.n_layer() / kRepairShare,
                                 kRepairedPages * page.n_rows * engine_.n_layer());

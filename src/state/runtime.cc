@@ -38,10 +38,12 @@ class RuntimeImpl : public Runtime {
 
   Status init();
 
-  void look_up(std::span<const int32_t> tokens, const SaltId& salt) override {
-    if (store_) store_->look_up(fingerprint_, salt, tokens);
+  void look_up(std::span<const int32_t> tokens, const SaltId& salt,
+               std::span<const policy::HeldRows> cuts) override {
+    if (store_) store_->look_up(chain_fingerprints(fingerprint_, cuts), salt, tokens);
   }
-  store::Match match(std::span<const int32_t> tokens, const SaltId& salt) override;
+  store::Match match(std::span<const int32_t> tokens, const SaltId& salt,
+                     std::span<const policy::HeldRows> cuts) override;
   Result<PlannedRestore> plan(std::span<const int32_t> tokens, const store::Match& match,
                               const PlanOptions& options) override;
   bool discard(const PageFailure& failure) override;
@@ -356,9 +358,10 @@ bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
   return true;
 }
 
-store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& salt) {
+store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& salt,
+                                std::span<const policy::HeldRows> cuts) {
   if (!store_) return {};
-  Result<store::Match> found = store_->match(fingerprint_, salt, tokens);
+  Result<store::Match> found = store_->match(chain_fingerprints(fingerprint_, cuts), salt, tokens);
   if (found.ok()) return std::move(*found);
   log::warn("the store can't be searched: {}", found.status().to_string());
   return {};
@@ -373,13 +376,15 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
       options.mode == policy::Mode::kRecompute
           ? 0
           : std::min({static_cast<int64_t>(match.n_tokens), n_tokens - 1, options.most_rows});
-  const auto chunk_at = [&](int64_t row) {
-    return match.chunks[static_cast<size_t>(row) / store::kChunkTokens].chunk;
+  const auto chunk_before = [&](int64_t row) {
+    auto chunk = match.chunks.begin();
+    for (int64_t end = chunk->usable_rows; end < row; end += chunk->usable_rows) ++chunk;
+    return chunk->chunk;
   };
   // A partial chunk that the saver could not complete is computed again from its first row.
   const bool save = options.save && saver_ != nullptr;
-  const int64_t partial = max_rows % store::kChunkTokens;
-  if (save && partial != 0 && !completes(chunk_at(max_rows).info())) max_rows -= partial;
+  const int64_t partial = max_rows == 0 ? 0 : (max_rows + options.dropped) % store::kChunkTokens;
+  if (save && partial != 0 && !completes(chunk_before(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
   policy::RestoreCosts prices = costs();
@@ -400,14 +405,18 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   request.new_tokens = n_planned - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;
+  request.whole = options.dropped > 0;
   HCACHE_ASSIGN_OR_RETURN(planned.plan, policy::plan_restore(prices, request));
   if (!options_.remote.url.empty()) {
     request.mode = policy::Mode::kRecompute;
+    request.whole = false;
     HCACHE_ASSIGN_OR_RETURN(const policy::Plan anew, policy::plan_restore(prices, request));
     planned.remote_timeout_s = anew.predicted.makespan_s;
   }
   const int64_t rows = planned.plan.restored_tokens;
-  if (save && rows % store::kChunkTokens != 0) planned.tail = chunk_at(rows);
+  if (save && rows > 0 && (rows + options.dropped) % store::kChunkTokens != 0) {
+    planned.tail = chunk_before(rows);
+  }
   return planned;
 }
 

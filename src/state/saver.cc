@@ -8,13 +8,13 @@
 #include <deque>
 #include <map>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <variant>
 
 #include "base/log.h"
 #include "base/sync.h"
 #include "host_ring.h"
+#include "ready_chunk.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -26,13 +26,6 @@ using engine::SeqId;
 
 constexpr int64_t kChunk = store::kChunkTokens;
 
-// One layer's rows of a chunk that is being filled, with room for a full one.
-struct PageBuffer {
-  ggml_type hidden_type = GGML_TYPE_COUNT;
-  std::vector<std::byte> hidden;
-  std::vector<std::byte> kv;  // K rows, and V rows from the middle on
-};
-
 struct OpenChunk {
   int64_t first_pos = 0;
   int64_t n_rows = 0;     // filled
@@ -42,24 +35,13 @@ struct OpenChunk {
 
 struct SavedSequence {
   SeqId seq = -1;
-  Fingerprint fingerprint;
+  store::ChainFingerprints fingerprints = Fingerprint();
   Salt salt;
   std::vector<int32_t> tokens;
-  ChunkId parent;  // the last full chunk
+  int64_t dropped = 0;  // of them: rows' positions are less by that
+  ChunkId parent;       // the last full chunk
   OpenChunk open;
   bool broken = false;  // rows were lost: nothing behind them can be saved
-};
-
-// A chunk on its way into the store; owns everything that its ChunkWrite points to.
-struct ReadyChunk {
-  SeqId seq = -1;  // -1: a page that is added to a chunk of the store
-  ChunkId id;
-  ChunkId parent;
-  Fingerprint fingerprint;
-  Salt salt;
-  int64_t first_pos = 0;
-  std::vector<int32_t> tokens;
-  std::vector<PageBuffer> layers;  // exactly tokens.size() rows
 };
 
 // A captured step.
@@ -84,7 +66,12 @@ struct Tokens {
 struct Fork {
   SeqId source = -1;
   SeqId seq = -1;
-  int64_t n_tokens = 0;
+  int64_t n_rows = 0;
+};
+struct Cut {
+  SeqId seq = -1;
+  Fingerprint fingerprint;
+  int64_t dropped = 0;
 };
 struct End {
   SeqId seq = -1;
@@ -94,47 +81,7 @@ struct Flush {
   uint64_t number = 0;  // 0: no caller waits
   SeqId seq = kAllSequences;
 };
-using Command = std::variant<Begin, Tokens, Fork, Captured, ReadyChunk, End, Flush>;
-
-void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
-  const bool known = std::any_of(write.pages.begin(), write.pages.end(), [&](const auto& other) {
-    return other.layer == page.layer && other.encoding == page.encoding;
-  });
-  if (!known && !page.bytes.empty()) write.pages.push_back(page);
-}
-
-// What the store is to put. Sequences with the same tokens give the same chunk, which then has the
-// pages of all of them.
-std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
-                                         store::ElementType kv_type) {
-  std::vector<store::ChunkWrite> batch;
-  std::unordered_map<ChunkId, size_t> index;  // of the batch
-  for (const ReadyChunk& chunk : chunks) {
-    const auto [at, is_new] = index.emplace(chunk.id, batch.size());
-    if (is_new) {
-      batch.push_back({.id = chunk.id,
-                       .parent = chunk.parent,
-                       .fingerprint = chunk.fingerprint,
-                       .salt = chunk.salt.id,
-                       .owner = chunk.salt.owner,
-                       .first_position = static_cast<uint64_t>(chunk.first_pos),
-                       .tokens = chunk.tokens,
-                       .k_type = kv_type,
-                       .v_type = kv_type,
-                       .pages = {}});
-    }
-    store::ChunkWrite& write = batch[at->second];
-    for (size_t i = 0; i < chunk.layers.size(); ++i) {
-      const auto layer = static_cast<uint16_t>(i);
-      const PageBuffer& page = chunk.layers[i];
-      if (!page.hidden.empty()) {
-        add_page(write, {layer, *hidden_encoding(page.hidden_type), page.hidden});
-      }
-      add_page(write, {layer, store::Encoding::kKv, page.kv});
-    }
-  }
-  return batch;
-}
+using Command = std::variant<Begin, Tokens, Fork, Cut, Captured, ReadyChunk, End, Flush>;
 
 class SaverImpl : public Saver {
  public:
@@ -156,11 +103,12 @@ class SaverImpl : public Saver {
   }
 
   // --- Engine's thread ---------------------------------------------------------------------
-  void begin(SeqId seq, const Fingerprint& fingerprint, const Salt& salt,
-             std::span<const int32_t> tokens, store::ChunkRef tail) override {
+  void begin(SeqId seq, const store::ChainFingerprints& fingerprints, const Salt& salt,
+             std::span<const int32_t> tokens, store::ChunkRef tail, int64_t dropped) override {
     SavedSequence sequence;
     sequence.seq = seq;
-    sequence.fingerprint = fingerprint;
+    sequence.fingerprints = fingerprints;
+    sequence.dropped = dropped;
     sequence.salt = salt;
     sequence.tokens.assign(tokens.begin(), tokens.end());
     open_durable(seq, static_cast<int64_t>(tokens.size()));
@@ -169,9 +117,12 @@ class SaverImpl : public Saver {
   void set_tokens(SeqId seq, int64_t first_pos, std::span<const int32_t> tokens) override {
     give(Tokens{seq, first_pos, {tokens.begin(), tokens.end()}});
   }
-  void fork(SeqId source, SeqId seq, int64_t n_tokens) override {
+  void fork(SeqId source, SeqId seq, int64_t n_rows) override {
     open_durable(seq, 0);
-    give(Fork{source, seq, n_tokens});
+    give(Fork{source, seq, n_rows});
+  }
+  void cut(SeqId seq, const Fingerprint& fingerprint, int64_t dropped) override {
+    give(Cut{seq, fingerprint, dropped});
   }
   void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
                  std::span<const std::byte> kv) override;
@@ -222,9 +173,10 @@ class SaverImpl : public Saver {
   void open_sequence(Begin& begin);
   void fork_sequence(const Fork& fork);
   void replace_tokens(SavedSequence& sequence, const Tokens& tokens);
+  void cut_sequence(SavedSequence& sequence, const Cut& cut);
   Status rewind(SavedSequence& sequence, int64_t n_tokens);
   Status read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows);
-  void cut(const Captured& captured);
+  void cut_rows(const Captured& captured);
   void take_rows(SavedSequence& sequence, const Captured& captured, const CapturedRows& rows);
   void emit(SavedSequence& sequence);
   void emit_tail(SavedSequence& sequence) {
@@ -347,10 +299,14 @@ void SaverImpl::run(Command& command) {
     const auto it = sequences_.find(tokens->seq);
     if (it == sequences_.end()) return;
     replace_tokens(it->second, *tokens);
+  } else if (const auto* cut = std::get_if<Cut>(&command)) {
+    const auto it = sequences_.find(cut->seq);
+    if (it == sequences_.end()) return;
+    cut_sequence(it->second, *cut);
   } else if (const auto* fork = std::get_if<Fork>(&command)) {
     fork_sequence(*fork);
   } else if (auto* captured = std::get_if<Captured>(&command)) {
-    cut(*captured);
+    cut_rows(*captured);
     const MutexLock lock(mutex_);
     ring_->give_back(captured->block);
   } else if (auto* chunk = std::get_if<ReadyChunk>(&command)) {
@@ -380,8 +336,8 @@ void SaverImpl::open_sequence(Begin& begin) {
   const int64_t n_full = static_cast<int64_t>(tokens.size()) / kChunk;
   const int64_t n_tail = static_cast<int64_t>(tokens.size()) % kChunk;
   for (int64_t i = 0; i < n_full; ++i) {
-    sequence.parent = chunk_id(sequence.fingerprint, sequence.salt.id, sequence.parent,
-                               tokens.subspan(i * kChunk, kChunk));
+    sequence.parent = chunk_id(sequence.fingerprints.at(i * kChunk), sequence.salt.id,
+                               sequence.parent, tokens.subspan(i * kChunk, kChunk));
   }
   sequence.open.first_pos = n_full * kChunk;
   if (n_tail > 0) {
@@ -405,22 +361,35 @@ void SaverImpl::fork_sequence(const Fork& fork) {
   const int64_t durable = durable_tokens(fork.source);
   if (copy.broken) {
     set_durable(fork.seq, kNotSaved);
-  } else if (const Status status = rewind(copy, fork.n_tokens); !status.ok()) {
+  } else if (const Status status = rewind(copy, fork.n_rows + copy.dropped); !status.ok()) {
     give_up(copy, status);
   } else {
-    set_durable(fork.seq, std::min(durable, fork.n_tokens));
+    set_durable(fork.seq, std::min(durable, fork.n_rows + copy.dropped));
   }
   sequences_[fork.seq] = std::move(copy);
 }
 
 void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
   if (sequence.broken) return;
-  if (const Status status = rewind(sequence, tokens.first_pos); !status.ok()) {
+  const int64_t first = tokens.first_pos + sequence.dropped;
+  if (const Status status = rewind(sequence, first); !status.ok()) {
     give_up(sequence, status);
     return;
   }
   sequence.tokens.insert(sequence.tokens.end(), tokens.tokens.begin(), tokens.tokens.end());
-  set_durable(sequence.seq, std::min(durable_tokens(sequence.seq), tokens.first_pos));
+  set_durable(sequence.seq, std::min(durable_tokens(sequence.seq), first));
+}
+
+// All rows up to here have come: the chunk that is open is empty.
+void SaverImpl::cut_sequence(SavedSequence& sequence, const Cut& cut) {
+  sequence.dropped = cut.dropped;
+  if (sequence.broken) return;
+  const auto end = static_cast<int64_t>(sequence.tokens.size());
+  if (sequence.open.first_pos != end || sequence.open.n_rows > 0) {
+    give_up(sequence, internal_error(fmt::format("{} tokens were cut inside of a chunk", end)));
+    return;
+  }
+  sequence.fingerprints.add(static_cast<uint64_t>(end), cut.fingerprint);
 }
 
 // Keeps the first n_tokens. Rows of a chunk that was complete are read back from the store.
@@ -440,7 +409,7 @@ Status SaverImpl::rewind(SavedSequence& sequence, int64_t n_tokens) {
   }
   const std::span<const int32_t> tokens = sequence.tokens;
   const auto id_behind = [&](const ChunkId& parent, int64_t chunk) {
-    return chunk_id(sequence.fingerprint, sequence.salt.id, parent,
+    return chunk_id(sequence.fingerprints.at(chunk * kChunk), sequence.salt.id, parent,
                     tokens.subspan(chunk * kChunk, kChunk));
   };
   const int64_t n_full = n_tokens / kChunk;
@@ -499,7 +468,7 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
 }
 
 // Cuts a captured step into its sequences' chunks.
-void SaverImpl::cut(const Captured& captured) {
+void SaverImpl::cut_rows(const Captured& captured) {
   kv_type_ = captured.kv_type;
   for (const CapturedRows& rows : captured.rows) {
     const auto it = sequences_.find(rows.seq);
@@ -515,13 +484,14 @@ void SaverImpl::cut(const Captured& captured) {
 void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
                           const CapturedRows& rows) {
   const int64_t next = sequence.open.first_pos + sequence.open.n_rows;
-  const int64_t end = rows.first_pos + rows.n_rows;
-  if (rows.first_pos > next || end > static_cast<int64_t>(sequence.tokens.size())) {
+  const int64_t first = rows.first_pos + sequence.dropped;
+  const int64_t end = first + rows.n_rows;
+  if (first > next || end > static_cast<int64_t>(sequence.tokens.size())) {
     lose(sequence, end - next);  // a step in between found the ring full
     return;
   }
   // Rows that were computed again (a recomputed prefix) are saved already.
-  int64_t row = std::min<int64_t>(next - rows.first_pos, rows.n_rows);
+  int64_t row = std::min<int64_t>(next - first, rows.n_rows);
   while (row < rows.n_rows) {
     OpenChunk& open = sequence.open;
     open.layers.resize(std::max(open.layers.size(), captured.layers.size()));
@@ -569,9 +539,9 @@ void SaverImpl::emit(SavedSequence& sequence) {
   const auto tokens = std::span(sequence.tokens).subspan(open.first_pos, open.n_rows);
   ReadyChunk chunk{
       .seq = sequence.seq,
-      .id = chunk_id(sequence.fingerprint, sequence.salt.id, sequence.parent, tokens),
+      .id = chunk_id(sequence.fingerprints.last(), sequence.salt.id, sequence.parent, tokens),
       .parent = sequence.parent,
-      .fingerprint = sequence.fingerprint,
+      .fingerprint = sequence.fingerprints.last(),
       .salt = sequence.salt,
       .first_pos = open.first_pos,
       .tokens = {tokens.begin(), tokens.end()},

@@ -74,14 +74,15 @@ Result<std::vector<ChunkRecord>> Chains::siblings(const ChunkId& key, std::int32
   return out;
 }
 
-Result<Chain> Chains::walk(const Fingerprint& fingerprint, const SaltId& salt,
+Result<Chain> Chains::walk(const ChainFingerprints& fingerprints, const SaltId& salt,
                            std::span<const std::int32_t> tokens, Where where) {
   Chain chain;
   ChunkRecord like;  // what the next chunk has in common with its siblings
-  like.info.fingerprint = fingerprint;
   like.info.salt = salt;
   ChunkId& parent = like.info.parent;
   while (!tokens.empty()) {
+    const Fingerprint& fingerprint = fingerprints.at(chain.chunks.size() * kChunkTokens);
+    like.info.fingerprint = fingerprint;
     if (tokens.size() >= kChunkTokens) {
       const auto wanted = tokens.first(kChunkTokens);
       auto found = find(chunk_id(fingerprint, salt, parent, wanted), where);
@@ -112,10 +113,10 @@ Result<Chain> Chains::walk(const Fingerprint& fingerprint, const SaltId& salt,
   return chain;
 }
 
-void Chains::look_up_remote(const Fingerprint& fingerprint, const SaltId& salt,
+void Chains::look_up_remote(const ChainFingerprints& fingerprints, const SaltId& salt,
                             std::span<const std::int32_t> tokens) {
   if (remote_ == nullptr) return;
-  const auto chain = walk(fingerprint, salt, tokens, Where::kDisks);
+  const auto chain = walk(fingerprints, salt, tokens, Where::kDisks);
   if (!chain.ok()) return;
   // Up to the first chunk that has fewer pages than another the disks have it all.
   std::size_t most = 0;
@@ -134,7 +135,7 @@ void Chains::look_up_remote(const Fingerprint& fingerprint, const SaltId& salt,
     at += kChunkTokens;
   }
   if (at + have_tail < tokens.size()) {
-    remote_->look_up(fingerprint, salt, parent, tokens.subspan(at), have_tail);
+    remote_->look_up(fingerprints, salt, parent, tokens, at, have_tail);
   }
 }
 

@@ -28,10 +28,10 @@ class Chains {
   Chains(Catalog& catalog, Remote* remote) : catalog_(catalog), remote_(remote) {}
 
   // The longest chain that is stored for these tokens, from the first one on. Nothing is pinned.
-  [[nodiscard]] Result<Chain> walk(const Fingerprint& fingerprint, const SaltId& salt,
+  [[nodiscard]] Result<Chain> walk(const ChainFingerprints& fingerprints, const SaltId& salt,
                                    std::span<const std::int32_t> tokens, Where where);
   // Asks the remote tier for what the disks lack of these tokens.
-  void look_up_remote(const Fingerprint& fingerprint, const SaltId& salt,
+  void look_up_remote(const ChainFingerprints& fingerprints, const SaltId& salt,
                       std::span<const std::int32_t> tokens);
 
  private:

@@ -16,21 +16,22 @@ constexpr std::uint64_t kMaxKeptBytes = 256ULL << 20;
 
 // ---- The directory ------------------------------------------------------------------------------
 
-void Remote::look_up(const Fingerprint& fingerprint, const SaltId& salt, const ChunkId& parent,
-                     std::span<const std::int32_t> tokens, std::size_t have_tail) {
+void Remote::look_up(const ChainFingerprints& fingerprints, const SaltId& salt,
+                     const ChunkId& parent, std::span<const std::int32_t> tokens, std::size_t at,
+                     std::size_t have_tail) {
   const std::int64_t deadline_ns =
       env_.monotonic_ns() + static_cast<std::int64_t>(options_.timeout_s * 1e9);
   // Whole chunks, all at once: their ids need no answer.
   std::vector<ChunkId> ids;
   ChunkId last = parent;
-  for (std::size_t at = 0; at + kChunkTokens <= tokens.size(); at += kChunkTokens) {
-    last = chunk_id(fingerprint, salt, last, tokens.subspan(at, kChunkTokens));
+  for (std::size_t next = at; next + kChunkTokens <= tokens.size(); next += kChunkTokens) {
+    last = chunk_id(fingerprints.at(next), salt, last, tokens.subspan(next, kChunkTokens));
     ids.push_back(last);
   }
   std::vector<ChunkId> used;
   const auto fits = [&](const std::optional<ChunkRecord>& record, const ChunkId& before) {
     return record.has_value() && record->info.parent == before &&
-           record->info.fingerprint == fingerprint && record->info.salt == salt;
+           record->info.fingerprint == fingerprints.at(at) && record->info.salt == salt;
   };
   last = parent;
   if (!ids.empty()) {
@@ -39,17 +40,18 @@ void Remote::look_up(const Fingerprint& fingerprint, const SaltId& salt, const C
     for (std::optional<ChunkRecord>& record : *found) {
       if (!fits(record, last)) break;
       last = record->info.id;
+      at += kChunkTokens;
       used.push_back(last);
       add(std::move(*record));
     }
   }
   // Behind them a partial one, of any length.
   if (!used.empty()) have_tail = 0;
-  tokens = tokens.subspan(used.size() * kChunkTokens);
+  tokens = tokens.subspan(at);
   ids.clear();
   const std::size_t longest = std::min<std::size_t>(tokens.size(), kChunkTokens - 1);
   for (std::size_t n = longest; n > have_tail; --n) {
-    ids.push_back(chunk_id(fingerprint, salt, last, tokens.first(n)));
+    ids.push_back(chunk_id(fingerprints.at(at), salt, last, tokens.first(n)));
   }
   if (!ids.empty()) {
     auto found = ask(std::move(ids), deadline_ns);

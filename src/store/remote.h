@@ -28,10 +28,11 @@ class Remote {
 
   // ---- The directory
 
-  // A chain that begins behind `parent` with `tokens`, of which the store has less: asks the tier,
-  // and waits for it. `have_tail`: tokens of a partial last chunk that the store has.
-  void look_up(const Fingerprint& fingerprint, const SaltId& salt, const ChunkId& parent,
-               std::span<const std::int32_t> tokens, std::size_t have_tail) HCACHE_EXCLUDES(mutex_);
+  // A chain of which the store has the first `at` tokens, up to `parent`: asks the tier for what
+  // follows, and waits for it. `have_tail`: tokens of a partial last chunk that the store has.
+  void look_up(const ChainFingerprints& fingerprints, const SaltId& salt, const ChunkId& parent,
+               std::span<const std::int32_t> tokens, std::size_t at, std::size_t have_tail)
+      HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] std::optional<ChunkRecord> find(const ChunkId& id) const HCACHE_EXCLUDES(mutex_);
   // Chunks behind the same parent that begin with this token.
   [[nodiscard]] std::vector<ChunkRecord> children(const ChunkId& sibling_key,

@@ -77,10 +77,44 @@ Result<std::uint64_t> Sessions::shared_tokens(const Session& session) {
   return shared;
 }
 
+Result<std::vector<ChunkRecord>> Sessions::cut_parts(const Session& session, const Chain& chain,
+                                                     std::uint64_t shared) {
+  const auto tokens = std::span<const std::int32_t>(session.tokens);
+  struct Place {
+    ChunkId parent;
+    std::uint64_t begin = 0;
+  };
+  std::vector<Place> places;
+  std::uint64_t at = 0;
+  for (const ChunkRecord& record : chain.chunks) {
+    at += record.info.tokens.size();
+    places.push_back({record.info.id, at});
+  }
+  std::vector<ChunkRecord> out;
+  while (!places.empty()) {
+    const Place place = places.back();
+    places.pop_back();
+    if (place.begin >= tokens.size()) continue;
+    HCACHE_ASSIGN_OR_RETURN(auto children, catalog_.children(place.parent, tokens[place.begin]));
+    for (ChunkRecord& child : children) {
+      const bool same = child.info.fingerprint == session.fingerprint;
+      const auto n = child.info.tokens.size();
+      const bool matches = static_cast<std::uint64_t>(
+                               common_prefix(child.info.tokens, tokens.subspan(place.begin))) == n;
+      if (same || !matches || child.info.salt != session.salt) continue;
+      places.push_back({child.info.id, place.begin + n});
+      if (round_up(place.begin + n, kChunkTokens) > shared) out.push_back(std::move(child));
+    }
+  }
+  return out;
+}
+
 Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
   OwnPart out;
   HCACHE_ASSIGN_OR_RETURN(
       Chain chain, chains_.walk(session.fingerprint, session.salt, session.tokens, Where::kDisks));
+  HCACHE_ASSIGN_OR_RETURN(const std::uint64_t shared, shared_tokens(session));
+  HCACHE_ASSIGN_OR_RETURN(std::vector<ChunkRecord> cut, cut_parts(session, chain, shared));
   std::unordered_set<ChunkId> on_disk;
   for (const ChunkRecord& record : chain.chunks) on_disk.insert(record.info.id);
   out.chunks = std::move(chain.chunks);
@@ -88,7 +122,6 @@ Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
   if (!out.chunks.empty() && chain.rows.back() < out.chunks.back().info.tokens.size()) {
     out.chunks.pop_back();
   }
-  HCACHE_ASSIGN_OR_RETURN(const std::uint64_t shared, shared_tokens(session));
   std::uint64_t end = 0;
   std::size_t keep = 0;
   for (const ChunkRecord& record : out.chunks) {
@@ -97,6 +130,11 @@ Result<Sessions::OwnPart> Sessions::own_part(const Session& session) {
     ++keep;
   }
   out.chunks.erase(out.chunks.begin(), out.chunks.begin() + static_cast<std::ptrdiff_t>(keep));
+  for (ChunkRecord& record : cut) {
+    out.ids.push_back(record.info.id);
+    on_disk.insert(record.info.id);
+    out.chunks.push_back(std::move(record));
+  }
   ChunkId parent;
   auto left = std::span<const std::int32_t>(session.tokens);
   const auto id_of = [&](std::size_t n) {
@@ -138,8 +176,9 @@ Result<std::uint64_t> Sessions::erase(std::string_view name) {
     if (!followed.ok()) break;
     if (*followed) {
       // Another chain goes through it, named by a session or not: the remote tier keeps it as well.
-      for (const ChunkRecord& kept : own.chunks) std::erase(own.ids, kept.info.id);
-      break;
+      std::erase(own.ids, own.chunks.back().info.id);
+      own.chunks.pop_back();
+      continue;
     }
     std::vector<ChunkRecord> one;
     one.push_back(std::move(own.chunks.back()));

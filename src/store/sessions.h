@@ -45,6 +45,11 @@ class Sessions {
   };
   // Tokens of the session up to which some other session needs the chain.
   [[nodiscard]] Result<std::uint64_t> shared_tokens(const Session& session);
+  // What follows the chain where its sequence was cut (policy/truncation.h): the same tokens behind
+  // `shared` with other fingerprints, each before what follows it.
+  [[nodiscard]] Result<std::vector<ChunkRecord>> cut_parts(const Session& session,
+                                                           const Chain& chain,
+                                                           std::uint64_t shared);
   [[nodiscard]] Result<OwnPart> own_part(const Session& session);
 
   Env& env_;

@@ -351,13 +351,19 @@ Status StoreImpl::close() {
 
 // ---- Matching and pinning ---------------------------------------------------------------------
 
-Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint,
+const Fingerprint& ChainFingerprints::at(std::uint64_t position) const {
+  std::size_t part = parts_.size() - 1;
+  while (parts_[part].begin > position) --part;
+  return parts_[part].fingerprint;
+}
+
+Result<std::optional<Match>> StoreImpl::try_match(const ChainFingerprints& fingerprints,
                                                   const SaltId& salt,
                                                   std::span<const std::int32_t> tokens) {
   HCACHE_RETURN_IF_ERROR(check_open());
   const std::uint64_t epoch = pins_.epoch();
   HCACHE_ASSIGN_OR_RETURN(Chain chain,
-                          chains_->walk(fingerprint, salt, tokens, Where::kEverywhere));
+                          chains_->walk(fingerprints, salt, tokens, Where::kEverywhere));
   std::vector<ChunkId> ids;
   for (const ChunkRecord& record : chain.chunks) ids.push_back(record.info.id);
   std::optional<std::int64_t> used_ns;
@@ -373,27 +379,28 @@ Result<std::optional<Match>> StoreImpl::try_match(const Fingerprint& fingerprint
       return place.disk == kRemoteDisk;
     });
     if (remote) remote_->keep(chain.chunks[i]);
-    match.chunks.push_back({make_ref(std::move(chain.chunks[i])), chain.rows[i]});
+    match.chunks.push_back(
+        {.chunk = make_ref(std::move(chain.chunks[i])), .usable_rows = chain.rows[i]});
   }
   return std::optional<Match>(std::move(match));
 }
 
-Result<Match> StoreImpl::match(const Fingerprint& fingerprint, const SaltId& salt,
+Result<Match> StoreImpl::match(const ChainFingerprints& chain, const SaltId& salt,
                                std::span<const std::int32_t> tokens) {
   for (int attempt = 1; attempt < kMatchAttempts; ++attempt) {
-    HCACHE_ASSIGN_OR_RETURN(auto match, try_match(fingerprint, salt, tokens));
+    HCACHE_ASSIGN_OR_RETURN(auto match, try_match(chain, salt, tokens));
     if (match.has_value()) return std::move(*match);
   }
   // Changes came too fast: keep them out for once.
   MutexLock lock(write_mutex_);
-  HCACHE_ASSIGN_OR_RETURN(auto match, try_match(fingerprint, salt, tokens));
+  HCACHE_ASSIGN_OR_RETURN(auto match, try_match(chain, salt, tokens));
   if (!match.has_value()) return internal_error("a match changed under the writer's lock");
   return std::move(*match);
 }
 
-void StoreImpl::look_up(const Fingerprint& fingerprint, const SaltId& salt,
+void StoreImpl::look_up(const ChainFingerprints& chain, const SaltId& salt,
                         std::span<const std::int32_t> tokens) {
-  if (check_open().ok()) chains_->look_up_remote(fingerprint, salt, tokens);
+  if (check_open().ok()) chains_->look_up_remote(chain, salt, tokens);
 }
 
 Result<ChunkRef> StoreImpl::find(const ChunkId& id) {

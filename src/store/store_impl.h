@@ -51,9 +51,9 @@ class StoreImpl final : public Store, public PageSource {
   }
 
   [[nodiscard]] Result<PutReport> put(std::span<const ChunkWrite> batch) override;
-  [[nodiscard]] Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
+  [[nodiscard]] Result<Match> match(const ChainFingerprints& chain, const SaltId& salt,
                                     std::span<const std::int32_t> tokens) override;
-  void look_up(const Fingerprint& fingerprint, const SaltId& salt,
+  void look_up(const ChainFingerprints& chain, const SaltId& salt,
                std::span<const std::int32_t> tokens) override;
   [[nodiscard]] Result<ChunkRef> find(const ChunkId& id) override;
   [[nodiscard]] Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) override;
@@ -109,7 +109,7 @@ class StoreImpl final : public Store, public PageSource {
       HCACHE_REQUIRES(write_mutex_);
 
   // nullopt when the store changed meanwhile.
-  [[nodiscard]] Result<std::optional<Match>> try_match(const Fingerprint& fingerprint,
+  [[nodiscard]] Result<std::optional<Match>> try_match(const ChainFingerprints& fingerprints,
                                                        const SaltId& salt,
                                                        std::span<const std::int32_t> tokens);
   // Of a chunk that has been pinned.

@@ -81,7 +81,7 @@ std::string made_file() {
       write.pages = {{0, Encoding::kHiddenF16, bytes}, {1, Encoding::kKv, bytes}};
     }
     require((*store)->put(batch).ok(), "a chain");
-    const auto match = (*store)->match({}, {}, head.tokens);
+    const auto match = (*store)->match(Fingerprint(), {}, head.tokens);
     require(match.ok() && match->n_tokens == 70, "a match");
     const Status status = write_archive(**store, head, *match, [&](std::string_view piece) {
       file += piece;

@@ -176,8 +176,10 @@ TEST_F(Replies, ChatWhole) {
   EXPECT_EQ(a["choices"][0]["finish_reason"], "stop");
   EXPECT_EQ(a["usage"], test::json(R"({"prompt_tokens":100,"completion_tokens":7,"total_tokens":107,
       "prompt_tokens_details":{"cached_tokens":80}})"));
-  EXPECT_EQ(a["hcache"]["tokens"],
-            test::json(R"({"resident":10,"hidden":50,"kv":20,"recomputed":5,"new":15})"));
+  EXPECT_EQ(
+      a["hcache"]["tokens"],
+      test::json(
+          R"({"resident":10,"hidden":50,"kv":20,"recomputed":5,"new":15,"dropped_before":0})"));
   EXPECT_EQ(a["hcache"]["bytes"]["disk"], 4096);
   EXPECT_EQ(a["hcache"]["schedule"], "H:26 KV:4");
   EXPECT_EQ(a["hcache"]["devices"], Json::parse(R"([{"device": "RPC0", "layers": 15, "bytes": 2048},

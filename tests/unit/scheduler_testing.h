@@ -42,6 +42,15 @@ inline uint64_t chain_hash(const Salt& salt, std::span<const int32_t> tokens) {
 
 constexpr int32_t kVocab = 1000;
 
+// Rows [from, to) leave. Those behind them depend on all that they have seen, as a model's rows do.
+inline void cut_rows(Tokens& rows, int64_t from, int64_t to) {
+  const uint64_t seen = chain_hash({}, rows);
+  rows.erase(rows.begin() + from, rows.begin() + to);
+  for (size_t i = static_cast<size_t>(from); i < rows.size(); ++i) {
+    rows[i] = static_cast<int32_t>(mix(seen, static_cast<uint64_t>(rows[i])) % 0x7fffffff);
+  }
+}
+
 // Greedy sampling from the fake's logits. About one answer in stop_every tokens ends.
 inline NextToken next_token(uint64_t hash, uint64_t stop_every) {
   NextToken next;
@@ -51,12 +60,29 @@ inline NextToken next_token(uint64_t hash, uint64_t stop_every) {
   return next;
 }
 
+// The rows that a sequence holds of a chain with these cuts, its end not yet cut.
+inline Tokens rows_of(std::span<const int32_t> chain, std::span<const policy::HeldRows> cuts) {
+  Tokens rows;
+  policy::HeldRows held;
+  auto next = cuts.begin();
+  for (size_t i = 0; i < chain.size(); ++i) {
+    if (next != cuts.end() && static_cast<int64_t>(i) == next->cut_at) {
+      cut_rows(rows, next->kept, next->kept + next->dropped() - held.dropped());
+      held = *next++;
+    }
+    rows.push_back(chain[i]);
+  }
+  return rows;
+}
+
 // What a request must be answered, whatever happens to it.
-inline Tokens expected_answer(const Salt& salt, Tokens chain, int64_t max_new,
-                              uint64_t stop_every) {
+inline Tokens expected_answer(const Salt& salt, Tokens chain, int64_t max_new, uint64_t stop_every,
+                              const policy::TruncationLimits& limits = {},
+                              const policy::NextMessage& next_message = {}) {
   Tokens answer;
   while (static_cast<int64_t>(answer.size()) < max_new) {
-    const NextToken next = next_token(chain_hash(salt, chain), stop_every);
+    const Tokens rows = rows_of(chain, policy::cuts_of(chain, limits, next_message));
+    const NextToken next = next_token(chain_hash(salt, rows), stop_every);
     answer.push_back(next.token);
     if (next.stop) break;
     chain.push_back(next.token);
@@ -105,8 +131,10 @@ class FakeExecutor final : public Executor {
   struct Sequence {
     Salt salt;
     bool save = true;
-    Tokens tokens = {};
-    int64_t durable = 0;
+    Tokens tokens = {};  // its rows
+    Tokens chain = {};   // what they are of
+    std::vector<policy::HeldRows> cuts = {};
+    int64_t durable = 0;  // of the chain
     bool saving = true;
     int64_t flush_due_ns = -1;
     int64_t flush_rows = 0;
@@ -117,9 +145,14 @@ class FakeExecutor final : public Executor {
     double io_start_s = 0;
     bool advanced = false;
     int64_t restore_end = 0;  // rows that it will find usable
-    int64_t wanted = 0;       // rows that are restored; what is behind them is computed
-    Tokens ahead = {};        // what could follow
-    int64_t stepping = 0;     // rows of its step in flight
+    int64_t upto = 0;         // tokens of the chain that it will find usable
+    bool shorter = false;     // than was asked for
+    Tokens wanted = {};       // the whole chain
+    std::vector<policy::HeldRows> wanted_cuts = {};
+    Tokens ahead = {};     // what could follow, up to the next cut
+    int64_t followed = 0;  // of that
+    int64_t stepping = 0;  // rows of its step in flight
+    [[nodiscard]] int64_t dropped() const { return cuts.empty() ? 0 : cuts.back().dropped(); }
   };
 
   explicit FakeExecutor(const FakeOptions& options) : options_(options), random_(options.seed) {}
@@ -134,7 +167,7 @@ class FakeExecutor final : public Executor {
     return used;
   }
   void pass(double seconds) { now_ns_ += static_cast<int64_t>(seconds * 1e9); }
-  void save(const Salt& salt, const Tokens& tokens) { saved_[salt.id].insert(tokens); }
+  void save(const Salt& salt, const Tokens& tokens) { saved_[salt.id].push_back({tokens, {}}); }
 
   // What the last run_once() did; the bench resets it.
   struct Trace {
@@ -176,7 +209,10 @@ class FakeExecutor final : public Executor {
     EXPECT_TRUE(source.save || !save) << "the rows before the fork are not saved";
     Sequence copy{.salt = source.salt, .save = save};
     copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
-    copy.durable = std::min(n_tokens, source.durable);
+    copy.chain.assign(source.chain.begin(), source.chain.begin() + n_tokens + source.dropped());
+    copy.cuts = source.cuts;
+    copy.durable = std::min(n_tokens + source.dropped(), source.durable);
+    expect_rows(copy);
     return add(std::move(copy));
   }
 
@@ -187,8 +223,22 @@ class FakeExecutor final : public Executor {
     EXPECT_EQ(sequence.stepping, 0) << "trimmed with its step in flight";
     EXPECT_LE(n_tokens, static_cast<int64_t>(sequence.tokens.size()));
     sequence.tokens.resize(static_cast<size_t>(n_tokens));
-    sequence.durable = std::min(sequence.durable, n_tokens);
+    sequence.chain.resize(static_cast<size_t>(n_tokens + sequence.dropped()));
+    sequence.durable = std::min(sequence.durable, n_tokens + sequence.dropped());
     sequence.flush_due_ns = -1;
+    expect_rows(sequence);
+    return {};
+  }
+
+  Status cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override {
+    calls.push_back("cut " + std::to_string(from) + " " + std::to_string(to));
+    Sequence& sequence = at(seq);
+    EXPECT_TRUE(in_flight_.empty()) << "cut with a step in flight";
+    EXPECT_EQ(held.cut_at, static_cast<int64_t>(sequence.chain.size()));
+    if (happens(options_.fail_copy)) return internal_error("injected: cut");
+    cut_rows(sequence.tokens, from, to);
+    sequence.cuts.push_back(held);
+    EXPECT_EQ(held.rows(held.cut_at), static_cast<int64_t>(sequence.tokens.size()));
     return {};
   }
 
@@ -199,12 +249,21 @@ class FakeExecutor final : public Executor {
   }
 
   Result<SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                      std::span<const policy::HeldRows> cuts,
                                       const SavedPrefixRef& known) override {
     ++lookups;
     if (happens(options_.fail_lookup)) return data_loss("injected: catalog");
     int64_t longest = 0;
-    for (const Tokens& chain : saved_[salt.id]) {
-      longest = std::max(longest, common_prefix(chain, tokens));
+    for (const SavedChain& saved : saved_[salt.id]) {
+      int64_t common = common_prefix(saved.tokens, tokens);
+      // What is behind a cut that only one of them has, or both at another place, is another state.
+      for (size_t i = 0; i < std::max(saved.cuts.size(), cuts.size()); ++i) {
+        if (i < saved.cuts.size() && i < cuts.size() && saved.cuts[i] == cuts[i]) continue;
+        if (i < saved.cuts.size()) common = std::min(common, saved.cuts[i].cut_at);
+        if (i < cuts.size()) common = std::min(common, cuts[i].cut_at);
+        break;
+      }
+      longest = std::max(longest, common);
     }
     SavedPrefixRef prefix = known;
     if (longest > (known ? known->tokens() : 0)) prefix = std::make_shared<SavedPrefix>(longest);
@@ -228,7 +287,7 @@ class FakeExecutor final : public Executor {
   void completed(uint64_t ticket) override { EXPECT_EQ(admitted_from.erase(ticket), 1U); }
 
   Status begin_restore(SeqId seq, const RestoreJob& job) override {
-    const auto& [prefix, tokens, upto, method, compute_share, alone] = job;
+    const auto& [prefix, tokens, upto, cuts, method, compute_share, alone] = job;
     compute_shares.push_back(compute_share);
     planned_alone.push_back(alone);
     calls.push_back("restore " + std::to_string(upto));
@@ -238,16 +297,25 @@ class FakeExecutor final : public Executor {
     EXPECT_LT(upto, static_cast<int64_t>(tokens.size()));
     if (prefix == nullptr) die("a restore without a saved prefix");
     EXPECT_LE(upto, prefix->tokens());
-    EXPECT_LE(upto, free_cells()) << "the arena is over-allocated by a restore";
+    const int64_t rows = policy::held_at(cuts, upto).rows(upto);
+    EXPECT_LE(rows, free_cells()) << "the arena is over-allocated by a restore";
     if (happens(options_.fail_begin_restore)) return unavailable("injected: begin_restore");
-    sequence.restore.assign(tokens.begin(), tokens.begin() + upto);
+    sequence.restore.resize(static_cast<size_t>(rows));
     sequence.restored = 0;
+    sequence.followed = 0;
     sequence.advanced = false;
     sequence.restore_begin_ns = now_ns_;
     sequence.io_start_s = options_.io_start_s;
-    sequence.restore_end = happens(options_.short_restore) ? upto / 2 : upto;
-    sequence.wanted = upto;
-    sequence.ahead.assign(tokens.begin() + upto, tokens.end());
+    sequence.shorter = happens(options_.short_restore);
+    sequence.upto = sequence.shorter ? upto / 2 : upto;
+    sequence.restore_end = std::min(rows, sequence.upto);
+    sequence.wanted.assign(tokens.begin(), tokens.end());
+    sequence.wanted_cuts.assign(cuts.begin(), cuts.end());
+    auto end = static_cast<int64_t>(tokens.size());
+    for (const policy::HeldRows& cut : cuts) {
+      if (cut.cut_at >= upto) end = std::min(end, cut.cut_at);
+    }
+    sequence.ahead.assign(tokens.begin() + upto, tokens.begin() + end);
     return {};
   }
 
@@ -256,7 +324,7 @@ class FakeExecutor final : public Executor {
     const bool alone = turn.proceed != nullptr;
     EXPECT_FALSE(sequence.restore.empty());
     EXPECT_GT(turn.budget_s, 0);
-    if (!sequence.advanced && sequence.restore_end == sequence.wanted) follow(sequence, alone);
+    if (!sequence.advanced && !sequence.shorter) follow(sequence, alone);
     sequence.advanced = true;
     if (happens(options_.fail_advance)) {
       sequence.restore.clear();
@@ -292,7 +360,7 @@ class FakeExecutor final : public Executor {
 
   void request_flush(SeqId seq) override {
     Sequence& sequence = at(seq);
-    sequence.flush_rows = static_cast<int64_t>(sequence.tokens.size());
+    sequence.flush_rows = static_cast<int64_t>(sequence.chain.size());
     sequence.flush_due_ns = now_ns_ + static_cast<int64_t>(options_.flush_s * 1e9);
     if (happens(options_.fail_saving)) sequence.saving = false;
   }
@@ -303,8 +371,8 @@ class FakeExecutor final : public Executor {
     if (!options_.flush_hangs && sequence.flush_due_ns >= 0 && now_ns_ >= sequence.flush_due_ns) {
       sequence.durable = std::max(sequence.durable, sequence.flush_rows);
       sequence.flush_due_ns = -1;
-      Tokens chain(sequence.tokens.begin(), sequence.tokens.begin() + sequence.durable);
-      saved_[sequence.salt.id].insert(chain);
+      const Tokens chain(sequence.chain.begin(), sequence.chain.begin() + sequence.durable);
+      saved_[sequence.salt.id].push_back({chain, sequence.cuts});
     }
     return sequence.durable;
   }
@@ -382,6 +450,11 @@ class FakeExecutor final : public Executor {
     return probability > 0 && std::uniform_real_distribution<double>()(random_) < probability;
   }
 
+  static void expect_rows(const Sequence& sequence) {
+    EXPECT_EQ(sequence.tokens, rows_of(sequence.chain, sequence.cuts))
+        << "rows that computing the chain would not give";
+  }
+
   SeqId add(Sequence sequence) {
     EXPECT_LT(sequences_.size(), static_cast<size_t>(options_.limits.max_sequences));
     sequences_.emplace(++last_seq_, std::move(sequence));
@@ -405,6 +478,8 @@ class FakeExecutor final : public Executor {
     const int64_t rows =
         alone ? std::min({static_cast<int64_t>(options_.limits.max_step_rows), free_cells(), ahead})
               : std::min({options_.follow_rows, free_cells(), ahead - 1});
+    if (rows <= 0) return;
+    sequence.followed = rows;
     sequence.restore.insert(sequence.restore.end(), sequence.ahead.begin(),
                             sequence.ahead.begin() + rows);
     sequence.restore_end += rows;
@@ -412,8 +487,15 @@ class FakeExecutor final : public Executor {
 
   void finish_restore(Sequence& sequence, RestoreStatus& status) {
     status.phase = RestoreStatus::Phase::kDone;
-    status.tokens = sequence.restore_end;
-    const int64_t restored = std::min(status.tokens, sequence.wanted);
+    status.tokens = sequence.upto + sequence.followed;
+    const auto end = static_cast<size_t>(status.tokens);
+    status.held = policy::held_at(sequence.wanted_cuts, sequence.upto);
+    sequence.chain.assign(sequence.wanted.begin(), sequence.wanted.begin() + status.tokens);
+    sequence.cuts.clear();
+    for (const policy::HeldRows& cut : sequence.wanted_cuts) {
+      if (cut.cut_at <= status.held.cut_at) sequence.cuts.push_back(cut);
+    }
+    const int64_t restored = status.held.rows(sequence.upto);
     status.record.restored_tokens = restored;
     status.record.hidden_tokens = restored / 2;
     status.record.kv_tokens = restored - restored / 2;
@@ -424,10 +506,10 @@ class FakeExecutor final : public Executor {
     status.record.predicted_restore_s = 0.25;
     status.record.overlap = 0.5;
     status.record.schedule = "H:1 KV:1";
-    sequence.tokens.assign(sequence.restore.begin(), sequence.restore.begin() + status.tokens);
-    sequence.durable = restored;
+    sequence.tokens = rows_of(sequence.chain, sequence.cuts);
+    sequence.durable = sequence.upto;
     sequence.restore.clear();
-    if (status.tokens == sequence.wanted + static_cast<int64_t>(sequence.ahead.size())) {
+    if (end == sequence.wanted.size()) {
       logits_.clear();
       status.logits = add_logits(sequence);
     }
@@ -451,6 +533,7 @@ class FakeExecutor final : public Executor {
       Sequence& sequence = at(item.seq);
       for (size_t i = 0; i < item.tokens.size(); ++i) {
         sequence.tokens.push_back(item.tokens[i]);
+        sequence.chain.push_back(item.tokens[i]);
         const bool last = i + 1 == item.tokens.size();
         if (item.logits == LogitsOf::kAll || (last && item.logits == LogitsOf::kLast)) {
           output.logits.push_back(add_logits(sequence));
@@ -470,7 +553,11 @@ class FakeExecutor final : public Executor {
   std::atomic<int64_t> now_ns_{1'000'000'000};
   std::map<SeqId, Sequence> sequences_;
   SeqId last_seq_ = 0;
-  std::map<SaltId, std::set<Tokens>> saved_;
+  struct SavedChain {
+    Tokens tokens;
+    std::vector<policy::HeldRows> cuts;
+  };
+  std::map<SaltId, std::vector<SavedChain>> saved_;
   std::deque<std::vector<StepItem>> in_flight_;  // steps, oldest first
   std::deque<std::vector<float>> logits_;        // a deque: spans into it stay valid
 };
@@ -489,6 +576,8 @@ struct Record {
   Tokens prompt;
   Salt salt;
   int64_t max_new = 0;
+  policy::TruncationLimits limits = {};
+  policy::NextMessage next_message = {};
   Tokens answer;
   std::vector<Phase> phases;  // without repetitions
   Outcome outcome;
@@ -566,7 +655,8 @@ class Bench {
   }
   [[nodiscard]] const std::deque<Record>& records() const { return records_; }
   [[nodiscard]] Tokens expected(const Record& record) const {
-    return expected_answer(record.salt, record.prompt, record.max_new, stop_every);
+    return expected_answer(record.salt, record.prompt, record.max_new, stop_every, record.limits,
+                           record.next_message);
   }
 
   uint64_t stop_every = 0;  // 0: answers have max_new tokens
@@ -586,8 +676,8 @@ class Bench {
     request.on_first = [&record](const Outcome& outcome) {
       ++record.first;
       EXPECT_TRUE(record.answer.empty());
-      EXPECT_EQ(outcome.resident_tokens + outcome.hidden_tokens + outcome.kv_tokens +
-                    outcome.recomputed_tokens + outcome.new_tokens,
+      EXPECT_EQ(outcome.dropped_before + outcome.resident_tokens + outcome.hidden_tokens +
+                    outcome.kv_tokens + outcome.recomputed_tokens + outcome.new_tokens,
                 outcome.prompt_tokens);
     };
     request.on_done = [&record](const Outcome& outcome) {
@@ -603,6 +693,8 @@ class Bench {
     record.prompt = std::move(prompt);
     record.salt = request.salt;
     record.max_new = max_new;
+    if (request.truncation) record.limits = *request.truncation;
+    record.next_message = request.next_message;
     return request;
   }
 

@@ -123,12 +123,13 @@ TEST(MetricsTest, ShowsBatchesWhereTheServerTakesThem) {
 }
 
 TEST(RequestLineTest, HoldsTheWholeStoryInOneLine) {
-  EXPECT_EQ(request_line("abc123", 1, "key-1a2b3c4d", restored_twice()),
-            "request id=abc123 choice=1 key=key-1a2b3c4d result=done finish=length "
-            "prompt_tokens=400 reply_tokens=9 resident=0 hidden=300 kv=0 recomputed=0 new=100 "
-            "dram_bytes=0 disk_bytes=8192 remote_bytes=0 queue_ms=1.0 restore_ms=500.0 "
-            "predicted_ms=250.0 "
-            "ttft_ms=750.0 total_ms=2000.0 preemptions=1 plan=\"H:26 KV:4\"");
+  EXPECT_EQ(
+      request_line("abc123", 1, "key-1a2b3c4d", restored_twice()),
+      "request id=abc123 choice=1 key=key-1a2b3c4d result=done finish=length "
+      "prompt_tokens=400 reply_tokens=9 resident=0 hidden=300 kv=0 recomputed=0 new=100 dropped=0 "
+      "dram_bytes=0 disk_bytes=8192 remote_bytes=0 queue_ms=1.0 restore_ms=500.0 "
+      "predicted_ms=250.0 "
+      "ttft_ms=750.0 total_ms=2000.0 preemptions=1 plan=\"H:26 KV:4\"");
 }
 
 TEST(RequestLineTest, NamesAFailureByItsCodeAlone) {

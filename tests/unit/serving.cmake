@@ -11,3 +11,5 @@ hcache_test(serving_conversation_test unit/serving_conversation_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_batch_test unit/serving_batch_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_truncation_test unit/serving_truncation_test.cc
+  LIBS hcache_serving hcache_model_tools hcache::llama)

@@ -124,7 +124,7 @@ class Process {
     return state;
   }
   scheduler::SavedPrefixRef prefix(const Tokens& tokens, const std::string& salt = "") {
-    auto prefix = executor_->saved_prefix(own_salt(salt), tokens, nullptr);
+    auto prefix = executor_->saved_prefix(own_salt(salt), tokens, {}, nullptr);
     EXPECT_TRUE(prefix.ok()) << prefix.status().to_string();
     return prefix.value_or(nullptr);
   }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -81,6 +82,7 @@ struct How {
   bool save = true;
   CacheUse cache = CacheUse::kAll;
   std::string salt = {};
+  std::optional<policy::TruncationLimits> truncation = {};
 };
 
 // A chain that was computed, and the greedy answer to it, every token of which has its row.
@@ -105,6 +107,7 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
   request.save = how.save;
   request.cache = how.cache;
   request.restore.mode = how.mode;
+  request.truncation = how.truncation;
   request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
     if (said.logits.empty()) said.logits.assign(logits.begin(), logits.end());
     const bool stop = static_cast<int>(said.answer.size()) == n_answer;

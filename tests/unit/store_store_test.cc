@@ -365,6 +365,71 @@ TEST_F(StoreTest, SessionsComeBackAndTakeTheirChunksAlong) {
   EXPECT_OK(store_->check_integrity());
 }
 
+// A chain that goes on under other fingerprints, as where its sequence is cut.
+ChainFingerprints cut_at(std::initializer_list<std::uint64_t> begins) {
+  ChainFingerprints chain(kModel);
+  for (const std::uint64_t begin : begins) {
+    chain.add(begin, fingerprint_of("cut at " + std::to_string(begin)));
+  }
+  return chain;
+}
+
+TEST_F(StoreTest, AChainMayGoOnUnderAnotherFingerprint) {
+  open();
+  const ChainFingerprints cut = cut_at({128, 256});
+  const auto matched = [&](const ChainFingerprints& chain) {
+    return store_->match(chain, kSalt, tokens_of(330))->n_tokens;
+  };
+  put(Chain(cut, kSalt, tokens_of(330), {}));
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_EQ(matched(cut), 330U);
+    EXPECT_EQ(matched(cut_at({128})), 256U);
+    EXPECT_EQ(matched(cut_at({64, 128, 256})), 64U);
+    EXPECT_EQ(matched(kModel), 128U);
+    EXPECT_OK(store_->check_integrity());
+    open();
+  }
+  // What comes before is shared.
+  const PutReport exact = put(Chain(kModel, kSalt, tokens_of(330), {}));
+  EXPECT_EQ(exact.chunks_known, 2U);
+  EXPECT_EQ(exact.chunks_new, 4U);
+  EXPECT_EQ(matched(kModel), 330U);
+  EXPECT_EQ(matched(cut), 330U);
+  // So is what is longer.
+  EXPECT_EQ(put(Chain(cut, kSalt, tokens_of(340), {})).tails_superseded, 1U);
+  EXPECT_EQ(store_->match(cut, kSalt, tokens_of(340))->n_tokens, 340U);
+  auto match = store_->match(cut, kSalt, tokens_of(340));
+  ASSERT_OK(match);
+  EXPECT_TRUE(read_back(*store_, *match).failed.empty());
+}
+
+TEST_F(StoreTest, ASessionTakesWhatFollowsItsCutsAlong) {
+  open();
+  Session one;
+  one.name = "one";
+  one.fingerprint = kModel;
+  one.salt = kSalt;
+  one.tokens = tokens_of(400);
+  ASSERT_OK(store_->put_session(one));
+  Session two = one;
+  two.name = "two";
+  two.tokens = tokens_of(400, 5, 200);
+  ASSERT_OK(store_->put_session(two));
+  // One conversation under two limits, the other under one of them.
+  put(Chain(cut_at({128, 256}), kSalt, one.tokens, {}));
+  put(Chain(cut_at({64}), kSalt, one.tokens, {}));
+  put(Chain(cut_at({128}), kSalt, two.tokens, {}));
+  EXPECT_EQ(store_->stat()->chunks, 2U + 5 + 6 + 4);
+  auto removed = store_->delete_session("one");
+  ASSERT_OK(removed);
+  EXPECT_EQ(*removed, 4U + 4);  // behind 192 tokens: what comes before, the other has as well
+  EXPECT_EQ(store_->match(cut_at({128}), kSalt, two.tokens)->n_tokens, 400U);
+  EXPECT_EQ(store_->match(cut_at({64}), kSalt, one.tokens)->n_tokens, 192U);
+  ASSERT_OK(store_->delete_session("two"));
+  EXPECT_EQ(store_->stat()->chunks, 0U);
+  EXPECT_OK(store_->check_integrity());
+}
+
 TEST_F(StoreTest, DeletingTakesOnlyWhatIsDeletedOutOfHostMemory) {
   const Chain kept(kModel, kSalt, tokens_of(256, 1), {});
   Session session;

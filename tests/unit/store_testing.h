@@ -78,11 +78,12 @@ struct Shape {
 // A chain cut into chunks, with the memory that its pages need.
 class Chain {
  public:
-  Chain(const Fingerprint& fingerprint, const SaltId& salt, std::vector<std::int32_t> tokens,
+  Chain(const ChainFingerprints& fingerprints, const SaltId& salt, std::vector<std::int32_t> tokens,
         const Shape& shape)
       : tokens_(std::move(tokens)) {
     ChunkId parent;
     for (std::size_t at = 0; at < tokens_.size(); at += kChunkTokens) {
+      const Fingerprint& fingerprint = fingerprints.at(at);
       ChunkWrite& write = chunks_.emplace_back();
       write.tokens = std::span<const std::int32_t>(tokens_).subspan(
           at, std::min<std::size_t>(kChunkTokens, tokens_.size() - at));

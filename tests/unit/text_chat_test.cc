@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "model/chat.h"
 #include "text_gguf.h"
 
@@ -73,6 +75,32 @@ TEST_F(Chat, TemplateErrorsAreStatuses) {
 
 TEST_F(Chat, BosIsWrittenOnce) {
   EXPECT_TRUE(chat_->add_special("anything"));  // this vocabulary adds none by itself
+}
+
+// Where each message of a conversation begins, and nowhere else.
+TEST_F(Chat, MessagesBeginBehindThoseThatEnded) {
+  const std::vector<std::string> parts = {"<|im_start|>system\nBe brief.<|im_end|>\n",
+                                          "<|im_start|>user\nTell me of\n\nships<|im_end|>\n",
+                                          "<|im_start|>assistant\nThey float.<|im_end|>\n",
+                                          "<|im_start|>user\nWhy?<|im_end|>\n",
+                                          "<|im_start|>assistant\n"};
+  std::string text;
+  std::vector<int64_t> begins;
+  for (const std::string& part : parts) {
+    begins.push_back(static_cast<int64_t>(encode(text).size()));
+    text += part;
+  }
+  const std::vector<int32_t> tokens = encode(text);
+  const auto length = static_cast<int64_t>(tokens.size());
+  for (int64_t from = 1; from <= length; ++from) {
+    const auto next = std::lower_bound(begins.begin(), begins.end(), from);
+    EXPECT_EQ(next_message(*tokenizer_, tokens, from), next == begins.end() ? -1 : *next) << from;
+  }
+  // Not beyond the end, and not in text without messages.
+  EXPECT_EQ(next_message(*tokenizer_, std::span(tokens).first(static_cast<size_t>(begins[2])),
+                         begins[1] + 1),
+            -1);
+  EXPECT_EQ(next_message(*tokenizer_, encode("Ships float.\n\nWhy?"), 0), -1);
 }
 
 TEST(ChatFallback, ChatmlWhereTheFileHasNoTemplate) {

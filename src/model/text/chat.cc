@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <vector>
 
@@ -81,6 +82,28 @@ Result<std::string> ChatTemplate::render(std::span<const ChatMessage> messages,
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the messages: {}", e.what()));
   }
+}
+
+int64_t next_message(const Tokenizer& tokenizer, std::span<const int32_t> tokens, int64_t from) {
+  const auto is_space = [&](int32_t token) {
+    const std::string piece = tokenizer.piece(token);
+    return !piece.empty() && piece.find_first_not_of(" \t\r\n") == std::string::npos;
+  };
+  const auto length = static_cast<int64_t>(tokens.size());
+  const auto at = [&](int64_t i) { return tokens[static_cast<size_t>(i)]; };
+  // White space between the end of a message and `from`.
+  int64_t i = std::clamp<int64_t>(from, 0, length);
+  while (i > 0 && is_space(at(i - 1))) --i;
+  bool ended = i > 0 && tokenizer.is_eog(at(i - 1));
+  for (; i < length; ++i) {
+    if (tokenizer.is_eog(at(i))) {
+      ended = true;
+    } else if (ended && !is_space(at(i))) {
+      if (i >= from) return i;
+      ended = false;
+    }
+  }
+  return -1;
 }
 
 Result<std::string> ChatTemplate::render_next(const ChatMessage& message, bool reply_ended) const {

@@ -29,6 +29,7 @@ void add_prompt(const Outcome& one, Outcome* sum) {
   sum->kv += one.kv;
   sum->recomputed += one.recomputed;
   sum->fresh += one.fresh;
+  sum->dropped_before += one.dropped_before;
   sum->saved += one.saved;
   sum->restore_ms += one.restore_ms;
   sum->prompt_ms += one.prompt_ms;
@@ -76,7 +77,9 @@ Json outcome_json(const Outcome& o) {
             {"hidden", o.hidden},
             {"kv", o.kv},
             {"recomputed", o.recomputed},
-            {"new", o.fresh}}},
+            {"new", o.fresh},
+            {"dropped_before", o.dropped_before}}},
+          {"dropped_tokens", o.dropped},
           {"bytes", {{"dram", o.bytes.dram}, {"disk", o.bytes.disk}, {"remote", o.bytes.remote}}},
           {"restore_ms", o.restore_ms},
           {"overlap", o.restore.overlap},
@@ -89,7 +92,7 @@ Json outcome_json(const Outcome& o) {
 }
 
 Json timings_json(const Outcome& o) {
-  const int64_t computed = o.prompt_tokens - o.cached();
+  const int64_t computed = o.prompt_tokens - o.dropped_before - o.cached();
   return {{"cache_n", o.cached()},
           {"prompt_n", computed},
           {"prompt_ms", o.prompt_ms},
@@ -225,6 +228,7 @@ Outcome ReplyBase::total() const {
     if (i % std::max(request_.n, 1) == 0) add_prompt(one, &sum);
     sum.reply_tokens += one.reply_tokens;
     sum.bytes += one.bytes;
+    sum.dropped = std::max(sum.dropped, one.dropped);
     sum.preemptions += one.preemptions;
     sum.reply_ms = std::max(sum.reply_ms, one.reply_ms);
   }

@@ -80,7 +80,7 @@ class LlamaReply : public ReplyBase {
             {"generation_settings", settings_json()},
             {"prompt", prompt < context_.prompts.size() ? context_.prompts[prompt] : ""},
             {"has_new_line", c.reader.reply().content.find('\n') != std::string::npos},
-            {"truncated", false},  // prompts that do not fit are refused
+            {"truncated", o.dropped > 0},
             {"stop_type", stop_type(c.finish.reason)},
             {"stopping_word", c.finish.stop_string},
             {"tokens_cached", o.cached()},

@@ -339,6 +339,12 @@ void cache_fields(Fields& f, GenerationRequest* r) {
            "cache and is not written to disk.");
   if (retention == "24h") r->retention = Retention::kDay;
   if (retention.rfind("in", 0) == 0) r->retention = Retention::kMemory;
+  std::string truncation;
+  f.one_of("truncation", &truncation, {"auto", "disabled"},
+           "auto: when the conversation outgrows the context, what is oldest leaves it, and the "
+           "answer goes on. disabled: a prompt that is too long is refused, and an answer ends "
+           "with the context. Default: as the server was started.");
+  if (!truncation.empty()) r->truncate = truncation == "auto";
   f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
   f.text("user", &r->user, "Who asks.", kMaxNameBytes);
   f.integer("priority", &r->priority, {-100, 100}, "Higher is served first.");

@@ -19,6 +19,8 @@ constexpr int64_t kDayNs = 24 * 3600 * 1'000'000'000LL;
 constexpr double kMsPerSecond = 1e3;
 constexpr std::string_view kEnd = "end";
 constexpr std::string_view kStop = "stop";
+constexpr std::string_view kHowToTruncate =
+    "make it shorter, or let what is oldest leave the context with \"truncation\": \"auto\"";
 
 api::Outcome api_outcome(const Outcome& o) {
   api::Outcome out;
@@ -30,6 +32,8 @@ api::Outcome api_outcome(const Outcome& o) {
   out.recomputed = o.recomputed_tokens;
   out.fresh = o.new_tokens;
   out.saved = o.saving_tokens;
+  out.dropped_before = o.dropped_before;
+  out.dropped = o.dropped_tokens;
   out.bytes = o.bytes;
   out.queue_ms = o.queue_s * kMsPerSecond;
   out.restore_ms = o.restore_s * kMsPerSecond;
@@ -39,6 +43,12 @@ api::Outcome api_outcome(const Outcome& o) {
   if (!o.restores.empty()) out.restore = o.restores.back();
   out.preemptions = static_cast<int64_t>(o.preempted_at_s.size());
   return out;
+}
+
+// Tells clients that look at no body what has left the context.
+http::Headers with_dropped(http::Headers headers, int64_t tokens) {
+  if (tokens > 0) headers.emplace_back("X-HCache-Dropped-Tokens", fmt::to_string(tokens));
+  return headers;
 }
 
 api::FinishReason finish_reason(const Outcome& outcome) {
@@ -210,6 +220,13 @@ Status Generation::submit() {
     const int64_t most =
         request_.max_tokens >= 0 ? request_.max_tokens : service_.options().max_new_tokens;
     if (most >= 0) request.max_new_tokens = most;
+    if (request_.truncate.value_or(service_.options().truncate)) {
+      request.truncation = service_.options().truncation;
+      request.next_message = [&tokenizer = service_.tokenizer()](std::span<const int32_t> tokens,
+                                                                 int64_t from) {
+        return model::next_message(tokenizer, tokens, from);
+      };
+    }
     request.salt = salt_;
     request.save = request_.use_cache && request_.retention != api::Retention::kMemory;
     // The batch engine shares what the store has, and no rows.
@@ -228,7 +245,11 @@ Status Generation::submit() {
     request.on_done = [self = shared_from_this(), i](const Outcome& outcome) {
       self->service_.writer().post([self, i, outcome] { self->on_done(i, outcome); });
     };
-    HCACHE_ASSIGN_OR_RETURN(choices_[i].id, service_.scheduler().submit(std::move(request)));
+    Result<scheduler::RequestId> id = service_.scheduler().submit(std::move(request));
+    if (id.code() == Code::kOutOfRange) {
+      return out_of_range(fmt::format("{}; {}", id.status().message(), kHowToTruncate));
+    }
+    HCACHE_ASSIGN_OR_RETURN(choices_[i].id, std::move(id));
   }
   // The client may have left before there was anything to cancel.
   if (gone_.load(std::memory_order_relaxed)) cancel_all();
@@ -292,7 +313,10 @@ void Generation::send(const std::string& events) {
 void Generation::on_first(const Outcome& outcome) {
   if (begun_ || failed_) return;
   begun_ = true;
-  if (request_.stream) responder_->start_stream(200, http::event_stream_headers());
+  dropped_ = outcome.dropped_tokens;
+  if (request_.stream) {
+    responder_->start_stream(200, with_dropped(http::event_stream_headers(), dropped_));
+  }
   const api::Outcome counts = api_outcome(outcome);
   send(builder_->begin(
       {.tokens = counts.prompt_tokens, .cached = counts.cached(), .saved = counts.saved}));
@@ -322,6 +346,7 @@ void Generation::on_done(size_t index, const Outcome& outcome) {
                               .outcome = api_outcome(outcome)};
   send(builder_->finish(static_cast<int>(index), choice.stops->flush(), finish));
   if (outcome.phase == scheduler::Phase::kDone && request_.use_cache) remember(choice);
+  dropped_ = std::max(dropped_, outcome.dropped_tokens);
   if (n_done_ == choices_.size()) end();
 }
 
@@ -331,7 +356,8 @@ void Generation::end() {
     send(last);
     responder_->finish();
   } else {
-    responder_->send(200, {{"Content-Type", "application/json"}}, api::to_text(builder_->answer()));
+    responder_->send(200, with_dropped({{"Content-Type", "application/json"}}, dropped_),
+                     api::to_text(builder_->answer()));
   }
 }
 

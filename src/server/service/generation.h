@@ -98,6 +98,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   bool begun_ = false;
   bool failed_ = false;
   size_t n_done_ = 0;
+  int64_t dropped_ = 0;  // tokens that have left the context; of several choices, the most
 };
 
 }  // namespace hcache::server

@@ -37,6 +37,7 @@ std::string request_line(std::string_view answer_id, size_t choice, std::string_
   add("kv", o.kv_tokens);
   add("recomputed", o.recomputed_tokens);
   add("new", o.new_tokens);
+  add("dropped", o.dropped_tokens);
   add("dram_bytes", o.bytes.dram);
   add("disk_bytes", o.bytes.disk);
   add("remote_bytes", o.bytes.remote);

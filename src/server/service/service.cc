@@ -47,6 +47,7 @@ Status Service::init() {
   serving.max_sequences = options_.max_sequences;
   serving.tick = [this] { tick(); };
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
+  HCACHE_RETURN_IF_ERROR(check_truncation());
   conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(),
                                                    runtime().fingerprint());
   HCACHE_RETURN_IF_ERROR(conversations_->load());
@@ -56,6 +57,17 @@ Status Service::init() {
   events_ = std::make_unique<Events>([this] { return event_text(); });
   next_expiry_ns_ = env_.monotonic_ns() + kExpiryNs;
   return {};
+}
+
+// Asked for by an option, it is to work; asked for by a request, it is a wish.
+Status Service::check_truncation() const {
+  if (!options_.truncate) return {};
+  if (!serving_->why_no_cuts().empty()) {
+    return unimplemented(fmt::format("--context-overflow truncate: {}", serving_->why_no_cuts()));
+  }
+  policy::TruncationLimits limits = options_.truncation;
+  limits.context = serving_->context();
+  return policy::validate(limits);
 }
 
 Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {

@@ -94,6 +94,7 @@ class Service {
  private:
   Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
   Status init();
+  [[nodiscard]] Status check_truncation() const;
   // What answers the batches of an owner; null: none of the API keys is its.
   [[nodiscard]] std::unique_ptr<Answerer> answerer_for(const std::string& owner);
   // Now and then has sessions expired; the engine's thread.

@@ -46,6 +46,9 @@ struct EngineOptions {
   // the model is cut where the device changes. Empty: one stage per run of layers on one device.
   // Where devices share every layer (Model::parts()) there is nothing to cut: kUnimplemented.
   std::vector<int> stage_layers{};
+  // False, for comparison alone: rows that erase_range() moves keep K as it is, rotated to where
+  // they were, as in a cache that can't take positions apart (NKVT, AttentionStore §4.3.4).
+  bool rotate_moved = true;
 };
 
 // About what an engine with these options takes of its device's memory: the arena, and the largest
@@ -167,6 +170,9 @@ class Engine {
   // Removes rows [from, to); the rows behind them move down and their K is re-rotated.
   // kUnimplemented with learned positions.
   Status erase_range(SeqId seq, int64_t from, int64_t to);
+  // Rotates K of rows that are there, which were computed for positions `moved` less than theirs.
+  // kUnimplemented with learned positions.
+  Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
   Status release_sequence(SeqId seq);
   // Reserves rows up to length n_tokens without content, for the restorer to fill. The rows count
   // as the sequence's from here on. kResourceExhausted when the arena has no room.

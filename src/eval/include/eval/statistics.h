@@ -14,6 +14,10 @@ namespace hcache::eval {
 struct Group {
   double sum = 0;
   double n = 0;  // observations
+  void add(double value) {
+    sum += value;
+    n += 1;
+  }
 };
 
 struct Estimate {

@@ -94,6 +94,12 @@ struct ChatPrompt {
   [[nodiscard]] std::string piece(const Tokenizer& tokenizer, int32_t token) const;
 };
 
+// The first position from `from` on, below the tokens' end, at which a message begins, as every
+// chat template has them: behind a token that ends a reply or a turn, and the white space after
+// that. -1: there is none.
+[[nodiscard]] int64_t next_message(const Tokenizer& tokenizer, std::span<const int32_t> tokens,
+                                   int64_t from);
+
 // Immutable after create; safe to use from any thread. The Tokenizer must outlive it.
 //
 // A conversation that is restored from storage is a chain of tokens; what a new turn adds must be

@@ -103,15 +103,17 @@ struct ReuseCandidate {
   bool idle = false;   // may be taken over; an active one can only be forked
   // Idle, but only to be forked, beside which it stays: it is saved, and the request is not.
   bool fork_only = false;
+  int64_t dropped = 0;  // of the rows that it has, that take no cells
 };
 
 struct ReuseSnapshot {
   int64_t tokens = 0;  // of the request; its last one is always computed
   int64_t saved = 0;   // longest saved prefix
-  // Cells the request could have if every idle sequence gave way; >= tokens.
+  // Cells the request could have if every idle sequence gave way; >= tokens - dropped.
   int64_t room = 0;
   int64_t slots = 2;  // likewise sequences, its own included; >= 1
   std::vector<ReuseCandidate> candidates;
+  int64_t dropped = 0;  // of tokens, that will take no cells
 };
 
 enum class Reuse : uint8_t {

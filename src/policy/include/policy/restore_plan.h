@@ -155,6 +155,9 @@ struct RestoreRequest {
   Mode mode = Mode::kPlan;
   // kTokenPartition: t is a multiple of this (1: plain; 64, 128, 256: sizes the GEMM likes).
   int64_t token_rounding = 1;
+  // All of what is available or nothing, and none of it computed again: rows of a sequence that was
+  // cut, which have seen others that are not there any more.
+  bool whole = false;
 };
 
 // One run of the plan: rows [begin, begin + tokens) of the history.

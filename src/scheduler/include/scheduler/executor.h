@@ -2,7 +2,7 @@
 // implements it over engine and state, the simulator over a cost model.
 //
 // A sequence is a chain of tokens whose KV cells lie in one arena. It holds as many rows as tokens
-// were stepped or restored into it; every row takes one cell.
+// were stepped or restored into it, but for what was cut out of it; every row takes one cell.
 //
 // Threading: one thread owns an Executor; now_ns() alone may be called from any. No call waits for
 // storage, but for a restore that has the device to itself: reads and writes go on in the
@@ -14,11 +14,13 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/ids.h"
 #include "base/status.h"
 #include "policy/restore_record.h"
+#include "policy/truncation.h"
 
 namespace hcache::scheduler {
 
@@ -33,6 +35,8 @@ struct ExecutorLimits {
   int64_t context = 0;        // most rows of one sequence
   int32_t max_step_rows = 0;  // most rows of one step
   int32_t max_sequences = 0;  // most sequences that exist at a time
+  // Why sequences can't be cut; empty: they can.
+  std::string why_no_cuts = {};
 };
 
 // Which tokens' logits a step is to give.
@@ -82,6 +86,8 @@ struct RestoreJob {
   SavedPrefixRef prefix = {};            // of these tokens
   std::span<const int32_t> tokens = {};  // the whole chain; copied
   int64_t upto = 0;                      // how many of them are restored at most
+  // The chain's, as saved_prefix() was told. Those before its end have been made when it is done.
+  std::span<const policy::HeldRows> cuts = {};
   RestoreMethod method = {};
   // It is planned with this share of the device's time for its arithmetic, in (0, 1].
   double compute_share = 1;
@@ -113,9 +119,11 @@ struct RestoreStatus {
   // Until it is done: cells that it has taken. Those asked for, and those of tokens behind them
   // whose prefill began while reads were waited for.
   int64_t reserved = 0;
-  // When done: rows that the sequence now holds. Fewer than asked for where state was missing or
-  // damaged, the rest is prefilled; more where the prefill began while reads were waited for.
+  // When done: tokens that the sequence has now come to, and what it holds of them. Fewer than
+  // asked for where state was missing or damaged, the rest is prefilled; more where the prefill
+  // began while reads were waited for.
   int64_t tokens = 0;
+  policy::HeldRows held = {};
   policy::RestoreRecord record;  // when done
   // When done, and all tokens of the request were computed behind it: of the last one. Valid until
   // the next call.
@@ -129,6 +137,7 @@ struct Waiting {
   std::span<const int32_t> tokens;
   SavedPrefixRef prefix = {};  // null: nothing is saved
   int64_t restore = 0;         // leading tokens that it would restore if it were admitted now
+  bool cut = false;            // of which some would not be held
   RestoreMethod method = {};
 };
 
@@ -154,14 +163,21 @@ class Executor {
   virtual Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) = 0;
   // Keeps the first n_tokens rows. After an error only release() is allowed.
   virtual Status trim(SeqId seq, int64_t n_tokens) = 0;
+  // Drops rows [from, to); those behind them move down, to where the model takes them for that much
+  // earlier (AttentionStore §3.4). `held`: what is held of its chain then. What is computed from
+  // here on is saved as what it is, behind this cut. No step may be in flight. After an error only
+  // release() is allowed.
+  virtual Status cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) = 0;
   // Ends a sequence and gives its cells back at once, whatever it is doing (a restore is dropped).
   virtual void release(SeqId seq) = 0;
 
   // ---- Saved state
 
-  // What could be restored of these tokens: a look into the catalog. With `known`, an earlier
-  // answer for the same tokens, it looks for what has become durable since. Null: nothing.
+  // What could be restored of these tokens, whose sequence is cut so: a look into the catalog. With
+  // `known`, an earlier answer for the same tokens, it looks for what has become durable since.
+  // Null: nothing.
   virtual Result<SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
+                                              std::span<const policy::HeldRows> cuts,
                                               const SavedPrefixRef& known) = 0;
   // Starts to restore into an empty sequence: reading begins, and free_cells() has `upto` cells
   // fewer from now on, or some more: the prefill of what is behind them may begin as well. After an

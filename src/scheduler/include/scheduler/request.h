@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,6 +16,7 @@
 
 #include "base/ids.h"
 #include "base/status.h"
+#include "policy/truncation.h"
 #include "scheduler/executor.h"
 
 namespace hcache::scheduler {
@@ -49,13 +51,17 @@ struct Outcome {
 
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
-  // The prompt by source; the sum is prompt_tokens once a first token has come.
+  // The prompt by source; the sum and dropped_before is prompt_tokens once a first token has come.
   int64_t resident_tokens = 0;    // were in the arena
   int64_t hidden_tokens = 0;      // restored from hidden states
   int64_t kv_tokens = 0;          // loaded as KV
   int64_t recomputed_tokens = 0;  // by the restore, as part of its schedule
   int64_t new_tokens = 0;         // prefilled
   int64_t saving_tokens = 0;      // of new_tokens: on their way to the store, or there
+  // Of the prompt, that no rows were there of when the request was admitted, nor came back: they
+  // had been dropped. And of prompt and answer, that none is held of so far.
+  int64_t dropped_before = 0;
+  int64_t dropped_tokens = 0;
 
   // Restores, those after a preemption included.
   std::vector<policy::RestoreRecord> restores;
@@ -78,16 +84,25 @@ enum class CacheUse : uint8_t {
   kAll,    // rows in the arena, and saved state
 };
 
+// Of max_new_tokens.
+inline constexpr int64_t kAsManyAsFit = std::numeric_limits<int64_t>::max();
+
 struct Request {
   std::vector<int32_t> tokens;  // the prompt; at least one
-  // Tokens to generate at most; cut to what fits. 0: the prompt is computed and kept, no more.
-  int64_t max_new_tokens = std::numeric_limits<int64_t>::max();
+  // Tokens to generate at most; cut to what fits, unless `truncation` makes room: then kAsManyAsFit
+  // are as many as the context has. 0: the prompt is computed and kept, no more.
+  int64_t max_new_tokens = kAsManyAsFit;
   Salt salt;         // cache salt: state is shared only between equal ones
   bool save = true;  // whether its state may be saved
   CacheUse cache = CacheUse::kAll;
   RestoreMethod restore;
-  std::string key;       // whom limits per key count
-  int32_t priority = 0;  // higher is more urgent
+  // Set: what outgrows the context is cut, wherever that is, in the prompt or in the answer, as far
+  // as the Executor can; a context given here counts as far as it is less than the Executor's.
+  // Otherwise a prompt that is too long is refused, and an answer ends with the context.
+  std::optional<policy::TruncationLimits> truncation = {};
+  policy::NextMessage next_message = {};  // where messages of the chain begin; may be empty
+  std::string key;                        // whom limits per key count
+  int32_t priority = 0;                   // higher is more urgent
   // Nobody waits for it: it comes after all others, whatever its priority and however long it
   // waits, and is preempted when one of them wants its place.
   bool background = false;

@@ -19,6 +19,8 @@
 //    equal shares of the compute. With restore.exclusive nothing else is computed meanwhile.
 //  - A restore that nothing else runs or waits beside has the device to itself, until something
 //    arrives: it may wait for its bytes, and the prefill follows it layer by layer.
+//  - What outgrows the context is refused, or cut where that is asked for (policy/truncation.h);
+//    what a request is answered then depends on its tokens and limits alone, too.
 //  - A sequence stays in the arena when its request ends, and a later request with the same salt
 //    goes on from it. Idle sequences go, by the eviction policy, when room is wanted; what is not
 //    durable yet is flushed first, while other work goes on.
@@ -158,8 +160,11 @@ class Scheduler {
 
   // Queues a request. Errors, after which none of its functions is called:
   //   kInvalidArgument    no tokens, no next(), or logits wanted from beyond the prompt
-  //   kOutOfRange         the prompt is longer than the context or the arena; names both numbers
-  //   kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if given, is
+  //   kOutOfRange         the prompt is longer than the context or the arena, and truncation not
+  //                       asked for; names both numbers
+  //   kUnimplemented      the same with truncation asked for, of a model that can't be cut; says
+  //   why kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if
+  //   given, is
   //                       set to an estimate of when there will be room, from recent completions
   //   kUnavailable        draining
   [[nodiscard]] Result<RequestId> submit(Request request, double* retry_after_s = nullptr);

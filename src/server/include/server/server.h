@@ -43,6 +43,9 @@ struct ServerOptions {
   // Called with the port once it is open, before the model is loaded. May be empty.
   std::function<void(uint16_t port)> on_listening;
   int64_t max_new_tokens = -1;  // of requests that name no limit; -1: as many as fit
+  // How what outgrows the context is cut, and whether that is done for requests that do not say.
+  policy::TruncationLimits truncation;
+  bool truncate = false;
 };
 
 class Server {

@@ -19,6 +19,7 @@ function requestBody(chat) {
   }
   return {
     messages, stream: true, stream_options: {include_usage: true}, session_id: chat.session,
+    truncation: 'auto',
     temperature: chat.options.temperature, max_tokens: chat.options.max_tokens,
   };
 }

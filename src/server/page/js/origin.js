@@ -60,6 +60,7 @@ function originTable({hcache, timings, usage}) {
   rows.push(['Waited in the queue', duration(hcache.queue_ms ?? 0)]);
   if (timings) rows.push(['Prompt computed in', duration(timings.prompt_ms)]);
   if (usage) rows.push(['Context', tokens(usage.total_tokens)]);
+  if (hcache.dropped_tokens > 0) rows.push(['Left the context', tokens(hcache.dropped_tokens)]);
   if (hcache.preemptions > 0) rows.push(['Made room for others', `${hcache.preemptions} times`]);
   return el('dl', {}, ...rows.flatMap(([name, value]) =>
     [el('dt', {}, name), el('dd', {}, value)]));

@@ -74,6 +74,8 @@ class Serving {
   // What of it any thread may use: the store, the saver's numbers, what never changes.
   [[nodiscard]] virtual state::Runtime& runtime() = 0;
   [[nodiscard]] virtual int64_t context() const = 0;  // most rows of one sequence
+  // Why what outgrows the context can't be cut; empty: it can.
+  [[nodiscard]] virtual const std::string& why_no_cuts() const = 0;
   // Read from disks for requests that waited.
   [[nodiscard]] virtual uint64_t bytes_read_ahead() const = 0;
   // nullopt: the ordinary engine runs.

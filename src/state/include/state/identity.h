@@ -4,12 +4,14 @@
 #include <ggml.h>
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/ids.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/truncation.h"
 #include "store/store.h"
 
 namespace hcache::state {
@@ -18,6 +20,13 @@ namespace hcache::state {
 // parameters in force, and the arena's type.
 Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
                               ggml_type kv_type);
+
+// What is computed behind a cut (policy/truncation.h) is another state than what stood before it
+// had.
+[[nodiscard]] Fingerprint cut_fingerprint(const Fingerprint& before, const policy::HeldRows& held);
+// Of a chain that is exact up to its first cut.
+[[nodiscard]] store::ChainFingerprints chain_fingerprints(const Fingerprint& exact,
+                                                          std::span<const policy::HeldRows> cuts);
 
 // ggml's types and the store's frozen numbers. nullopt: the type can't be stored.
 std::optional<store::Encoding> hidden_encoding(ggml_type type);

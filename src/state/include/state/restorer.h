@@ -37,8 +37,11 @@ struct ComputedPage {
 };
 
 struct RestoreRun {
-  engine::SeqId seq = -1;               // empty when it begins
-  std::span<const int32_t> tokens;      // history and new tokens
+  engine::SeqId seq = -1;           // empty when it begins
+  std::span<const int32_t> tokens;  // history and new tokens, those of rows that are held
+  // Of the chain, that are not held (policy/truncation.h). Then nothing of the history can be
+  // computed again: rows that have left are missing to that.
+  int64_t dropped = 0;
   const store::Match* match = nullptr;  // pinned chunks; covers at least plan->restored_tokens
   const policy::Plan* plan = nullptr;
   double remote_timeout_s = 10;  // for the pages of the remote tier; see store::ReaderOptions

@@ -17,6 +17,7 @@
 #include "model/offload.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
+#include "policy/truncation.h"
 #include "state/batch_engine.h"
 #include "state/cost_profile.h"
 #include "state/restorer.h"
@@ -68,6 +69,9 @@ struct PlanOptions {
   bool save = true;          // the sequence is captured
   bool ahead = false;        // planned as if all of it lay in host memory, where it will be read to
   double compute_share = 1;  // policy::RestoreCosts'
+  // Tokens of the chain that its sequence does not hold: the match is held_match()'s, and the
+  // tokens are those that are held. All of it is restored, or nothing.
+  int64_t dropped = 0;
 };
 
 // How a part of a match is going to be restored.
@@ -89,9 +93,12 @@ class Runtime {
 
   // Asks the remote tier, if there is one, for what the store lacks of these tokens; plan() knows
   // it then. Waits RemoteOptions::timeout_s at most. Any thread.
-  virtual void look_up(std::span<const int32_t> tokens, const SaltId& salt) = 0;
-  // What the store has of `tokens`, pinned. What can't be searched counts as absent.
-  virtual store::Match match(std::span<const int32_t> tokens, const SaltId& salt) = 0;
+  virtual void look_up(std::span<const int32_t> tokens, const SaltId& salt,
+                       std::span<const policy::HeldRows> cuts = {}) = 0;
+  // What the store has of `tokens`, pinned, where their sequence was cut so. What can't be searched
+  // counts as absent.
+  virtual store::Match match(std::span<const int32_t> tokens, const SaltId& salt,
+                             std::span<const policy::HeldRows> cuts = {}) = 0;
   // Plans the restoration of a match of `tokens`, of all but the last one, which is always
   // computed. What this engine can't use counts as absent.
   virtual Result<PlannedRestore> plan(std::span<const int32_t> tokens, const store::Match& match,

@@ -54,10 +54,15 @@ class Saver : public engine::CaptureSink {
   // a partial last chunk are read back from `tail`, whose first rows they are; its pages must hold
   // every encoding the tap captures. Without a usable tail the caller restores to the multiple of
   // 64 only and computes the rest again.
-  virtual void begin(engine::SeqId seq, const Fingerprint& fingerprint, const Salt& salt,
-                     std::span<const int32_t> tokens, store::ChunkRef tail) = 0;
-  // `seq` begins with the first n_tokens rows of `source`, which is being saved.
-  virtual void fork(engine::SeqId source, engine::SeqId seq, int64_t n_tokens) = 0;
+  // `dropped`: of the tokens, that the sequence has no rows of; its positions are less by that.
+  virtual void begin(engine::SeqId seq, const store::ChainFingerprints& fingerprints,
+                     const Salt& salt, std::span<const int32_t> tokens, store::ChunkRef tail,
+                     int64_t dropped = 0) = 0;
+  // The sequence was cut at its end, which is that of a whole chunk: what follows has this
+  // fingerprint, and so many of the tokens have no rows.
+  virtual void cut(engine::SeqId seq, const Fingerprint& fingerprint, int64_t dropped) = 0;
+  // `seq` begins with the first n_rows rows of `source`, which is being saved.
+  virtual void fork(engine::SeqId source, engine::SeqId seq, int64_t n_rows) = 0;
   // The tokens of the rows about to be computed from first_pos on. Given for a position that has
   // tokens already (a step that failed, a sequence that was trimmed), they replace what was there.
   virtual void set_tokens(engine::SeqId seq, int64_t first_pos,

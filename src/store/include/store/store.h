@@ -91,13 +91,35 @@ struct PageInfo {
   std::uint32_t bytes = 0;  // a multiple of the chunk's number of tokens
 };
 
+// Which state the tokens of a chain have: that of one fingerprint, unless its sequence was cut
+// (policy/truncation.h), behind which the same tokens have another one. A chunk has one.
+class ChainFingerprints {
+ public:
+  ChainFingerprints(const Fingerprint& whole)  // NOLINT(google-explicit-constructor)
+      : parts_{{0, whole}} {}
+  // From `begin` on: a multiple of kChunkTokens, more than those before.
+  void add(std::uint64_t begin, const Fingerprint& fingerprint) {
+    parts_.push_back({begin, fingerprint});
+  }
+  // Of the token at this position.
+  [[nodiscard]] const Fingerprint& at(std::uint64_t position) const;
+  [[nodiscard]] const Fingerprint& last() const { return parts_.back().fingerprint; }
+
+ private:
+  struct Part {
+    std::uint64_t begin = 0;
+    Fingerprint fingerprint;
+  };
+  std::vector<Part> parts_;
+};
+
 // What the catalog knows of a chunk. Immutable snapshot.
 struct ChunkInfo {
   ChunkId id;
   ChunkId parent;  // zero: first of its chain
   Fingerprint fingerprint;
   SaltId salt;
-  std::uint64_t first_position = 0;         // of tokens[0] when it was saved
+  std::uint64_t first_position = 0;         // of tokens[0] in its chain
   std::vector<std::int32_t> tokens;         // 1 … kChunkTokens
   ElementType k_type = ElementType::kNone;  // of kKv pages
   ElementType v_type = ElementType::kNone;
@@ -124,6 +146,10 @@ struct MatchedChunk {
   // Leading tokens of the chunk that equal the wanted ones: all of them except in the last chunk,
   // whose first rows may be used alone (a page's rows are in order; see Encoding).
   std::uint32_t usable_rows = 0;
+  // Of a part of a chain, as state/held_match.h makes them; match() gives whole ones. Rows before
+  // the usable ones; and how much later than when they were saved their positions are.
+  std::uint32_t first_row = 0;
+  std::int64_t moved = 0;
 };
 
 struct Match {
@@ -468,15 +494,15 @@ class Store {
   // Errors: resource_exhausted (disk full, or a quota can't be met without pinned chunks),
   // invalid_argument, failed_precondition (read_only), unavailable (a directory vanished).
   [[nodiscard]] virtual Result<PutReport> put(std::span<const ChunkWrite> batch) = 0;
-  // The longest stored prefix of `tokens` (from position 0) under this fingerprint and salt, pinned
-  // and marked as used. Damaged catalog rows end the match; they are never returned. No disk I/O
-  // beyond the catalog.
-  [[nodiscard]] virtual Result<Match> match(const Fingerprint& fingerprint, const SaltId& salt,
+  // The longest stored prefix of `tokens` (from position 0) under this chain's fingerprints and
+  // salt, pinned and marked as used. Damaged catalog rows end the match; they are never returned.
+  // No disk I/O beyond the catalog.
+  [[nodiscard]] virtual Result<Match> match(const ChainFingerprints& chain, const SaltId& salt,
                                             std::span<const std::int32_t> tokens) = 0;
   // Asks the remote tier for what the store lacks of these tokens, so that match() offers it: its
   // pages are read from there. Waits RemoteOptions::timeout_s at most; nothing to do without a
   // remote tier. A tier that is down costs nothing.
-  virtual void look_up(const Fingerprint& fingerprint, const SaltId& salt,
+  virtual void look_up(const ChainFingerprints& chain, const SaltId& salt,
                        std::span<const std::int32_t> tokens) = 0;
   // One chunk by id, pinned. not_found.
   [[nodiscard]] virtual Result<ChunkRef> find(const ChunkId& id) = 0;

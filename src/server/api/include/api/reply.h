@@ -19,14 +19,17 @@ namespace hcache::api {
 struct Outcome {
   int64_t prompt_tokens = 0;
   int64_t reply_tokens = 0;
-  // The prompt's tokens by the source of their state; together prompt_tokens.
-  int64_t resident = 0;     // was still in the arena
-  int64_t hidden = 0;       // restored from saved hidden states (in most layers)
-  int64_t kv = 0;           // restored from saved KV (in most layers)
-  int64_t recomputed = 0;   // saved, but computed again
-  int64_t fresh = 0;        // never seen
-  int64_t saved = 0;        // of those, how many are now in the store, or on their way to it
-  policy::TierBytes bytes;  // read by its restores
+  // The prompt's tokens by the source of their state; together, and with dropped_before,
+  // prompt_tokens.
+  int64_t resident = 0;        // was still in the arena
+  int64_t hidden = 0;          // restored from saved hidden states (in most layers)
+  int64_t kv = 0;              // restored from saved KV (in most layers)
+  int64_t recomputed = 0;      // saved, but computed again
+  int64_t fresh = 0;           // never seen
+  int64_t saved = 0;           // of those, how many are now in the store, or on their way to it
+  int64_t dropped_before = 0;  // had left the context already
+  int64_t dropped = 0;         // of prompt and reply, have left it by now
+  policy::TierBytes bytes;     // read by its restores
 
   double queue_ms = 0;
   double restore_ms = 0;

@@ -62,7 +62,8 @@ struct GenerationRequest {
   std::string cache_salt;  // requests with different salts never share state
   std::string cache_key;   // requests with the same key are likely to share prefixes
   Retention retention = Retention::kDefault;
-  bool use_cache = true;  // false: compute everything anew
+  std::optional<bool> truncate;  // what outgrows the context: cut, or refused; absent: the server's
+  bool use_cache = true;         // false: compute everything anew
   std::string user;
   int priority = 0;  // higher is served first
 

@@ -1,0 +1,228 @@
+// hcache eval truncation: text predicted behind tokens that were dropped from the KV cache
+// (AttentionStore §3.4), against the same tokens computed anew without them.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <utility>
+
+#include "commands.h"
+#include "eval.h"
+#include "model/logits.h"
+#include "policy/truncation.h"
+
+namespace hcache::cli {
+namespace {
+
+// What is predicted between a cut and the next one.
+struct Stretch {
+  int64_t overflows = 0;  // cuts so far
+  policy::HeldRows held;
+  int64_t end = 0;  // of the tokens that are seen; the one behind the last of them is predicted
+};
+
+// Between all cuts up to the last one that is wanted; `longest`: of the numbers.
+std::vector<Stretch> stretches_of(const policy::TruncationLimits& limits,
+                                  std::span<const int64_t> overflows) {
+  const int64_t most = *std::max_element(overflows.begin(), overflows.end());
+  std::vector<Stretch> stretches;
+  policy::HeldRows held;
+  for (int64_t i = 1; i <= most; ++i) {
+    // Without messages only the length counts.
+    const std::vector<int32_t> chain(static_cast<size_t>(policy::next_cut(held, limits)));
+    held = policy::cut(held, chain, limits, {});
+    if (std::find(overflows.begin(), overflows.end(), i) == overflows.end()) continue;
+    stretches.push_back({i, held, policy::next_cut(held, limits)});
+  }
+  return stretches;
+}
+
+Result<std::vector<int64_t>> parse_counts(const std::vector<std::string>& texts) {
+  std::vector<int64_t> counts;
+  for (const std::string& text : texts) {
+    int64_t n = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+    if (error != std::errc() || end != text.data() + text.size() || n < 1 || n > 1000) {
+      return invalid_argument(
+          fmt::format("--overflows: '{}' is no number between 1 and 1000", text));
+    }
+    counts.push_back(n);
+  }
+  return counts;
+}
+
+// Of one number of overflows; a group per piece of the text.
+struct TruncationRow {
+  Stretch stretch;
+  std::vector<eval::Group> cut;    // -log p of the text's tokens
+  std::vector<eval::Group> naive;  // with K left as it was rotated
+  std::vector<eval::Group> anew;
+  std::vector<eval::Group> whole;  // with nothing dropped; empty where that is more than fits
+  std::vector<eval::Group> more;   // of cut over anew
+};
+
+class TruncationEval {
+ public:
+  TruncationEval(const policy::TruncationLimits& limits, std::vector<TruncationRow> rows)
+      : limits_(limits), rows_(std::move(rows)) {}
+
+  // Tokens of a piece; the last one is only predicted.
+  [[nodiscard]] int64_t piece_tokens() const { return rows_.back().stretch.end + 1; }
+  [[nodiscard]] std::vector<TruncationRow>& rows() { return rows_; }
+
+  Status score(Evaluation& evaluation, Evaluation& naive, const std::vector<int32_t>& tokens,
+               bool with_whole) {
+    for (TruncationRow& row : rows_) {
+      for (std::vector<eval::Group>* groups : {&row.cut, &row.naive, &row.anew, &row.more}) {
+        groups->emplace_back();
+      }
+      if (with_whole) row.whole.emplace_back();
+    }
+    std::vector<double> cut_nll(tokens.size());
+    HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, true, &cut_nll));
+    std::vector<double> naive_nll(tokens.size());
+    HCACHE_RETURN_IF_ERROR(predict(naive, tokens, true, &naive_nll));
+    std::vector<double> whole_nll(tokens.size());
+    if (with_whole) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, false, &whole_nll));
+    for (TruncationRow& row : rows_) {
+      HCACHE_RETURN_IF_ERROR(compare(evaluation, tokens, cut_nll, row));
+      for (int64_t at = row.stretch.held.cut_at; at < row.stretch.end; ++at) {
+        row.naive.back().add(naive_nll[static_cast<size_t>(at)]);
+        if (with_whole) row.whole.back().add(whole_nll[static_cast<size_t>(at)]);
+      }
+    }
+    return {};
+  }
+
+ private:
+  // -log p of what follows each token from the first cut on.
+  Status predict(Evaluation& evaluation, const std::vector<int32_t>& tokens, bool truncated,
+                 std::vector<double>* nll) const {
+    EvalPrompt prompt{.tokens = {tokens.begin(), tokens.end() - 1},
+                      .from = rows_.front().stretch.held.cut_at,
+                      .truncation = {}};
+    if (truncated) prompt.truncation = limits_;
+    return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
+      const auto at = static_cast<size_t>(position);
+      (*nll)[at] = -model::log_prob(logits, tokens[at + 1]);
+    });
+  }
+
+  // The tokens that are held, computed anew.
+  Status compare(Evaluation& evaluation, const std::vector<int32_t>& tokens,
+                 const std::vector<double>& cut_nll, TruncationRow& row) const {
+    const policy::HeldRows& held = row.stretch.held;
+    EvalPrompt prompt{.tokens = {tokens.begin(), tokens.begin() + held.kept},
+                      .from = held.rows(held.cut_at),
+                      .truncation = {}};
+    prompt.tokens.insert(prompt.tokens.end(), tokens.begin() + held.resumed,
+                         tokens.begin() + row.stretch.end);
+    return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
+      const auto at = static_cast<size_t>(position + held.dropped());
+      const double nll = -model::log_prob(logits, tokens[at + 1]);
+      row.cut.back().add(cut_nll[at]);
+      row.anew.back().add(nll);
+      row.more.back().add(cut_nll[at] - nll);
+    });
+  }
+
+  const policy::TruncationLimits limits_;
+  std::vector<TruncationRow> rows_;
+};
+
+Json truncation_json(const TruncationRow& row) {
+  const eval::Estimate cut = eval::exponential(eval::bootstrap_mean(row.cut));
+  const eval::Estimate anew = eval::exponential(eval::bootstrap_mean(row.anew));
+  const eval::Estimate naive = eval::exponential(eval::bootstrap_mean(row.naive));
+  const eval::Estimate ratio = eval::exponential(eval::bootstrap_mean(row.more));
+  const auto over_anew = [&](double quotient) { return anew.value * (quotient - 1); };
+  double n = 0;
+  for (const eval::Group& group : row.cut) n += group.n;
+  Json json = {{"overflows", row.stretch.overflows},
+               {"dropped", row.stretch.held.dropped()},
+               {"scored", n},
+               {"perplexity", to_json(cut)},
+               {"perplexity_anew", to_json(anew)},
+               {"perplexity_not_rotated", to_json(naive)},
+               // Paired: the interval is of the quotient, at the perplexity computed anew.
+               {"difference", to_json(eval::Estimate{.value = over_anew(ratio.value),
+                                                     .low = over_anew(ratio.low),
+                                                     .high = over_anew(ratio.high)})}};
+  if (!row.whole.empty()) {
+    json["perplexity_whole"] = to_json(eval::exponential(eval::bootstrap_mean(row.whole)));
+  }
+  return json;
+}
+
+std::vector<std::string> truncation_cells(const Json& row) {
+  const bool whole = row.contains("perplexity_whole");
+  return {fmt::format("{}", row["overflows"].get<int64_t>()),
+          fmt::format("{}", row["dropped"].get<int64_t>()),
+          fmt::format("{:.0f}", row["scored"].get<double>()),
+          fmt::format("{:.4f}", row["perplexity"]["value"].get<double>()),
+          fmt::format("{:.4f}", row["perplexity_anew"]["value"].get<double>()),
+          with_interval(row["difference"], "{:+.4f}"),
+          fmt::format("{:.1f}", row["perplexity_not_rotated"]["value"].get<double>()),
+          whole ? fmt::format("{:.4f}", row["perplexity_whole"]["value"].get<double>()) : "–"};
+}
+
+}  // namespace
+
+TruncationArgs::TruncationArgs() { withhold({&base_model, &base_kv_type}); }
+
+Status eval_truncation(TruncationArgs args) {
+  if (args.runtime.model.device == "list") return list_devices();
+  policy::TruncationLimits limits;
+  limits.context = args.context;
+  limits.share = args.share;
+  limits.keep_first = args.keep_first;
+  HCACHE_RETURN_IF_ERROR(policy::validate(limits));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int64_t> overflows, parse_counts(args.overflows));
+  std::vector<TruncationRow> rows;
+  for (const Stretch& stretch : stretches_of(limits, overflows)) {
+    rows.emplace_back().stretch = stretch;
+  }
+  TruncationEval scoring(limits, std::move(rows));
+  const int64_t piece = scoring.piece_tokens();
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
+                          tokenizer->encode(text, {.add_special = true}));
+  const int64_t n = std::min(static_cast<int64_t>(tokens.size()) / piece, args.pieces);
+  if (n == 0) {
+    return invalid_argument(
+        fmt::format("{} has {} tokens, and so many overflows of this context take {}", args.file,
+                    tokens.size(), piece));
+  }
+  ProgressLine line;
+  TruncationArgs naive_args = args;
+  naive_args.runtime.rotate_moved = false;
+  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, piece, line));
+  HCACHE_ASSIGN_OR_RETURN(const auto naive, Evaluation::open(naive_args, piece, line));
+  const bool with_whole = piece <= evaluation->model().hparams().n_ctx_train;
+  for (int64_t i = 0; i < n; ++i) {
+    HCACHE_RETURN_IF_ERROR(evaluation->tell(fmt::format("piece {} of {}", i + 1, n),
+                                            static_cast<double>(i) / static_cast<double>(n)));
+    std::vector<int32_t> part(tokens.begin() + i * piece, tokens.begin() + (i + 1) * piece);
+    if (tokenizer->adds_bos()) part[0] = tokenizer->bos();
+    HCACHE_RETURN_IF_ERROR(scoring.score(*evaluation, *naive, part, with_whole));
+  }
+  Json results = eval_json(*evaluation);
+  results["text"] = {{"file", args.file}, {"tokens", tokens.size()}, {"pieces", n}};
+  results["context"] = limits.context;
+  results["share"] = limits.share;
+  results["keep_first"] = limits.keep_first;
+  std::vector<std::vector<std::string>> table = {{"overflows", "dropped", "tokens", "perplexity",
+                                                  "computed anew", "difference (95 %)",
+                                                  "not rotated", "nothing dropped"}};
+  for (const TruncationRow& row : scoring.rows()) {
+    results["rows"].push_back(truncation_json(row));
+    table.push_back(truncation_cells(results["rows"].back()));
+  }
+  HCACHE_RETURN_IF_ERROR(naive->close());
+  HCACHE_RETURN_IF_ERROR(evaluation->close());
+  return report(args, results, table);
+}
+
+}  // namespace hcache::cli

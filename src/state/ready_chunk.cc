@@ -1,0 +1,51 @@
+#include "ready_chunk.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "state/identity.h"
+
+namespace hcache::state {
+namespace {
+
+void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
+  const bool known = std::any_of(write.pages.begin(), write.pages.end(), [&](const auto& other) {
+    return other.layer == page.layer && other.encoding == page.encoding;
+  });
+  if (!known && !page.bytes.empty()) write.pages.push_back(page);
+}
+
+}  // namespace
+
+std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
+                                         store::ElementType kv_type) {
+  std::vector<store::ChunkWrite> batch;
+  std::unordered_map<ChunkId, size_t> index;  // of the batch
+  for (const ReadyChunk& chunk : chunks) {
+    const auto [at, is_new] = index.emplace(chunk.id, batch.size());
+    if (is_new) {
+      batch.push_back({.id = chunk.id,
+                       .parent = chunk.parent,
+                       .fingerprint = chunk.fingerprint,
+                       .salt = chunk.salt.id,
+                       .owner = chunk.salt.owner,
+                       .first_position = static_cast<uint64_t>(chunk.first_pos),
+                       .tokens = chunk.tokens,
+                       .k_type = kv_type,
+                       .v_type = kv_type,
+                       .pages = {}});
+    }
+    store::ChunkWrite& write = batch[at->second];
+    for (size_t i = 0; i < chunk.layers.size(); ++i) {
+      const auto layer = static_cast<uint16_t>(i);
+      const PageBuffer& page = chunk.layers[i];
+      if (!page.hidden.empty()) {
+        add_page(write, {layer, *hidden_encoding(page.hidden_type), page.hidden});
+      }
+      add_page(write, {layer, store::Encoding::kKv, page.kv});
+    }
+  }
+  return batch;
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,161 @@
+// Which rows of a conversation are held once it has outgrown the context.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "base/status.h"
+#include "policy/truncation.h"
+
+namespace hcache::policy {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+
+// Messages begin with this token.
+constexpr int32_t kBegin = 1;
+
+int64_t next_begin(std::span<const int32_t> tokens, int64_t from) {
+  const auto at = std::find(tokens.begin() + from, tokens.end(), kBegin);
+  return at == tokens.end() ? -1 : at - tokens.begin();
+}
+
+// Messages of so many tokens each.
+Tokens messages(std::initializer_list<int64_t> lengths) {
+  Tokens chain;
+  for (const int64_t n : lengths) {
+    chain.push_back(kBegin);
+    chain.resize(chain.size() + static_cast<size_t>(n) - 1, 7);
+  }
+  return chain;
+}
+
+constexpr TruncationLimits kLimits{.context = 512, .share = 0.5, .keep_first = 4};
+
+TEST(Truncation, NothingIsCutWithoutAContext) {
+  EXPECT_EQ(next_cut({}, {}), kNeverCut);
+  EXPECT_TRUE(cuts_of(Tokens(100'000, 7), {}, {}).empty());
+}
+
+TEST(Truncation, NothingIsCutThatFits) {
+  EXPECT_EQ(next_cut({}, kLimits), 512);
+  EXPECT_TRUE(cuts_of(Tokens(512, 7), kLimits, {}).empty());
+  const std::vector<HeldRows> cuts = cuts_of(Tokens(513, 7), kLimits, {});
+  ASSERT_EQ(cuts.size(), 1U);
+  EXPECT_EQ(cuts[0].cut_at, 512);
+  EXPECT_EQ(held_at(cuts, 512), HeldRows());
+  EXPECT_EQ(held_at(cuts, 513), cuts[0]);
+}
+
+TEST(Truncation, HalfOfWhatMayLeaveLeaves) {
+  EXPECT_EQ(cut({}, Tokens(512, 7), kLimits, {}),
+            (HeldRows{.kept = 4, .resumed = 4 + 254, .cut_at = 512}));
+  TruncationLimits quarter = kLimits;
+  quarter.share = 0.25;
+  EXPECT_EQ(cut({}, Tokens(512, 7), quarter, {}).dropped(), 127);
+}
+
+TEST(Truncation, CutsAreAtWholeChunks) {
+  TruncationLimits odd = kLimits;
+  odd.context = 500;
+  EXPECT_EQ(next_cut({}, odd), 448);
+  const HeldRows held = cut({}, Tokens(448, 7), odd, {});
+  EXPECT_EQ(next_cut(held, odd) % kCutTokens, 0);
+  EXPECT_LE(held.rows(next_cut(held, odd)), 500);
+  EXPECT_GT(held.rows(next_cut(held, odd) + kCutTokens), 500);
+}
+
+TEST(Truncation, AMessageThatBeginsSoonAfterIsWhereItGoesOn) {
+  const Tokens chain = messages({100, 100, 90, 100, 122});
+  ASSERT_EQ(chain.size(), 512U);
+  // The first one stays as well; from 100 on the half is 206 tokens: the message at 390 is near.
+  EXPECT_EQ(cut({}, chain, kLimits, next_begin),
+            (HeldRows{.kept = 100, .resumed = 390, .cut_at = 512}));
+}
+
+TEST(Truncation, AMessageFarBehindIsNotWaitedFor) {
+  EXPECT_EQ(cut({}, messages({100, 400, 12}), kLimits, next_begin),
+            (HeldRows{.kept = 100, .resumed = 306, .cut_at = 512}));
+}
+
+TEST(Truncation, ALongFirstMessageLeavesLikeOthers) {
+  EXPECT_EQ(cut({}, messages({129, 383}), kLimits, {next_begin}).kept, 4);
+  EXPECT_EQ(cut({}, messages({128, 384}), kLimits, {next_begin}).kept, 128);
+}
+
+TEST(Truncation, LimitsThatCantBeKeptToAreRefused) {
+  EXPECT_TRUE(validate({}).ok());
+  EXPECT_TRUE(validate(kLimits).ok());
+  for (const TruncationLimits& wrong :
+       {TruncationLimits{.context = 255}, TruncationLimits{.context = 512, .share = 0},
+        TruncationLimits{.context = 512, .share = 1},
+        TruncationLimits{.context = 512, .share = NAN},
+        TruncationLimits{.context = 512, .share = 0.5, .keep_first = -1},
+        TruncationLimits{.context = 512, .share = 0.5, .keep_first = 257}}) {
+    EXPECT_EQ(validate(wrong).code(), Code::kInvalidArgument);
+  }
+}
+
+TEST(Truncation, WhatASequenceHoldsIsOfUseToWhomItIsCutFor) {
+  const HeldRows held{.kept = 4, .resumed = 258, .cut_at = 512};
+  TruncationLimits other = kLimits;
+  other.share = 0.25;
+  EXPECT_EQ(usable_positions({}, {}, 700, {}), 700);
+  EXPECT_EQ(usable_positions({}, other, 700, kLimits), 512);  // exact up to there
+  EXPECT_EQ(usable_positions(held, kLimits, 700, kLimits), 700);
+  EXPECT_EQ(usable_positions(held, kLimits, 512, kLimits), 512);
+  EXPECT_EQ(usable_positions(held, kLimits, 511, kLimits), 0);
+  EXPECT_EQ(usable_positions(held, kLimits, 700, other), 0);
+  EXPECT_EQ(usable_positions(held, kLimits, 700, {}), 0);
+}
+
+// Whatever the limits and the messages: a chain is cut again and again, each time before it is too
+// long; what was held of its beginning does not depend on what comes after; and cutting on from
+// there gives the same as cutting it anew.
+TEST(Truncation, CutsFollowFromTheTokensAlone) {
+  std::mt19937 random(5);
+  const auto integer = [&](int64_t lo, int64_t hi) {
+    return std::uniform_int_distribution<int64_t>(lo, hi)(random);
+  };
+  for (int round = 0; round < 200; ++round) {
+    TruncationLimits limits;
+    limits.context = integer(256, 1000);
+    limits.share = std::uniform_real_distribution<double>(0.001, 0.999)(random);
+    limits.keep_first = integer(0, limits.context / 2);
+    ASSERT_TRUE(validate(limits).ok());
+    Tokens chain;
+    const int64_t longest = integer(2, 600);
+    while (chain.size() < 5000) {
+      const Tokens more = messages({integer(1, longest)});
+      chain.insert(chain.end(), more.begin(), more.end());
+    }
+    const std::vector<HeldRows> all = cuts_of(chain, limits, next_begin);
+    HeldRows held;
+    size_t cuts = 0;
+    for (int64_t at = next_cut(held, limits); at < static_cast<int64_t>(chain.size());
+         at = next_cut(held, limits), ++cuts) {
+      EXPECT_GT(at, held.cut_at);
+      EXPECT_LE(held.rows(at), limits.context);
+      EXPECT_GT(held.rows(at), limits.context - kCutTokens);
+      const auto before = std::span(chain).first(static_cast<size_t>(at));
+      EXPECT_EQ(cuts_of(before, limits, next_begin).size(), cuts);
+      EXPECT_EQ(held_at(all, at), held);
+      const HeldRows after = cut(held, before, limits, next_begin);
+      EXPECT_GE(after.resumed, held.resumed);
+      EXPECT_GE(after.dropped() - held.dropped(), kCutTokens);
+      EXPECT_LE(after.resumed, at);
+      if (held.cut_at > 0) {
+        EXPECT_EQ(after.kept, held.kept);
+      }
+      held = after;
+    }
+    EXPECT_GT(cuts, 3U);
+    EXPECT_EQ(all.size(), cuts);
+    EXPECT_EQ(all.back(), held);
+  }
+}
+
+}  // namespace
+}  // namespace hcache::policy

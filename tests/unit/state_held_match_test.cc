@@ -1,0 +1,106 @@
+// Which rows of a saved chain a sequence holds that was cut, and how far they have moved.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <vector>
+
+#include "state/held_match.h"
+
+namespace hcache::state {
+namespace {
+
+// Of a chain of so many tokens; what is saved of a chunk does not matter here.
+store::Match match_of(int64_t tokens) {
+  store::Match match;
+  for (int64_t at = 0; at < tokens; at += store::kChunkTokens) {
+    const auto n = std::min<int64_t>(store::kChunkTokens, tokens - at);
+    match.chunks.push_back({.chunk = {}, .usable_rows = static_cast<uint32_t>(n)});
+  }
+  match.n_tokens = static_cast<uint64_t>(tokens);
+  return match;
+}
+
+struct Row {
+  int64_t position = 0;  // in the chain
+  int64_t moved = 0;
+  friend bool operator==(const Row&, const Row&) = default;
+};
+
+// The chunks of a part tell their rows by what is skipped, if the chain's chunks are in order: a
+// chunk that begins with an earlier row than the one before ended with is the next one.
+std::vector<Row> rows_of(const store::Match& part, const policy::HeldRows& held) {
+  std::vector<Row> rows;
+  for (const store::MatchedChunk& chunk : part.chunks) {
+    for (uint32_t i = 0; i < chunk.usable_rows; ++i) {
+      const auto row = static_cast<int64_t>(rows.size());
+      const int64_t position = row < held.kept ? row : row + held.dropped();
+      EXPECT_EQ(position % store::kChunkTokens, chunk.first_row + i);
+      rows.push_back({position, chunk.moved});
+    }
+  }
+  return rows;
+}
+
+TEST(HeldMatch, IsTheChainWhereNothingWasCut) {
+  const store::Match part = held_match(match_of(200), {}, 150);
+  EXPECT_EQ(part.n_tokens, 150U);
+  ASSERT_EQ(part.chunks.size(), 3U);
+  for (const store::MatchedChunk& chunk : part.chunks) {
+    EXPECT_EQ(chunk.first_row, 0U);
+    EXPECT_EQ(chunk.moved, 0);
+  }
+  EXPECT_EQ(part.chunks[2].usable_rows, 22U);
+}
+
+TEST(HeldMatch, LeavesOutWhatWasDroppedAndKnowsWhatMoved) {
+  const std::vector<policy::HeldRows> cuts = {{.kept = 4, .resumed = 100, .cut_at = 192},
+                                              {.kept = 4, .resumed = 210, .cut_at = 288}};
+  const store::Match chain = match_of(350);
+  // Up to the first cut all is held.
+  EXPECT_EQ(held_match(chain, cuts, 192).n_tokens, 192U);
+  // Behind it what came before has moved, and what follows not yet.
+  const std::vector<Row> once = rows_of(held_match(chain, cuts, 288), cuts[0]);
+  ASSERT_EQ(once.size(), 288U - 96);
+  EXPECT_EQ(once[3], (Row{3, 0}));
+  EXPECT_EQ(once[4], (Row{100, -96}));
+  EXPECT_EQ(once[4 + 91], (Row{191, -96}));
+  EXPECT_EQ(once[4 + 92], (Row{192, 0}));
+  const std::vector<Row> twice = rows_of(held_match(chain, cuts, 350), cuts[1]);
+  ASSERT_EQ(twice.size(), 350U - 206);
+  EXPECT_EQ(twice[3], (Row{3, 0}));
+  EXPECT_EQ(twice[4], (Row{210, -110}));  // was saved behind the first cut
+  EXPECT_EQ(twice.back(), (Row{349, 0}));
+}
+
+// However a chain was cut: a row has moved from where it stood when it was computed to where it
+// stands now.
+TEST(HeldMatch, RowsHaveMovedFromWhereTheyWereComputed) {
+  std::mt19937 random(3);
+  const auto integer = [&](int64_t lo, int64_t hi) {
+    return std::uniform_int_distribution<int64_t>(lo, hi)(random);
+  };
+  for (int round = 0; round < 100; ++round) {
+    const policy::TruncationLimits limits{
+        .context = integer(256, 600),
+        .share = std::uniform_real_distribution<double>(0.05, 0.95)(random),
+        .keep_first = integer(0, 100)};
+    const std::vector<int32_t> tokens(static_cast<size_t>(integer(300, 3000)), 7);
+    const std::vector<policy::HeldRows> cuts = policy::cuts_of(tokens, limits, {});
+    const auto length = static_cast<int64_t>(tokens.size()) - integer(0, 200);
+    const policy::HeldRows held = policy::held_at(cuts, length);
+    const store::Match part =
+        held_match(match_of(static_cast<int64_t>(tokens.size())), cuts, length);
+    const std::vector<Row> rows = rows_of(part, held);
+    ASSERT_EQ(static_cast<int64_t>(rows.size()), held.rows(length));
+    EXPECT_EQ(part.n_tokens, rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const policy::HeldRows then = policy::held_at(cuts, rows[i].position + 1);
+      const bool first = rows[i].position < held.kept;
+      const int64_t stood = first ? rows[i].position : rows[i].position - then.dropped();
+      EXPECT_EQ(rows[i].moved, static_cast<int64_t>(i) - stood);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hcache::state
