@@ -119,7 +119,7 @@ print-model: build-deps  ## Print the default model's path, fetching it if neede
 	@$(PYTHON) scripts/third_party.py model
 
 .PHONY: peer
-peer: build-deps  ## Build llama-server and llama-bench from the same tree; print their paths
+peer: build-deps  ## Build llama-server, llama-bench, llama-perplexity of the same tree; print paths
 	@$(PYTHON) scripts/third_party.py peer
 
 .PHONY: deps build-deps

@@ -5,11 +5,12 @@
   third_party.py llama [options]         ggml, libllama and llama.cpp's common library
   third_party.py kernels [options]       ggml's CPU kernels for every CPU target, to load at run time
   third_party.py vulkan [options]        ggml's Vulkan backend, and a ggml that knows of it
-  third_party.py peer  [options]         llama-server and llama-bench from the same tree
+  third_party.py peer  [options]         llama-server, llama-bench and llama-perplexity from the same tree
   third_party.py vulkan-loader           the library that programs with Vulkan link with
   third_party.py lavapipe                Mesa's software device for Vulkan, and where its libraries lie
   third_party.py hiredis                 the sources of the Redis client's C library
   third_party.py model                   the default model
+  third_party.py texts                   long texts to measure predictions on
 
 All but the first print paths on stdout and everything else on stderr. The cache lies outside the
 checkout (HCACHE_CACHE_DIR, default $XDG_CACHE_HOME/hcache) and is keyed by version, options,
@@ -31,6 +32,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import texts
 import vulkan_sdk
 from build_cache import Failure, Progress, cache_dir, locked, run_logged, say, sha256_of
 
@@ -365,12 +367,12 @@ class LlamaBuild(Build):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def ensure_peer(self):
-        names = ["llama-server", "llama-bench"]
+        names = ["llama-server", "llama-bench", "llama-perplexity"]
         out = self.prefix / "bin"
         self.ensure_library()
         if not all((out / name).exists() for name in names):
             with locked(self.name):
-                progress = Progress(f"building {' and '.join(names)} (once)")
+                progress = Progress(f"building {', '.join(names)} (once)")
                 self.configure_and_compile(names, progress, tools=True)
                 out.mkdir(exist_ok=True)
                 for name in names:
@@ -485,6 +487,7 @@ def main():
                                       "of the libraries that it needs")
     verbs.add_parser("hiredis", help="fetch hiredis, print where its sources are")
     verbs.add_parser("model", help="fetch the default model, print its path")
+    verbs.add_parser("texts", help="fetch the texts, print their paths")
     args = parser.parse_args()
     try:
         if args.verb == "cpu-target":
@@ -507,6 +510,8 @@ def main():
         elif args.verb == "lavapipe":
             icd, libraries = vulkan_sdk.find_lavapipe()
             print(icd, libraries or "", sep="\n")
+        elif args.verb == "texts":
+            print("\n".join(map(str, texts.find_texts().values())))
         else:
             print(ensure_model())
     except Failure as failure:

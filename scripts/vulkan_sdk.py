@@ -5,23 +5,20 @@ headers are not: there newer ones are fetched from Debian's archive, from the mi
 configured for, by apt with a state of its own, and unpacked into the cache. Nothing is installed.
 """
 
-import hashlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_cache import Failure, Progress, cache_dir, locked, run_logged
+from build_cache import Failure
+from debian_archive import RELEASE, Apt, fetched
 
 # VK_EXT_layer_settings, which ggml's C++ uses.
 LEAST_HEADERS = (1, 3, 275)
 
-RELEASE = "bookworm"
 BACKPORTS = f"{RELEASE}-backports"
-HEADERS_RELEASE = "trixie"
+RELEASES = [RELEASE, BACKPORTS, "trixie"]  # the last one for the headers
 # (package, version); the loader and the compiler are this release's own, since the later ones want
 # a later C library.
 SDK_PACKAGES = [
@@ -37,11 +34,8 @@ LAVAPIPE_PACKAGES = [
     ("libdrm-amdgpu1", "2.4.123-1~bpo12+1"),
     ("libdrm-common", "2.4.123-1~bpo12+1"),
 ]
-# The program and the driver must share these.
-NEVER_UNPACKED = {"libc6", "libgcc-s1", "libstdc++6", "gcc-12-base"}
 GLSLC = "glslc"  # in the root of what is unpacked
 
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # Where distributions put libraries and the descriptions of their drivers.
 LIBRARY_FOLDERS = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib"]
 ICD_FOLDERS = ["usr/share/vulkan/icd.d", "etc/vulkan/icd.d"]
@@ -108,93 +102,6 @@ def release_name():
     return found[1] if found else ""
 
 
-# ---- Debian's archive -----------------------------------------------------------------------
-
-
-def mirror_of(uris, release):
-    """The archive's address in what `apt-get update --print-uris` prints; None where it has none."""
-    found = re.search(rf"^'(\S+/)dists/{release}/(?:In)?Release'", uris, re.M)
-    return found[1] if found else None
-
-
-class Apt:
-    """apt with sources, lists and a cache of its own; nothing counts as installed."""
-
-    def __init__(self, folder, log, progress):
-        self.folder, self.log, self.progress = folder, log, progress
-        for name in ("lists/partial", "cache/archives/partial"):
-            (folder / name).mkdir(parents=True)
-        (folder / "status").touch()
-        uris = subprocess.run(["apt-get", "update", "--print-uris", f"-oDir::State::lists={folder}/none"],
-                              capture_output=True, text=True, check=False).stdout
-        mirror = mirror_of(uris, RELEASE)
-        if mirror is None:
-            raise Failure(f"apt has no source of {RELEASE}, from whose mirror the rest would come; add "
-                          "one to /etc/apt, or install Vulkan headers, glslc and spirv-headers yourself")
-        signed = f"[signed-by={KEYRING}] " if KEYRING.exists() else ""
-        (folder / "sources.list").write_text(
-            "".join(f"deb {signed}{mirror} {release} main\n"
-                    for release in (RELEASE, BACKPORTS, HEADERS_RELEASE)), encoding="utf-8")
-        self.run("update")
-
-    def run(self, *command, cwd=None):
-        options = {
-            "Dir::Etc::sourcelist": self.folder / "sources.list",
-            "Dir::Etc::sourceparts": "-",
-            "Dir::State::lists": self.folder / "lists",
-            "Dir::State::status": self.folder / "status",
-            "Dir::Cache": self.folder / "cache",
-            "Acquire::Languages": "none",
-            "APT::Default-Release": RELEASE,
-            "APT::Sandbox::User": "",
-            "Debug::NoLocking": "1",
-        }
-        full = ["apt-get", *(f"-o{name}={value}" for name, value in options.items()), *command]
-        try:
-            run_logged(full, self.log, self.progress, cwd=cwd)
-        except Failure as failure:
-            raise Failure(f"{failure}\nIf a version is no longer in the archive, name its successor in "
-                          f"{Path(__file__).name}.") from failure
-
-    def download(self, packages):
-        """Exactly these."""
-        target = self.folder / "debs"
-        target.mkdir()
-        self.run("download", *(f"{name}={version}" for name, version in packages), cwd=target)
-        return sorted(target.glob("*.deb"))
-
-    def download_with_needs(self, packages):
-        """These and all that they depend on."""
-        self.run("install", "--download-only", "--assume-yes", "--no-install-recommends",
-                 *(f"{name}={version}" for name, version in packages))
-        return sorted((self.folder / "cache/archives").glob("*.deb"))
-
-
-def fetched(name, packages, download, finish):
-    """The folder in the cache that holds the unpacked packages."""
-    digest = hashlib.sha256(repr(packages).encode()).hexdigest()[:12]
-    prefix = cache_dir() / f"{name}-{digest}"
-    with locked(name):
-        if prefix.exists():
-            return prefix
-        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-            raise Failure("apt-get or dpkg-deb is missing, which fetch and unpack Debian's packages")
-        progress = Progress(f"fetching {name} from Debian's archive (once)")
-        scratch = Path(tempfile.mkdtemp(dir=cache_dir()))
-        try:
-            (scratch / "apt").mkdir()
-            apt = Apt(scratch / "apt", cache_dir() / f"{name}.log", progress)
-            for file in download(apt, packages):
-                if file.name.split("_")[0] not in NEVER_UNPACKED:
-                    subprocess.run(["dpkg-deb", "-x", str(file), str(scratch / "root")], check=True)
-            finish(scratch / "root")
-            os.replace(scratch / "root", prefix)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        progress.done()
-    return prefix
-
-
 def add_compiler(root):
     """A way to run the compiler with its library beside it, whatever the environment."""
     script = root / GLSLC
@@ -216,7 +123,7 @@ def find_sdk():
         raise Failure(f"Vulkan's headers of version {least} or later, its loader, glslc and the SPIR-V "
                       "headers are not all installed; install the like of Debian's libvulkan-dev, glslc "
                       "and spirv-headers")
-    root = fetched("vulkan-sdk", SDK_PACKAGES, Apt.download, add_compiler)
+    root = fetched("vulkan-sdk", RELEASES, SDK_PACKAGES, Apt.download, add_compiler)
     return Sdk(" ".join(f"{name}={version}" for name, version in SDK_PACKAGES),
                root / "usr/include", root / LIBRARY_FOLDERS[0] / "libvulkan.so", root / GLSLC,
                root / "usr/share/cmake/SPIRV-Headers")
@@ -231,7 +138,7 @@ def find_icd(root):
 def find_lavapipe():
     """(description of the driver for the loader, folder of libraries that it needs or None)."""
     if release_name() == RELEASE:
-        root = fetched("lavapipe", LAVAPIPE_PACKAGES, Apt.download_with_needs, lambda _: None)
+        root = fetched("lavapipe", RELEASES, LAVAPIPE_PACKAGES, Apt.download_with_needs, lambda _: None)
         return find_icd(root), root / LIBRARY_FOLDERS[0]
     installed = find_icd(SYSTEM)
     if installed is None:

@@ -66,6 +66,21 @@ class BenchScripts(unittest.TestCase):
                         self.work / "peer.json")
         self.assertEqual({"engine", "short", "stream", "restart"} - set(self.results("peer.json")), set())
 
+    def test_overflow(self):
+        self.run_script("bench/overflow.py", "--quick", "--work", self.work)
+        found = self.results("overflow.json")
+        self.assertEqual(sum(turn["killed"] for turn in found["turns"]), 1)
+        self.assertGreater(found["turns"][-1]["dropped"], 0)
+
+    def test_quality(self):
+        self.run_script("bench/quality.py", "--quick", "--work", self.work)
+        found = self.results("quality.json")
+        [text] = found["texts"]
+        self.assertTrue(text["agrees"], text)
+        self.assertEqual([row["method"] for row in text["methods"]], ["kv"])
+        [truncated] = found["truncation"]
+        self.assertEqual([row["overflows"] for row in truncated["rows"]], [1, 2])
+
     def test_weights(self):
         self.run_script("bench/weights.py", "--quick", "--work", self.work)
         rows = self.results("weights.json")["rows"]

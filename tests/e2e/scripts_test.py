@@ -9,9 +9,22 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+import debian_archive  # noqa: E402
 import man_page  # noqa: E402
+import texts  # noqa: E402
 import unity_groups  # noqa: E402
 import vulkan_sdk  # noqa: E402
+
+
+class Texts(unittest.TestCase):
+    def test_a_page_becomes_its_paragraphs(self):
+        page = ("<html><head><title>no</title><style>p {}</style></head><body><h1>A &amp;\n B</h1>"
+                "<p>One <b>bold</b>\nword.<p>Two.<ul><li>first<li>second</ul><script>x</script></body>")
+        self.assertEqual(texts.text_of_page(page), "A & B\n\nOne bold word.\n\nTwo.\n\nfirst\n\nsecond\n")
+
+    def test_every_text_has_a_hash(self):
+        self.assertEqual(set(texts.MAKERS), set(texts.SHA256))
+        self.assertTrue(all(len(digest) == 64 for digest in texts.SHA256.values()))
 
 
 class UnityGroups(unittest.TestCase):
@@ -127,8 +140,8 @@ class VulkanSdk(unittest.TestCase):
     def test_the_mirror_is_the_one_that_apt_uses(self):
         uris = ("'http://mirror.example/debian-security/dists/bookworm-security/InRelease' x 0\n"
                 "'http://mirror.example/debian/dists/bookworm/InRelease' y 0\n")
-        self.assertEqual(vulkan_sdk.mirror_of(uris, "bookworm"), "http://mirror.example/debian/")
-        self.assertIsNone(vulkan_sdk.mirror_of(uris, "trixie"))
+        self.assertEqual(debian_archive.mirror_of(uris, "bookworm"), "http://mirror.example/debian/")
+        self.assertIsNone(debian_archive.mirror_of(uris, "trixie"))
 
 
 if __name__ == "__main__":
