@@ -162,9 +162,8 @@ class Scheduler {
   //   kInvalidArgument    no tokens, no next(), or logits wanted from beyond the prompt
   //   kOutOfRange         the prompt is longer than the context or the arena, and truncation not
   //                       asked for; names both numbers
-  //   kUnimplemented      the same with truncation asked for, of a model that can't be cut; says
-  //   why kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if
-  //   given, is
+  //   kUnimplemented      the same with truncation, of what can't be cut; says why
+  //   kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if given, is
   //                       set to an estimate of when there will be room, from recent completions
   //   kUnavailable        draining
   [[nodiscard]] Result<RequestId> submit(Request request, double* retry_after_s = nullptr);
