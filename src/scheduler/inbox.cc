@@ -31,11 +31,13 @@ Status Inbox::check(const Request& request) const {
   }
   const auto n = static_cast<int64_t>(request.tokens.size());
   if (n > std::min(context_, arena_cells_) && limits_of(request).context == 0) {
-    if (request.truncation) HCACHE_RETURN_IF_ERROR(check_cuts(request));
-    return n > context_ ? out_of_range(fmt::format(
-                              "the prompt has {} tokens, the context window {}", n, context_))
-                        : out_of_range(fmt::format(
-                              "the prompt has {} tokens, the KV arena {} cells", n, arena_cells_));
+    const std::string why_whole =
+        request.truncation ? fmt::format("; {}", check_cuts(request).message()) : "";
+    return n > context_
+               ? out_of_range(fmt::format("the prompt has {} tokens, the context window {}{}", n,
+                                          context_, why_whole))
+               : out_of_range(fmt::format("the prompt has {} tokens, the KV arena {} cells{}", n,
+                                          arena_cells_, why_whole));
   }
   if (request.on_prompt_logits && (request.logits_from < 0 || request.logits_from >= n)) {
     return invalid_argument(fmt::format("logits of a prompt of {} tokens are wanted from token {}",

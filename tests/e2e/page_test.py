@@ -45,9 +45,10 @@ LONG = "The harbour master wrote the names of nine boats into a green book. " * 
 class Server:
     """`hcache serve` on a state folder of its own; restarts keep folder and port."""
 
-    def __init__(self, measured, *options):
+    def __init__(self, measured, context, *options):
         self.folder = tempfile.TemporaryDirectory(prefix="hcache-page-")
         shutil.copytree(measured, self.folder.name, dirs_exist_ok=True)
+        self.context = context
         self.options = options
         self.port = 0
         self.process = None
@@ -56,8 +57,8 @@ class Server:
     def start(self):
         self.process = subprocess.Popen(
             [PROGRAM, "serve", "-m", MODEL, "--state-dir", self.folder.name,
-             "--port", str(self.port), "--ctx", "4096", "--temperature", "0", "--grace", "0s",
-             *self.options],
+             "--port", str(self.port), "--ctx", str(self.context), "--temperature", "0",
+             "--grace", "0s", *self.options],
             stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
         self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)", line).group(1))
@@ -99,10 +100,10 @@ class PageTest(unittest.TestCase):
         cls.addClassCleanup(cls.browser.close)
         expect.set_options(timeout=PATIENCE * 1000)
 
-    def serve(self, *options):
+    def serve(self, *options, context=4096):
         # What is saved and how it is restored is fixed: a planner may find that computing so
         # little again is faster.
-        server = Server(self.measured.name, "--save", "kv", "--restore-method", "kv", *options)
+        server = Server(self.measured.name, context, "--save", "kv", "--restore-method", "kv", *options)
         self.addCleanup(server.close)
         return server
 
@@ -330,9 +331,19 @@ class PageTest(unittest.TestCase):
         expect(page.locator(".assistant .origin details")).to_have_count(1)
         expect(page.locator(".assistant .problem")).to_be_hidden()
 
+    def test_a_conversation_that_outgrows_the_context(self):
+        page = self.open(self.serve(context=512))
+        self.limit_answers(page, 4)
+        for turn in range(1, 4):
+            self.say(page, LONG, turn)
+        left = page.locator(".assistant .origin details", has_text="Left the context")
+        expect(left).to_have_count(1)
+        expect(page.locator(".assistant .problem:visible")).to_have_count(0)
+
     def test_a_prompt_that_does_not_fit(self):
-        page = self.open(self.serve())
-        page.get_by_label("Message", exact=True).fill(LONG * 40)
+        # So small a context can't be cut.
+        page = self.open(self.serve(context=192))
+        page.get_by_label("Message", exact=True).fill(LONG * 2)
         page.keyboard.press("Enter")
         expect(page.locator(".assistant .problem")).to_contain_text("Begin a new conversation")
 

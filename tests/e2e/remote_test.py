@@ -17,7 +17,7 @@ import unittest
 import urllib.request
 
 import serving
-from serving import STATE_COMES_BACK, Conversation, Server, wait_until
+from serving import STATE_COMES_BACK, TEXT, Conversation, Server, wait_until
 
 PROGRAM = sys.argv.pop(1)
 MODEL = serving.default_model()
@@ -49,6 +49,10 @@ class Redis:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         self.kill()
@@ -195,10 +199,34 @@ class Shared(unittest.TestCase):
             self.assertEqual(first.stop(), 0, first.errors())
             self.assertEqual(second.stop(), 0, second.errors())
 
+    def test_a_truncated_conversation_goes_on_at_another_server(self):
+        options = ("-c", "512", "--context-overflow", "truncate", "--flush-interval", "100ms")
+        messages = [{"role": "system", "content": "You are brief."}]
+
+        def say(server: Server, turn: int) -> dict:
+            messages.append({"role": "user", "content": TEXT[500 * turn:500 * turn + 500]})
+            answer = server.chat(messages, max_tokens=20)
+            messages.append(answer["choices"][0]["message"])
+            return answer
+
+        redis = Redis()
+        self.addCleanup(redis.close)
+        with state_folder() as a, start(a, redis.url, *options) as first:
+            for turn in range(7):
+                answer = say(first, turn)
+            self.assertGreater(answer["hcache"]["dropped_tokens"], 512)
+            held = answer["usage"]["total_tokens"] - answer["hcache"]["dropped_tokens"]
+            settle(first)
+        with state_folder() as b, start(b, redis.url, *options) as second:
+            answer = say(second, 7)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            self.assertGreaterEqual(cached, 0.9 * held - 2, answer["hcache"])
+            self.assertGreater(answer["hcache"]["bytes"]["remote"], 0)
+
     def test_without_the_remote_store_it_serves_on(self):
         redis = Redis()
         with state_folder() as folder, \
-                start(folder, f"redis://127.0.0.1:{redis.port}", timeout="1s") as server:
+                start(folder, redis.url, timeout="1s") as server:
             talk = Conversation(2)
             talk.step(server)
             redis.process.send_signal(signal.SIGSTOP)

@@ -149,7 +149,8 @@ TEST(SchedulerTruncation, IsRefusedWithTheReasonWhereNothingCanBeCut) {
   fake.limits.why_no_cuts = "its positions are learned";
   Bench bench(fake);
   const Status refused = bench.refusal(tokens(257), 5, truncating());
-  EXPECT_EQ(refused.code(), Code::kUnimplemented);
+  EXPECT_EQ(refused.code(), Code::kOutOfRange);
+  EXPECT_NE(refused.to_string().find("257 tokens"), std::string::npos);
   EXPECT_NE(refused.to_string().find("learned"), std::string::npos);
   // What fits does not need it.
   const Record& record = bench.submit(tokens(250), 100, truncating());
@@ -158,7 +159,7 @@ TEST(SchedulerTruncation, IsRefusedWithTheReasonWhereNothingCanBeCut) {
   policy::TruncationLimits wrong = kLimits;
   wrong.share = 2;
   Bench able(small_context());
-  EXPECT_EQ(able.refusal(tokens(257), 5, truncating(wrong)).code(), Code::kInvalidArgument);
+  EXPECT_EQ(able.refusal(tokens(257), 5, truncating(wrong)).code(), Code::kOutOfRange);
 }
 
 // Conversations that grow far beyond the context, some of which are cut and some not, in an arena

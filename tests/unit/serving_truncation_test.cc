@@ -168,7 +168,7 @@ TEST(TruncationRefused, WithLearnedPositions) {
   request.tokens = random_tokens(static_cast<int>(serving->context()) + 1, 1);
   request.max_new_tokens = 0;
   request.truncation = kLimits;
-  EXPECT_EQ(serving->run(std::move(request)).code(), Code::kUnimplemented);
+  EXPECT_EQ(serving->run(std::move(request)).code(), Code::kOutOfRange);
   // What fits needs no cut.
   EXPECT_EQ(say(*serving, random_tokens(50, 1), 5, {.truncation = kLimits}).answer.size(), 5U);
 }

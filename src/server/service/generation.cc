@@ -208,10 +208,13 @@ Status Generation::make_choices() {
 }
 
 Status Generation::submit() {
+  const bool truncates = request_.truncate.value_or(service_.options().truncate);
   // What only the remote tier has is known before the scheduler asks.
   if (request_.use_cache) {
     for (const std::vector<int32_t>& prompt : prompts_) {
-      service_.runtime().look_up(prompt, salt_.id);
+      std::vector<policy::HeldRows> cuts;
+      if (truncates) cuts = service_.cuts_of(prompt);
+      service_.runtime().look_up(prompt, salt_.id, cuts);
     }
   }
   for (size_t i = 0; i < choices_.size(); ++i) {
@@ -220,12 +223,9 @@ Status Generation::submit() {
     const int64_t most =
         request_.max_tokens >= 0 ? request_.max_tokens : service_.options().max_new_tokens;
     if (most >= 0) request.max_new_tokens = most;
-    if (request_.truncate.value_or(service_.options().truncate)) {
+    if (truncates) {
       request.truncation = service_.options().truncation;
-      request.next_message = [&tokenizer = service_.tokenizer()](std::span<const int32_t> tokens,
-                                                                 int64_t from) {
-        return model::next_message(tokenizer, tokens, from);
-      };
+      request.next_message = service_.next_message();
     }
     request.salt = salt_;
     request.save = request_.use_cache && request_.retention != api::Retention::kMemory;
@@ -246,7 +246,7 @@ Status Generation::submit() {
       self->service_.writer().post([self, i, outcome] { self->on_done(i, outcome); });
     };
     Result<scheduler::RequestId> id = service_.scheduler().submit(std::move(request));
-    if (id.code() == Code::kOutOfRange) {
+    if (id.code() == Code::kOutOfRange && !truncates) {
       return out_of_range(fmt::format("{}; {}", id.status().message(), kHowToTruncate));
     }
     HCACHE_ASSIGN_OR_RETURN(choices_[i].id, std::move(id));

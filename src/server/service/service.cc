@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "api/request.h"
@@ -47,7 +48,8 @@ Status Service::init() {
   serving.max_sequences = options_.max_sequences;
   serving.tick = [this] { tick(); };
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
-  HCACHE_RETURN_IF_ERROR(check_truncation());
+  // Asked for by an option, it is to work; asked for by a request, it is a wish.
+  if (options_.truncate) HCACHE_RETURN_IF_ERROR(check_cuts());
   conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(),
                                                    runtime().fingerprint());
   HCACHE_RETURN_IF_ERROR(conversations_->load());
@@ -59,15 +61,26 @@ Status Service::init() {
   return {};
 }
 
-// Asked for by an option, it is to work; asked for by a request, it is a wish.
-Status Service::check_truncation() const {
-  if (!options_.truncate) return {};
+Status Service::check_cuts() const {
   if (!serving_->why_no_cuts().empty()) {
     return unimplemented(fmt::format("--context-overflow truncate: {}", serving_->why_no_cuts()));
   }
+  return policy::validate(truncation_limits());
+}
+
+policy::TruncationLimits Service::truncation_limits() const {
   policy::TruncationLimits limits = options_.truncation;
-  limits.context = serving_->context();
-  return policy::validate(limits);
+  limits.context = context();
+  return limits;
+}
+
+policy::NextMessage Service::next_message() const {
+  return std::bind_front(model::next_message, std::cref(tokenizer()));
+}
+
+std::vector<policy::HeldRows> Service::cuts_of(std::span<const int32_t> tokens) const {
+  if (!check_cuts().ok()) return {};
+  return policy::cuts_of(tokens, truncation_limits(), next_message());
 }
 
 Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {

@@ -15,7 +15,9 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "api/answers.h"
 #include "base/env.h"
@@ -27,6 +29,7 @@
 #include "metrics.h"
 #include "model/chat.h"
 #include "model/tokenizer.h"
+#include "policy/truncation.h"
 #include "scheduler/scheduler.h"
 #include "server/server.h"
 #include "serving/serving.h"
@@ -61,6 +64,11 @@ class Service {
     return serving_->batch_report();
   }
   [[nodiscard]] int64_t context() const { return serving_->context(); }
+  // Where the messages of a truncated conversation begin.
+  [[nodiscard]] policy::NextMessage next_message() const;
+  // What is held behind each cut of a truncated conversation; empty: nothing of it is, or can be,
+  // cut.
+  [[nodiscard]] std::vector<policy::HeldRows> cuts_of(std::span<const int32_t> tokens) const;
   [[nodiscard]] int64_t started_s() const { return started_s_; }
 
   [[nodiscard]] Metrics& metrics() { return metrics_; }
@@ -94,7 +102,8 @@ class Service {
  private:
   Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
   Status init();
-  [[nodiscard]] Status check_truncation() const;
+  [[nodiscard]] Status check_cuts() const;
+  [[nodiscard]] policy::TruncationLimits truncation_limits() const;
   // What answers the batches of an owner; null: none of the API keys is its.
   [[nodiscard]] std::unique_ptr<Answerer> answerer_for(const std::string& owner);
   // Now and then has sessions expired; the engine's thread.

@@ -161,8 +161,7 @@ class Scheduler {
   // Queues a request. Errors, after which none of its functions is called:
   //   kInvalidArgument    no tokens, no next(), or logits wanted from beyond the prompt
   //   kOutOfRange         the prompt is longer than the context or the arena, and truncation not
-  //                       asked for; names both numbers
-  //   kUnimplemented      the same with truncation, of what can't be cut; says why
+  //                       asked for, or not possible; names both numbers and says why
   //   kResourceExhausted  the queue, or the key's part of it, is full; *retry_after_s, if given, is
   //                       set to an estimate of when there will be room, from recent completions
   //   kUnavailable        draining
