@@ -81,9 +81,7 @@ class Talk:
 
 
 def start(args, folder: str, context: int) -> servers.Server:
-    return servers.Server("hcache", [
-        args.program, "serve", "-m", args.model, "--device", args.device, "-t", args.threads, "-c", context,
-        "--state-dir", folder, "--context-overflow", "truncate"], args.work / "hcache.log")
+    return servers.hcache(args, Path(folder), context, 4, 256, "--context-overflow", "truncate")
 
 
 def long_conversation(args, text: Text) -> list[dict]:

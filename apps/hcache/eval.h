@@ -14,6 +14,7 @@
 #include "bench.h"
 #include "eval/statistics.h"
 #include "model/tokenizer.h"
+#include "overflow_args.h"
 #include "policy/truncation.h"
 #include "session.h"
 #include "terminal.h"
@@ -80,11 +81,7 @@ struct TruncationArgs : EvalArgs {
   std::vector<std::string> overflows =
       texts(&overflows, "--overflows", "N,...", "1,4,16", "",
             "score what comes behind so many overflows in a row, up to the next one");
-  double share = number(&share, "--overflow-share", "X", policy::TruncationLimits().share,
-                        {0.01, 0.99}, "how much of what may leave the context leaves it at once");
-  int64_t keep_first =
-      integer(&keep_first, "--keep-first", "TOKENS", policy::TruncationLimits().keep_first, {0},
-              "so many first tokens never leave it");
+  CutArgs cuts{this};
   int64_t pieces =
       integer(&pieces, "--pieces", "N", 20, {1}, "use so many pieces of the text at most");
 };

@@ -22,7 +22,7 @@ struct Stretch {
   int64_t end = 0;  // of the tokens that are seen; the one behind the last of them is predicted
 };
 
-// Between all cuts up to the last one that is wanted; `longest`: of the numbers.
+// Behind so many cuts each, in the order of the text.
 std::vector<Stretch> stretches_of(const policy::TruncationLimits& limits,
                                   std::span<const int64_t> overflows) {
   const int64_t most = *std::max_element(overflows.begin(), overflows.end());
@@ -173,10 +173,7 @@ TruncationArgs::TruncationArgs() { withhold({&base_model, &base_kv_type}); }
 
 Status eval_truncation(TruncationArgs args) {
   if (args.runtime.model.device == "list") return list_devices();
-  policy::TruncationLimits limits;
-  limits.context = args.context;
-  limits.share = args.share;
-  limits.keep_first = args.keep_first;
+  const policy::TruncationLimits limits = args.cuts.limits(args.context);
   HCACHE_RETURN_IF_ERROR(policy::validate(limits));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int64_t> overflows, parse_counts(args.overflows));
   std::vector<TruncationRow> rows;

@@ -1,4 +1,5 @@
-// What becomes of conversations that outgrow the context: options of the verbs that hold some.
+// What becomes of text and conversations that outgrow the context: options of the verbs that hold
+// some.
 #pragma once
 
 #include <cstdint>
@@ -9,31 +10,36 @@
 
 namespace hcache::cli {
 
-struct OverflowArgs : Options {
+// How they are cut.
+struct CutArgs : Options {
+  using Options::Options;
+
+  double share = number(&share, "--overflow-share", "X", policy::TruncationLimits().share,
+                        {0.01, 0.99}, "how much of what may leave the context leaves it at once");
+  int64_t keep_first = integer(
+      &keep_first, "--keep-first,--keep", "TOKENS", policy::TruncationLimits().keep_first, {0},
+      "so many first tokens never leave it; nor does the first message, if it takes no more "
+      "than a quarter of it");
+
+  // Of a context; 0: whatever there is.
+  [[nodiscard]] policy::TruncationLimits limits(int64_t context = 0) const {
+    return {.context = context, .share = share, .keep_first = keep_first};
+  }
+};
+
+// And whether.
+struct OverflowArgs : CutArgs {
   // `usual`: what is done if nobody says.
-  OverflowArgs(Options* parent, const std::string& usual) : Options(parent) {
+  OverflowArgs(Options* parent, const std::string& usual) : CutArgs(parent) {
     overflow = choice(&overflow, "--context-overflow", usual,
                       {{"refuse", "a prompt that is too long is refused, an answer ends there"},
                        {"truncate", "what is oldest leaves it, and the conversation goes on"}},
                       "when a conversation outgrows the context");
-    share = number(&share, "--overflow-share", "X", share, {0.01, 0.99},
-                   "how much of what may leave the context then leaves it at once");
-    keep_first = integer(&keep_first, "--keep-first,--keep", "TOKENS", keep_first, {0},
-                         "so many first tokens never leave it; nor does the first message, if it "
-                         "takes no more than a quarter of it");
   }
 
   std::string overflow;
-  double share = policy::TruncationLimits().share;
-  int64_t keep_first = policy::TruncationLimits().keep_first;
 
   [[nodiscard]] bool truncates() const { return overflow == "truncate"; }
-  [[nodiscard]] policy::TruncationLimits limits() const {
-    policy::TruncationLimits limits;
-    limits.share = share;
-    limits.keep_first = keep_first;
-    return limits;
-  }
 };
 
 }  // namespace hcache::cli

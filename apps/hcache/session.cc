@@ -297,9 +297,7 @@ Result<scheduler::Request> Conversation::request(std::vector<int32_t> chain,
   request.tokens = std::move(chain);
   request.max_new_tokens = std::max<int64_t>(max_tokens, 0);
   request.truncation = truncation_;
-  request.next_message = [this](std::span<const int32_t> tokens, int64_t from) {
-    return model::next_message(*tokenizer_, tokens, from);
-  };
+  request.next_message = std::bind_front(model::next_message, std::cref(*tokenizer_));
   request.salt = own_salt(args_.salt);
   request.save = saves();
   HCACHE_ASSIGN_OR_RETURN(request.restore.mode, policy::parse_mode(args_.restore_method));

@@ -85,9 +85,7 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
                                     from, to, seq, length));
   }
   if (to == length || from == to) return trim(seq, length - (to - from));
-  if (model_.spec().learned_positions) {
-    return unimplemented("positions can't be shifted in a model with learned positions");
-  }
+  HCACHE_RETURN_IF_ERROR(check_positions_move());
   stages_.wait_for_uploads();
   for (int group = 0; group < sequences_.n_groups(); ++group) {
     const HeldRows held = sequences_.held(seq, group);
@@ -105,6 +103,11 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   return resize(seq, length - (to - from));
 }
 
+Status ArenaRows::check_positions_move() const {
+  if (!model_.spec().learned_positions) return {};
+  return unimplemented("positions can't be shifted in a model with learned positions");
+}
+
 Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows,
                                  int64_t moved) {
   HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
@@ -114,9 +117,7 @@ Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_
                                     first_pos, first_pos + n_rows, layer, seq));
   }
   if (moved == 0 || n_rows == 0) return {};
-  if (model_.spec().learned_positions) {
-    return unimplemented("positions can't be shifted in a model with learned positions");
-  }
+  HCACHE_RETURN_IF_ERROR(check_positions_move());
   stages_.wait_for_uploads();
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
   HCACHE_RETURN_IF_ERROR(shift_k([&](int each) { return each == layer; }, cell, n_rows, moved));

@@ -33,6 +33,7 @@ class ArenaRows {
 
  private:
   Status move_rows(int group, const ExtentAllocator::Move& move);
+  [[nodiscard]] Status check_positions_move() const;
   // Of the layers that are wanted.
   Status shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,
                  int64_t delta);

@@ -4,6 +4,9 @@
 
 namespace hcache::state {
 
+// No chunk has rows of both sides of a cut.
+static_assert(policy::kCutTokens % store::kChunkTokens == 0);
+
 store::Match held_match(const store::Match& chain, std::span<const policy::HeldRows> cuts,
                         int64_t length) {
   const policy::HeldRows held = policy::held_at(cuts, length);
@@ -20,12 +23,8 @@ store::Match held_match(const store::Match& chain, std::span<const policy::HeldR
                              .moved = dropped_then - dropped_now});
       part.n_tokens += static_cast<uint64_t>(to - from);
     };
-    if (held.dropped() == 0) {
-      take(begin, end, 0);
-    } else {
-      take(begin, std::min(end, held.kept), 0);
-      take(std::max(begin, held.resumed), end, held.dropped());
-    }
+    take(begin, std::min(end, held.kept), 0);
+    take(std::max(begin, held.resumed), end, held.dropped());
     begin += chunk.usable_rows;
   }
   return part;

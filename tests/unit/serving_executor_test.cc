@@ -197,6 +197,22 @@ class ExecutorTest : public testing::Test {
     const scheduler::SavedPrefixRef prefix = p.prefix(tokens, salt);
     return prefix ? prefix->tokens() : 0;
   }
+  // The logits of the last token, and K and V of all.
+  struct Computed {
+    std::vector<float> logits;
+    std::vector<std::byte> state;
+  };
+  // The history, which is durable before the question comes.
+  static Computed compute(Process& p, const Tokens& history, const Tokens& question) {
+    const SeqId seq = p.create();
+    p.append(seq, history);
+    p.wait_until_durable(seq, static_cast<int64_t>(history.size()));
+    Computed computed;
+    computed.logits = p.append(seq, question);
+    computed.state = p.state(seq, static_cast<int>((history + question).size()));
+    p->release(seq);
+    return computed;
+  }
   // In a new process: all of the chain is saved, and its rows are those.
   void expect_comes_back(const Tokens& chain, const std::vector<std::byte>& state) {
     auto p = process();
@@ -575,17 +591,7 @@ TEST_F(ExecutorTest, ASavedPrefixIsPinned) {
 TEST_F(ExecutorTest, ALoneRestoreBringsThePrefillToItsEnd) {
   const Tokens history = random_tokens(300, 1);
   const Tokens question = random_tokens(90, 2);
-  std::vector<float> logits;
-  std::vector<std::byte> state;
-  {
-    auto p = process();
-    const SeqId seq = p->create();
-    p->append(seq, history);
-    p->wait_until_durable(seq, 300);
-    logits = p->append(seq, question);
-    state = p->state(seq, 390);
-    (*p)->release(seq);
-  }
+  const auto [logits, state] = compute(*process(), history, question);
   const Tokens chain = history + question;
   for (const policy::Mode mode : {policy::Mode::kPlan, policy::Mode::kHidden, policy::Mode::kKv}) {
     for (const int stops : {0, 1, 7}) {
@@ -618,16 +624,10 @@ TEST_F(ExecutorTest, WhatBeganAloneIsGivenUpBesideOthersAndSavedOnce) {
   const Tokens history = random_tokens(300, 1);
   const Tokens question = random_tokens(90, 2);
   const Tokens chain = history + question;
-  std::vector<float> logits;
-  std::vector<std::byte> state;
+  Computed computed;
   {
     auto p = process();
-    const SeqId seq = p->create();
-    p->append(seq, history);
-    p->wait_until_durable(seq, 300);
-    logits = p->append(seq, question);
-    state = p->state(seq, 390);
-    (*p)->release(seq);
+    computed = compute(*p, history, question);
     EXPECT_GT(p->remove_saved(), 0U);
     const SeqId again = p->create();
     p->append(again, history);
@@ -654,15 +654,15 @@ TEST_F(ExecutorTest, WhatBeganAloneIsGivenUpBesideOthersAndSavedOnce) {
     EXPECT_EQ(status->tokens, 300);
     EXPECT_TRUE(status->logits.empty());
     EXPECT_EQ((*p)->free_cells(), free_cells);
-    EXPECT_EQ(p->append(seq, question), logits);
-    EXPECT_EQ(p->state(seq, 390), state);
+    EXPECT_EQ(p->append(seq, question), computed.logits);
+    EXPECT_EQ(p->state(seq, 390), computed.state);
     p->wait_until_durable(seq, 390);
     (*p)->release(seq);
   }
   auto p = process(policy::Mode::kKv);
   const SeqId seq = p->create();
   EXPECT_EQ(p->restore(seq, chain + Tokens{1}, 390).tokens, 390);
-  EXPECT_EQ(p->state(seq, 390), state);
+  EXPECT_EQ(p->state(seq, 390), computed.state);
 }
 
 // Two restores take turns in the smallest slices, in the middle of projections.

@@ -326,13 +326,18 @@ TEST_F(StoreTest, DiskUseIsWhatThePagesNeed) {
   EXPECT_LT(static_cast<double>(used), static_cast<double>(chain.bytes()) * 1.02);
 }
 
+Session session_of(std::string name, std::vector<std::int32_t> tokens) {
+  Session session;
+  session.name = std::move(name);
+  session.fingerprint = kModel;
+  session.salt = kSalt;
+  session.tokens = std::move(tokens);
+  return session;
+}
+
 TEST_F(StoreTest, SessionsComeBackAndTakeTheirChunksAlong) {
   open();
-  Session one;
-  one.name = "one";
-  one.fingerprint = kModel;
-  one.salt = kSalt;
-  one.tokens = tokens_of(300);
+  Session one = session_of("one", tokens_of(300));
   one.metadata_json = R"({"title":"a talk"})";
   put(Chain(kModel, kSalt, one.tokens, {}));
   ASSERT_OK(store_->put_session(one));
@@ -405,15 +410,9 @@ TEST_F(StoreTest, AChainMayGoOnUnderAnotherFingerprint) {
 
 TEST_F(StoreTest, ASessionTakesWhatFollowsItsCutsAlong) {
   open();
-  Session one;
-  one.name = "one";
-  one.fingerprint = kModel;
-  one.salt = kSalt;
-  one.tokens = tokens_of(400);
+  const Session one = session_of("one", tokens_of(400));
   ASSERT_OK(store_->put_session(one));
-  Session two = one;
-  two.name = "two";
-  two.tokens = tokens_of(400, 5, 200);
+  const Session two = session_of("two", tokens_of(400, 5, 200));
   ASSERT_OK(store_->put_session(two));
   // One conversation under two limits, the other under one of them.
   put(Chain(cut_at({128, 256}), kSalt, one.tokens, {}));
@@ -432,11 +431,7 @@ TEST_F(StoreTest, ASessionTakesWhatFollowsItsCutsAlong) {
 
 TEST_F(StoreTest, DeletingTakesOnlyWhatIsDeletedOutOfHostMemory) {
   const Chain kept(kModel, kSalt, tokens_of(256, 1), {});
-  Session session;
-  session.name = "gone";
-  session.fingerprint = kModel;
-  session.salt = kSalt;
-  session.tokens = tokens_of(128, 2);
+  const Session session = session_of("gone", tokens_of(128, 2));
   const Chain gone(kModel, kSalt, session.tokens, {});
   const SaltId stranger = salt_id("another tenant");
   const Chain other(kModel, stranger, tokens_of(192, 3), {});
@@ -455,14 +450,8 @@ TEST_F(StoreTest, DeletingTakesOnlyWhatIsDeletedOutOfHostMemory) {
 
 TEST_F(StoreTest, ASessionThatEndsInsideAChunkKeepsIt) {
   open();
-  Session longer;
-  longer.name = "longer";
-  longer.fingerprint = kModel;
-  longer.salt = kSalt;
-  longer.tokens = tokens_of(100);
-  Session shorter = longer;
-  shorter.name = "shorter";
-  shorter.tokens = tokens_of(80);
+  const Session longer = session_of("longer", tokens_of(100));
+  const Session shorter = session_of("shorter", tokens_of(80));
   put(Chain(kModel, kSalt, longer.tokens, {}));
   ASSERT_OK(store_->put_session(longer));
   ASSERT_OK(store_->put_session(shorter));
