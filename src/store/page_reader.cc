@@ -133,7 +133,7 @@ Status PageReaderImpl::submit_jobs(std::vector<PageJob> jobs) {
       added.ready = true;
     }
   }
-  work_.notify_one();
+  wake();
   ready_.notify_all();
   return {};
 }
@@ -325,16 +325,15 @@ void PageReaderImpl::run() {
   std::vector<IoCompletion> completions;
   mutex_.lock();
   while (true) {
+    take_released();
     // Asked once: if the answer changed between two looks, this thread would not be woken.
     bool waits = must_yield();
     while (!cancelled_ && !waits && start_request()) waits = must_yield();
     if (queue_->in_flight() == 0) {
       if (stop_) break;
-      if (waits) {
-        work_.wait_for_ns(mutex_, kYieldNs);
-      } else {
-        work_.wait(mutex_);
-      }
+      mutex_.unlock();
+      wait_for_work(waits ? kYieldNs : -1);
+      mutex_.lock();
       continue;
     }
     mutex_.unlock();
@@ -508,27 +507,50 @@ Result<PageView> PageReaderImpl::next() {
   }
 }
 
-Result<std::optional<PageView>> PageReaderImpl::try_next() {
-  MutexLock lock(mutex_);
+Result<std::optional<PageView>> PageReaderImpl::next_if_ready() {
   HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
   if (!ready) return std::optional<PageView>();
   return std::optional<PageView>(take_next());
+}
+
+Result<std::optional<PageView>> PageReaderImpl::try_next() {
+  if (!mutex_.try_lock()) return std::optional<PageView>();
+  Result<std::optional<PageView>> page = next_if_ready();
+  mutex_.unlock();
+  return page;
 }
 
 Result<std::optional<PageView>> PageReaderImpl::next_within(std::int64_t timeout_ns) {
   const std::int64_t end_ns = env_.monotonic_ns() + timeout_ns;
   MutexLock lock(mutex_);
   while (true) {
-    HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
-    if (ready) return std::optional<PageView>(take_next());
+    HCACHE_ASSIGN_OR_RETURN(std::optional<PageView> page, next_if_ready());
     const std::int64_t left_ns = end_ns - env_.monotonic_ns();
-    if (left_ns <= 0) return std::optional<PageView>();
+    if (page || left_ns <= 0) return page;
     ready_.wait_for_ns(mutex_, left_ns);
   }
 }
 
 void PageReaderImpl::release(std::size_t index) {
-  MutexLock lock(mutex_);
+  {
+    MutexLock lock(wake_mutex_);
+    released_.push_back(index);
+  }
+  if (!mutex_.try_lock()) return wake();  // the I/O thread takes it in
+  take_released();
+  mutex_.unlock();
+}
+
+void PageReaderImpl::take_released() {
+  std::vector<std::size_t> released;
+  {
+    MutexLock lock(wake_mutex_);
+    released.swap(released_);
+  }
+  for (const std::size_t index : released) set_free(index);
+}
+
+void PageReaderImpl::set_free(std::size_t index) {
   if (index < first_item_ || index >= next_out_) die("release() of a page that is not out");
   Item& given = item(index);
   if (given.released) die("release() of a page twice");
@@ -536,7 +558,7 @@ void PageReaderImpl::release(std::size_t index) {
   if (given.request != nullptr) --given.request->unreleased;
   if (given.remote) {
     remote_bytes_ -= page_of(given.job).bytes;
-    work_.notify_one();
+    wake();
   }
   given.job.chunk.reset();
   given.cached = {};
@@ -550,15 +572,30 @@ void PageReaderImpl::release(std::size_t index) {
 void PageReaderImpl::free_requests() {
   while (!requests_.empty() && requests_.front()->complete && requests_.front()->unreleased == 0) {
     requests_.pop_front();
-    work_.notify_one();
+    wake();
   }
+}
+
+void PageReaderImpl::wake() {
+  {
+    MutexLock lock(wake_mutex_);
+    woken_ = true;
+  }
+  work_.notify_one();
+}
+
+void PageReaderImpl::wait_for_work(std::int64_t at_most_ns) {
+  MutexLock lock(wake_mutex_);
+  if (!woken_ && at_most_ns >= 0) work_.wait_for_ns(wake_mutex_, at_most_ns);
+  while (!woken_ && at_most_ns < 0) work_.wait(wake_mutex_);
+  woken_ = false;
 }
 
 void PageReaderImpl::cancel() {
   MutexLock lock(mutex_);
   cancelled_ = true;
   queue_->cancel();
-  work_.notify_all();
+  wake();
   ready_.notify_all();
 }
 

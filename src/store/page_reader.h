@@ -169,6 +169,14 @@ class PageReaderImpl final : public PageReader {
   void finish(Request* request) HCACHE_EXCLUDES(mutex_);
   // Reads one page again. Returns the bytes it took.
   std::uint64_t read_again(const Request& request, Item* item) const;
+  // The I/O thread looks for work (again).
+  void wake() HCACHE_EXCLUDES(wake_mutex_);
+  // Until wake() has been called since the last time, at most `at_most_ns`; -1: for as long as it
+  // takes.
+  void wait_for_work(std::int64_t at_most_ns) HCACHE_EXCLUDES(mutex_, wake_mutex_);
+  // Takes in what release() was told.
+  void take_released() HCACHE_REQUIRES(mutex_) HCACHE_EXCLUDES(wake_mutex_);
+  void set_free(std::size_t index) HCACHE_REQUIRES(mutex_);
   // Gives back the ring memory of the oldest requests whose pages are all released.
   void free_requests() HCACHE_REQUIRES(mutex_);
   void check_page(Item* item) const;
@@ -177,6 +185,7 @@ class PageReaderImpl final : public PageReader {
   // Whether the next page can be had. An error: there will be none.
   [[nodiscard]] Result<bool> has_next() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] PageView take_next() HCACHE_REQUIRES(mutex_);
+  [[nodiscard]] Result<std::optional<PageView>> next_if_ready() HCACHE_REQUIRES(mutex_);
   Item& item(std::size_t index) HCACHE_REQUIRES(mutex_) { return items_[index - first_item_]; }
 
   Env& env_;
@@ -190,8 +199,14 @@ class PageReaderImpl final : public PageReader {
   std::byte* const ring_;
   IoQueue* const queue_;
 
+  // Held for a moment at most, so that nobody who has others to answer sleeps because of it.
+  Mutex wake_mutex_;
+  CondVar work_;  // for the I/O thread
+  bool woken_ HCACHE_GUARDED_BY(wake_mutex_) = false;
+  std::vector<std::size_t> released_ HCACHE_GUARDED_BY(wake_mutex_);
+
+  // Before wake_mutex_. The I/O thread may hold it while it plans.
   mutable Mutex mutex_;
-  CondVar work_;   // for the I/O thread
   CondVar ready_;  // for next()
   std::deque<Item> items_ HCACHE_GUARDED_BY(mutex_);
   std::size_t first_item_ HCACHE_GUARDED_BY(mutex_) = 0;  // index of items_.front()

@@ -22,6 +22,7 @@
 #define HCACHE_REQUIRES(...) HCACHE_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
 #define HCACHE_EXCLUDES(...) HCACHE_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define HCACHE_ACQUIRE(...) HCACHE_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
+#define HCACHE_TRY_ACQUIRE(...) HCACHE_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
 #define HCACHE_RELEASE(...) HCACHE_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
 #define HCACHE_ACQUIRED_AFTER(...) HCACHE_THREAD_ANNOTATION(acquired_after(__VA_ARGS__))
 #define HCACHE_ASSERT_CAPABILITY(x) HCACHE_THREAD_ANNOTATION(assert_capability(x))
@@ -33,6 +34,7 @@ namespace hcache {
 class HCACHE_CAPABILITY Mutex {
  public:
   void lock() HCACHE_ACQUIRE() { mutex_.lock(); }
+  [[nodiscard]] bool try_lock() HCACHE_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
   void unlock() HCACHE_RELEASE() { mutex_.unlock(); }
   // Tells the analysis what it can't see: the lock is held here. Does nothing.
   void assert_held() const HCACHE_ASSERT_CAPABILITY(this) {}
