@@ -159,6 +159,7 @@ class Core {
   // The current iteration's step.
   bool stepped_ = false;
   bool decoding_ = false;  // it has decode rows
+  double stalled_s_ = 0;   // in the restores' slices of this iteration
   double step_s_ = 0;      // as the Executor measured it
   double restore_debt_s_ = 0;
   uint64_t last_restore_ = 0;

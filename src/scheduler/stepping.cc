@@ -305,6 +305,7 @@ void Core::preempt(Task& task) {
 void Core::restore() {
   const bool restoring = restores_in_flight() > 0;
   note_company();
+  stalled_s_ = 0;
   double used_s = 0;
   if (Task* task = lone_restore(); task != nullptr) {
     constexpr double kEndless = std::numeric_limits<double>::infinity();
@@ -379,6 +380,7 @@ double Core::advance(Task& task, const RestoreTurn& turn) {
     return 0;
   }
   const double seconds = status->seconds;
+  stalled_s_ += status->stalled_s;
   task.waits_for_io = status->phase == RestoreStatus::Phase::kWaitingForIo;
   task.outcome.restore_busy_s += seconds;
   if (status->phase == RestoreStatus::Phase::kDone) {
@@ -432,7 +434,11 @@ void Core::count_time(bool restoring, double slices_s) {
     totals_.restore_step_s += step_s_ + slices_s;
     totals_.restore_slices_s += slices_s;
     if (!decoding_ || step_s_ <= 0) return;
-    totals_.restore_stretch_max = std::max(totals_.restore_stretch_max, 1 + slices_s / step_s_);
+    const auto note = [&](double* most, double seconds) {
+      *most = std::max(*most, 1 + seconds / step_s_);
+    };
+    note(&totals_.restore_stretch_max, slices_s);
+    note(&totals_.restore_stretch_own_max, slices_s - stalled_s_);
   } else {
     ++totals_.steps;
     totals_.step_s += step_s_;

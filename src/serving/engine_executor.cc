@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/stall.h"
 #include "policy/batching.h"
 #include "policy/miss_cost.h"
 #include "state/held_match.h"
@@ -398,6 +399,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   Restore& restore = *sequence->restore;
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t history = restore.planned.plan.restored_tokens;
+  const StallTimer stall;
   const int64_t start_ns = env_.monotonic_ns();
   Result<Restoration::Phase> phase = restore.work->advance(
       {.rows = slice_rows(turn.budget_s),
@@ -407,6 +409,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
        .proceed = turn.proceed});
   RestoreStatus status;
   status.seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
+  status.stalled_s = stall.stalled_s(status.seconds);
   if (phase.ok() && *phase == Restoration::Phase::kFailed) {
     const Status reopened = restart(seq, *sequence);
     if (reopened.ok()) {
@@ -425,6 +428,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   if (*phase == Restoration::Phase::kDone) {
     HCACHE_ASSIGN_OR_RETURN(RestoreStatus done, end_restore(seq, *sequence));
     done.seconds = status.seconds;
+    done.stalled_s = status.stalled_s;
     return done;
   }
   status.reserved = restore.held.rows(restore.upto) + restore.work->record().prefilled_tokens;

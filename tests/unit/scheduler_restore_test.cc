@@ -148,6 +148,24 @@ TEST(SchedulerRestore, ExclusiveOnesHaveTheEngineToThemselves) {
   EXPECT_EQ(restored.answer, bench.expected(restored));
 }
 
+TEST(SchedulerRestore, TellsItsOwnPartOfTheLongestStep) {
+  for (const double stalled : {0.0, 0.75}) {
+    FakeOptions fake;
+    fake.restore_row_s = 1e-4;
+    fake.stalled_share = stalled;
+    Bench bench(fake, {.restore = {.share = 0.25}});
+    bench.executor.save({}, tokens(400));
+    bench.submit(tokens(10, 2), 400);
+    bench.run_once();
+    bench.submit(tokens(400) + tokens(5, 3), 5);
+    ASSERT_TRUE(bench.run_all());
+    const Snapshot stats = bench.scheduler->stats();
+    EXPECT_GT(stats.restore_stretch_max, 2);  // by a slice of 3.2 ms beside a step of 1.1
+    EXPECT_NEAR(stats.restore_stretch_own_max - 1, (1 - stalled) * (stats.restore_stretch_max - 1),
+                1e-9);
+  }
+}
+
 TEST(SchedulerRestore, KeepsItsShareWhileOthersDecode) {
   FakeOptions fake;
   fake.restore_row_s = 1e-4;  // a slice of 32 rows takes 3.2 ms, a step about 1.1

@@ -103,6 +103,7 @@ struct FakeOptions {
   double row_s = 1e-4;
   int64_t slice_rows = 32;
   double restore_row_s = 2e-5;
+  double stalled_share = 0;  // of the restores' time: the machine runs something else
   double io_start_s = 2e-3;
   double io_row_s = 1e-5;
   // Of the new tokens, that are computed while a restore waits; one that is alone is followed by as
@@ -352,6 +353,7 @@ class FakeExecutor final : public Executor {
       sequence.restored += rows;
     }
     trace.slices_s += status.seconds;
+    status.stalled_s = options_.stalled_share * status.seconds;
     status.reserved = static_cast<int64_t>(sequence.restore.size());
     status.fraction = fraction();
     if (sequence.restored == sequence.restore_end) finish_restore(sequence, status);

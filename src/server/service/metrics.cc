@@ -100,6 +100,10 @@ struct Metrics::Impl {
       gauge("hcache_step_stretch_max",
             "Longest step of replies beside a restore, over that without")
           .Add({});
+  prometheus::Gauge& step_stretch_own =
+      gauge("hcache_step_stretch_own_max",
+            "The same without what of the restore's slices the machine ran something else in")
+          .Add({});
   prometheus::Family<prometheus::Gauge>& saver =
       gauge("hcache_saver_rows", "Rows of state so far, by what became of them");
   prometheus::Gauge& saver_bytes =
@@ -219,6 +223,7 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   set(impl_->step_seconds, {{"restoring", "no"}}, s.step_s);
   set(impl_->step_seconds, {{"restoring", "yes"}}, s.restore_step_s);
   impl_->step_stretch.Set(s.restore_stretch_max);
+  impl_->step_stretch_own.Set(s.restore_stretch_own_max);
   set(impl_->saver, {{"result", "captured"}}, snapshot.saver.rows_captured);
   set(impl_->saver, {{"result", "skipped"}}, snapshot.saver.rows_skipped);
   impl_->saver_bytes.Set(static_cast<double>(snapshot.saver.bytes_written));

@@ -114,8 +114,9 @@ struct RestoreStatus {
     kDone,
   };
   Phase phase = Phase::kWaitingForIo;
-  double seconds = 0;   // of compute that this call took from running requests
-  double fraction = 0;  // of the restore that is done, 0 … 1
+  double seconds = 0;    // of compute that this call took from running requests
+  double stalled_s = 0;  // of these: the machine ran something else (base/stall.h)
+  double fraction = 0;   // of the restore that is done, 0 … 1
   // Until it is done: cells that it has taken. Those asked for, and those of tokens behind them
   // whose prefill began while reads were waited for.
   int64_t reserved = 0;

@@ -138,6 +138,8 @@ struct Snapshot {
   double restore_alone_s = 0;   // slices in iterations without a step
   // The longest of the steps in which something decoded, slices included, over its time without.
   double restore_stretch_max = 0;
+  // The same without what of the slices the machine ran something else in (base/stall.h).
+  double restore_stretch_own_max = 0;
   uint64_t failed_steps = 0;
   uint64_t decode_rows = 0;
   uint64_t prefill_rows = 0;
