@@ -77,6 +77,11 @@ class Truncation(unittest.TestCase):
         self.assertIs(answer["truncated"], True)
         answer = self.server.post("/v1/messages", {"messages": [user(TEXT[:5000])], "max_tokens": 5, **AUTO})
         self.assertGreater(answer["hcache"]["dropped_tokens"], 0)
+        answer = self.server.post("/v1/messages", {
+            "messages": [user(TEXT[:5000])], "max_tokens": 5,
+            "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}})
+        self.assertGreater(answer["hcache"]["dropped_tokens"], 0)
+        self.assertEqual(answer["context_management"], {"applied_edits": []})
         status, answer, _ = self.server.call("POST", "/v1/chat/completions", {
             "messages": [user("Hello")], "truncation": "always"})
         self.assertEqual(status, 400)

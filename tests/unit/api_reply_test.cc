@@ -428,6 +428,24 @@ TEST_F(Replies, MessagesCountTokensOnce) {
             "max_tokens");
 }
 
+TEST_F(Replies, MessagesSayThatNoEditWasMade) {
+  for (const bool asked : {false, true}) {
+    GenerationRequest r = request(Dialect::kMessages, true);
+    r.edits_context = asked;
+    const auto stream = events(run(r, context(), "x", ended()).stream);
+    const Json last = stream.at(stream.size() - 2).data;
+    EXPECT_EQ(last["type"], "message_delta");
+    EXPECT_EQ(last.contains("context_management"), asked);
+    r.stream = false;
+    const Json answer = run(r, context(), "x", ended()).answer;
+    ASSERT_EQ(answer.contains("context_management"), asked);
+    if (asked) {
+      EXPECT_EQ(answer["context_management"]["applied_edits"], Json::array());
+      EXPECT_EQ(answer["context_management"], last["context_management"]);
+    }
+  }
+}
+
 TEST_F(Replies, ResponseStreamGivesTheWholeAnswer) {
   for (uint32_t seed = 0; seed < 10; seed++) {
     const Transcript whole =

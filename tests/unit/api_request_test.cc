@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -46,6 +47,33 @@ void bad(const Parser& parser, const std::string& patch, const std::string& mess
   const auto request = parser.parse(with(json(parser.base), patch));
   EXPECT_EQ(request.code(), Code::kInvalidArgument) << patch;
   EXPECT_EQ(request.status().message(), message) << patch;
+}
+
+TEST(Requests, TruncationIsAskedForInAllDialects) {
+  for (const Parser& p : kAll) {
+    EXPECT_FALSE(good(p, "{}").truncate.has_value());
+    EXPECT_EQ(good(p, R"({"truncation": "auto"})").truncate, true);
+    EXPECT_EQ(good(p, R"({"truncation": "disabled"})").truncate, false);
+  }
+  bad(chat(), R"({"truncation": "always"})", "truncation: 'always' is none of auto, disabled");
+}
+
+TEST(Requests, AnthropicEditsOfTheContextAskForTruncation) {
+  const std::string edit =
+      R"("context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": {}}]})";
+  EXPECT_EQ(good(messages(), "{" + edit + "}").truncate, true);
+  EXPECT_TRUE(good(messages(), "{" + edit + "}").edits_context);
+  EXPECT_EQ(good(messages(), "{" + edit + R"(, "truncation": "disabled"})").truncate, false);
+  for (const char* none : {"null", "{}", R"({"edits": []})"}) {
+    const auto r = good(messages(), fmt::format(R"({{"context_management": {}}})", none));
+    EXPECT_FALSE(r.truncate.has_value());
+    EXPECT_FALSE(r.edits_context);
+  }
+  EXPECT_FALSE(good(chat(), "{" + edit + "}").truncate.has_value());
+  bad(messages(), R"({"context_management": {"edits": [{}]}})",
+      "context_management.edits[0].type: missing");
+  bad(messages(), R"({"context_management": {"edits": 1}})",
+      "context_management.edits: expected an array, got a number");
 }
 
 TEST(Requests, SamplingIsTheSameInAllDialects) {

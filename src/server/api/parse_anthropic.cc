@@ -178,6 +178,21 @@ void count_tokens_fields(Fields& f, GenerationRequest* r) {
   check_tools(f, *r);
 }
 
+// Whoever lets a conversation be shortened would rather have it cut than refused.
+void context_fields(Fields& f, GenerationRequest* r) {
+  f.object("context_management",
+           "Where it names an edit, truncation is auto, unless the request says otherwise. Nothing "
+           "is cleared before the context is full.",
+           [&](Fields& context) {
+             context.objects("edits", "How the conversation may be shortened.", [&](Fields& edit) {
+               std::string type;
+               edit.required().text("type", &type, "Of the edit; any.");
+               r->edits_context = true;
+             });
+           });
+  if (r->edits_context && !r->truncate) r->truncate = true;
+}
+
 void messages_fields(Fields& f, GenerationRequest* r) {
   conversation_fields(f, r);
   r->include_usage = true;
@@ -190,6 +205,7 @@ void messages_fields(Fields& f, GenerationRequest* r) {
   chat.json_schema = std::exchange(r->sampling.json_schema, {});
   stream_fields(f, r);
   cache_fields(f, r);
+  context_fields(f, r);
   check_tools(f, *r);
 }
 

@@ -120,6 +120,9 @@ class MessagesReply : public ReplyBase {
     const Outcome sum = total();
     (*out)["timings"] = timings_json(sum);
     (*out)["hcache"] = outcome_json(sum);
+    if (request_.edits_context) {
+      (*out)["context_management"] = {{"applied_edits", Json::array()}};  // none is made, we cut
+    }
   }
 
   static void write(const char* type, Json data, std::string* out) {

@@ -71,6 +71,9 @@ struct GenerationRequest {
   std::string previous_response_id;  // the conversation goes on from there
   bool store = true;                 // later requests may go on from this one
 
+  // Anthropic.
+  bool edits_context = false;  // the answer is to say which edits were made
+
   // llama-server.
   int id_slot = -1;
   bool return_tokens = false;
