@@ -30,8 +30,11 @@ class ConversationsTest : public ::testing::Test {
     auto store = store::Store::open(Env::real(), options);
     ASSERT_TRUE(store.ok()) << store.status().to_string();
     store_ = std::move(*store);
-    conversations_ =
-        std::make_unique<Conversations>(Env::real(), *tokenizer_, store_.get(), Fingerprint());
+    conversations_ = std::make_unique<Conversations>(
+        Env::real(), *tokenizer_, store_.get(), Fingerprint(),
+        [this](std::span<const int32_t> tokens, const SaltId& salt) {
+          return store_->match(chain_, salt, tokens).value_or({});
+        });
     ASSERT_TRUE(conversations_->load().ok());
   }
   std::vector<int32_t> encode(std::string_view text) {
@@ -67,6 +70,7 @@ class ConversationsTest : public ::testing::Test {
   model::test::TempFile vocab_{model::test::tiny_vocab()};
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<store::Store> store_;
+  store::ChainFingerprints chain_{Fingerprint()};  // of what is saved
   std::unique_ptr<Conversations> conversations_;
 };
 
@@ -181,6 +185,36 @@ TEST_F(ConversationsTest, AReplyContinuesItsConversation) {
   EXPECT_FALSE(conversations_->get(salt_id(""), name)->named);
   remember(spelled("hi"), "mine");
   EXPECT_TRUE(conversations_->get(salt_id(""), "mine")->named);
+}
+
+TEST_F(ConversationsTest, WhatIsPinnedStaysAlsoBehindItsCuts) {
+  const SaltId salt = salt_id("");
+  chain_.add(store::kChunkTokens, Fingerprint{{1}});
+  const std::vector<int32_t> tokens = spelled(std::string(2 * store::kChunkTokens, 'a'));
+  const auto save = [&] {
+    ChunkId parent;
+    for (size_t at = 0; at < tokens.size(); at += store::kChunkTokens) {
+      store::ChunkWrite chunk;
+      chunk.parent = parent;
+      chunk.fingerprint = chain_.at(at);
+      chunk.salt = salt;
+      chunk.first_position = at;
+      chunk.tokens = std::span(tokens).subspan(at, store::kChunkTokens);
+      chunk.id = chunk_id(chunk.fingerprint, salt, parent, chunk.tokens);
+      ASSERT_TRUE(store_->put({&chunk, 1}).ok());
+      parent = chunk.id;
+    }
+  };
+  save();
+  remember(tokens, "a");
+  EXPECT_EQ(store_->remove({}).value_or(0), 2U);
+  save();
+  ASSERT_TRUE(conversations_->set_pinned(salt, "a", true).ok());
+  EXPECT_EQ(store_->remove({}).value_or(9), 0U);
+  open();
+  EXPECT_EQ(store_->remove({}).value_or(9), 0U);
+  ASSERT_TRUE(conversations_->set_pinned(salt, "a", false).ok());
+  EXPECT_EQ(store_->remove({}).value_or(0), 2U);
 }
 
 TEST_F(ConversationsTest, PinsNamesAndTimesSurviveARestart) {

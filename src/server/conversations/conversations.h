@@ -15,12 +15,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
@@ -61,10 +63,18 @@ struct FinishedChain {
 
 class Conversations {
  public:
-  // tokenizer and store must outlive it. Without a store it forgets at the process's end.
+  // What the store has of a conversation, however it was cut. Any thread.
+  using Saved = std::function<store::Match(std::span<const int32_t> tokens, const SaltId& salt)>;
+
+  // tokenizer and store must outlive it, and what `saved` refers to. Without a store it forgets at
+  // the process's end.
   Conversations(Env& env, const model::Tokenizer& tokenizer, store::Store* store,
-                const Fingerprint& fingerprint)
-      : env_(env), tokenizer_(tokenizer), store_(store), fingerprint_(fingerprint) {}
+                const Fingerprint& fingerprint, Saved saved)
+      : env_(env),
+        tokenizer_(tokenizer),
+        store_(store),
+        fingerprint_(fingerprint),
+        saved_(std::move(saved)) {}
 
   // Reads what the store has of this model. Damaged sessions are left out.
   Status load() HCACHE_EXCLUDES(mutex_);
@@ -165,6 +175,7 @@ class Conversations {
   const model::Tokenizer& tokenizer_;
   store::Store* const store_;
   const Fingerprint fingerprint_;
+  const Saved saved_;
   // Memory changes first, under mutex_, which is held for moments. Writers of the store take turns,
   // each with what memory holds when its turn has come.
   Mutex write_mutex_;

@@ -50,8 +50,9 @@ Status Service::init() {
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
   // Asked for by an option, it is to work; asked for by a request, it is a wish.
   if (options_.truncate) HCACHE_RETURN_IF_ERROR(check_cuts());
-  conversations_ = std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(),
-                                                   runtime().fingerprint());
+  conversations_ =
+      std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(), runtime().fingerprint(),
+                                      std::bind_front(&Service::saved, this));
   HCACHE_RETURN_IF_ERROR(conversations_->load());
   keeper_ = std::make_unique<WorkQueue>(1);
   writer_ = std::make_unique<WorkQueue>(1);
@@ -76,6 +77,14 @@ policy::TruncationLimits Service::truncation_limits() const {
 
 policy::NextMessage Service::next_message() const {
   return std::bind_front(model::next_message, std::cref(tokenizer()));
+}
+
+store::Match Service::saved(std::span<const int32_t> tokens, const SaltId& salt) {
+  store::Match whole = runtime().match(tokens, salt, {});
+  const std::vector<policy::HeldRows> cuts = cuts_of(tokens);
+  if (cuts.empty()) return whole;
+  store::Match cut = runtime().match(tokens, salt, cuts);
+  return cut.n_tokens > whole.n_tokens ? std::move(cut) : std::move(whole);
 }
 
 std::vector<policy::HeldRows> Service::cuts_of(std::span<const int32_t> tokens) const {
