@@ -31,9 +31,10 @@ Result<std::vector<Device*>> split_layers(const Placement& p, int n_layer) {
   double end = 0;
   for (const double part : parts) ends.push_back((end += part) / sum);
   const int n = p.n_layers < 0 ? n_layer : std::min(p.n_layers, n_layer);
+  const int first = n_layer - n;
   for (int i = 0; i < n; ++i) {
     const auto owner = std::upper_bound(ends.begin(), ends.end(), static_cast<double>(i) / n);
-    layers[static_cast<size_t>(n_layer - n + i)] =
+    layers[static_cast<size_t>(first) + static_cast<size_t>(i)] =
         p.devices[static_cast<size_t>(owner - ends.begin())];
   }
   return layers;
