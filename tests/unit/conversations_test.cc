@@ -33,7 +33,7 @@ class ConversationsTest : public ::testing::Test {
     conversations_ = std::make_unique<Conversations>(
         Env::real(), *tokenizer_, store_.get(), Fingerprint(),
         [this](std::span<const int32_t> tokens, const SaltId& salt) {
-          return store_->match(chain_, salt, tokens).value_or({});
+          return store_->match(chain_, salt, tokens);
         });
     ASSERT_TRUE(conversations_->load().ok());
   }

@@ -50,7 +50,10 @@ Status Conversations::load() {
     const SaltId salt = session->salt;
     session->name = store::client_name(salt, session->name);
     Entry entry = entry_of(std::move(*session));
-    if (is_held(entry.conversation)) entry.pins = saved_(entry.tokens, salt);
+    if (is_held(entry.conversation)) {
+      auto match = saved_(entry.tokens, salt);
+      if (match.ok()) entry.pins = std::move(*match);
+    }
     MutexLock lock(mutex_);
     insert(&tenants_[salt], std::move(entry));
   }
@@ -273,7 +276,9 @@ Status Conversations::persist(const SaltId& salt, std::string_view name) {
   HCACHE_RETURN_IF_ERROR(store_->put_session(session));
   // The chunks of what is pinned or kept are held, so that the store does not evict them.
   store::Match pins;
-  if (is_held(entry.conversation)) pins = saved_(entry.tokens, salt);
+  if (is_held(entry.conversation)) {
+    HCACHE_ASSIGN_OR_RETURN(pins, saved_(entry.tokens, salt));
+  }
   MutexLock lock(mutex_);
   if (const auto now = find(salt, name); now.ok()) (*now)->pins = std::move(pins);
   return {};

@@ -64,7 +64,8 @@ struct FinishedChain {
 class Conversations {
  public:
   // What the store has of a conversation, however it was cut. Any thread.
-  using Saved = std::function<store::Match(std::span<const int32_t> tokens, const SaltId& salt)>;
+  using Saved =
+      std::function<Result<store::Match>(std::span<const int32_t> tokens, const SaltId& salt)>;
 
   // tokenizer and store must outlive it, and what `saved` refers to. Without a store it forgets at
   // the process's end.

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/tokens.h"
 #include "batch_answerer.h"
+#include "state/identity.h"
 
 namespace hcache::server {
 namespace {
@@ -79,11 +80,13 @@ policy::NextMessage Service::next_message() const {
   return std::bind_front(model::next_message, std::cref(tokenizer()));
 }
 
-store::Match Service::saved(std::span<const int32_t> tokens, const SaltId& salt) {
-  store::Match whole = runtime().match(tokens, salt, {});
+Result<store::Match> Service::saved(std::span<const int32_t> tokens, const SaltId& salt) {
+  const Fingerprint& exact = runtime().fingerprint();
+  HCACHE_ASSIGN_OR_RETURN(store::Match whole, store()->match(exact, salt, tokens));
   const std::vector<policy::HeldRows> cuts = cuts_of(tokens);
   if (cuts.empty()) return whole;
-  store::Match cut = runtime().match(tokens, salt, cuts);
+  HCACHE_ASSIGN_OR_RETURN(store::Match cut,
+                          store()->match(state::chain_fingerprints(exact, cuts), salt, tokens));
   return cut.n_tokens > whole.n_tokens ? std::move(cut) : std::move(whole);
 }
 

@@ -105,7 +105,7 @@ class Service {
   [[nodiscard]] Status check_cuts() const;
   [[nodiscard]] policy::TruncationLimits truncation_limits() const;
   // What the store has of a conversation, whether it was truncated or not.
-  [[nodiscard]] store::Match saved(std::span<const int32_t> tokens, const SaltId& salt);
+  [[nodiscard]] Result<store::Match> saved(std::span<const int32_t> tokens, const SaltId& salt);
   // What answers the batches of an owner; null: none of the API keys is its.
   [[nodiscard]] std::unique_ptr<Answerer> answerer_for(const std::string& owner);
   // Now and then has sessions expired; the engine's thread.

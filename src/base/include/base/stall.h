@@ -1,5 +1,5 @@
 // Time in which the machine ran something else: another process had the core, or the host of a
-// virtual machine another guest. No clock of the operating system tells the second.
+// virtual machine another guest. /proc/stat counts the second, in ticks of 10 ms.
 //
 // Threading: an object belongs to one thread; it measures that thread in its process.
 #pragma once
