@@ -36,6 +36,12 @@ StoreOptions::StoreOptions(Options* parent) : Options(parent) {
   });
 }
 
+Result<std::optional<store::StoreKey>> StoreOptions::key() const {
+  if (key_file.empty()) return std::optional<store::StoreKey>();
+  HCACHE_ASSIGN_OR_RETURN(const store::StoreKey key, store::read_store_key(Env::real(), key_file));
+  return std::optional(key);
+}
+
 SamplingArgs::SamplingArgs(Options* parent) : Options(parent) {
   number(&temperature, "--temperature,--temp", "X", temperature, {0, 100},
          "randomness of the choice; 0: always the most likely token");

@@ -1,12 +1,14 @@
 // Options that several verbs share.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "model/sampler.h"
 #include "options.h"
+#include "store/key.h"
 
 namespace hcache::cli {
 
@@ -57,6 +59,14 @@ struct StoreOptions : Options {
   std::vector<std::string> stores =
       texts(&stores, "--store", "DIR", "", "",
             "store folder, once per disk; default: STATE_DIR/store");  // at least one after parsing
+  std::string key_file =
+      text(&key_file, "--encrypt-key-file", "FILE", "",
+           "encrypt what is stored, here and in --remote, with the key in this file (`hcache store "
+           "new-key` makes one); for a store that is new or was made with that key",
+           {.variable = "HCACHE_ENCRYPT_KEY_FILE"});
+
+  // Of --encrypt-key-file; none without it.
+  [[nodiscard]] Result<std::optional<store::StoreKey>> key() const;
 };
 
 // And how much of it there may be, for verbs that write.

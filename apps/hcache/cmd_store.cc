@@ -1,4 +1,4 @@
-// hcache store stat|ls|verify|repair|gc|export|import|rm: looks after the saved state.
+// hcache store stat|ls|verify|repair|gc|export|import|rm|new-key: looks after the saved state.
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -54,6 +54,10 @@ struct ImportArgs : StoreArgs {
   ImportArgs() { offer(state, {&state.quota_bytes}); }
 };
 
+struct KeyArgs : Options {
+  std::string file = text(&file, "-o,--out", "FILE", "", "key file to write; it must not exist");
+};
+
 struct RemoveArgs : StoreArgs {
   std::string session =
       text(&session, "--session", "NAME", "", "remove this conversation and what only it uses");
@@ -68,6 +72,7 @@ Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only
                                            uint64_t quota_bytes = 0) {
   store::StoreOptions options;
   options.dirs = args.folders.stores;
+  HCACHE_ASSIGN_OR_RETURN(options.key, args.folders.key());
   options.quota_bytes = quota_bytes;
   options.read_only = read_only;
   return store::Store::open(Env::real(), options);
@@ -238,6 +243,7 @@ Status repair(const RepairArgs& args) {
   ProgressLine line;
   store::StoreOptions options;
   options.dirs = args.folders.stores;
+  HCACHE_ASSIGN_OR_RETURN(options.key, args.folders.key());
   options.recovery_progress = [&](std::string_view what, double fraction) {
     return line.update(std::string(what), fraction);
   };
@@ -415,6 +421,16 @@ Status remove(const RemoveArgs& args) {
   return {};
 }
 
+Status new_key(const KeyArgs& args) {
+  if (args.file.empty()) return invalid_argument("--out names the key file to write");
+  HCACHE_RETURN_IF_ERROR(store::make_store_key(Env::real(), args.file));
+  fmt::print(
+      "{} holds a new key. Keep a copy elsewhere: without it nothing that is encrypted with "
+      "it can be read.\n",
+      args.file);
+  return {};
+}
+
 }  // namespace
 
 void add_store(CLI::App& app, Verb* verb) {
@@ -432,6 +448,7 @@ void add_store(CLI::App& app, Verb* verb) {
   add_verb<ImportArgs>(*group, verb, "import", "Take in a conversation from such a file",
                        import_session);
   add_verb<RemoveArgs>(*group, verb, "rm", "Remove a conversation or chunks", remove);
+  add_verb<KeyArgs>(*group, verb, "new-key", "Make a key for --encrypt-key-file", new_key);
 }
 
 }  // namespace hcache::cli

@@ -69,7 +69,7 @@ class RuntimeImpl : public Runtime {
   const SaltId& salt() const override { return salt_.id; }
   policy::RestoreCosts costs() const override {
     if (!engine_) return {};
-    return restore_costs(profile_, *engine_, env_.nominal_read_bytes_per_s());
+    return prices(env_.nominal_read_bytes_per_s());
   }
 
  private:
@@ -78,6 +78,8 @@ class RuntimeImpl : public Runtime {
   Status open_batch();
   Status open_saver();
   Status open_store();
+  // What restores cost over a link of so many bytes/s at most; 0: the disks alone bound it.
+  [[nodiscard]] policy::RestoreCosts prices(double max_read_bytes_per_s) const;
   Status open_direct_storage(store::StoreOptions* options);
   Status open_profile();
   Status measure_profile();
@@ -104,6 +106,7 @@ class RuntimeImpl : public Runtime {
   Salt salt_;
   CostProfile profile_;
   bool profile_dirty_ = false;
+  double decrypt_bytes_per_s_ = 0;  // of an encrypted store
   policy::SavePlan save_plan_;
   std::vector<uint8_t> tap_;
   StateTypes state_types_;
@@ -247,6 +250,8 @@ Status RuntimeImpl::open_store() {
     };
   }
   if (options_.gpu_direct) HCACHE_RETURN_IF_ERROR(open_direct_storage(&options));
+  options.key = options_.store_key;
+  if (options.key) decrypt_bytes_per_s_ = store::measure_decryption(env_, *options.key);
   options.remote = options_.remote;
   options.read_only = options_.read_only_store;
   HCACHE_ASSIGN_OR_RETURN(store_, store::Store::open(env_, options));
@@ -292,6 +297,15 @@ Status RuntimeImpl::refresh_profile() {
   return measure_profile();
 }
 
+policy::RestoreCosts RuntimeImpl::prices(double max_read_bytes_per_s) const {
+  policy::RestoreCosts out = restore_costs(profile_, *engine_, max_read_bytes_per_s);
+  // A reader decrypts while its disks read on: the slower of both paces it.
+  if (decrypt_bytes_per_s_ > 0) {
+    out.link.bytes_per_s = std::min(out.link.bytes_per_s, decrypt_bytes_per_s_);
+  }
+  return out;
+}
+
 Status RuntimeImpl::choose_save_plan() {
   // The plan in force lives beside the profile, so that hysteresis spans processes.
   const std::string path =
@@ -311,8 +325,8 @@ Status RuntimeImpl::choose_save_plan() {
   request.mode = options_.save;
   request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
   request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
-  HCACHE_ASSIGN_OR_RETURN(save_plan_, policy::plan_save(restore_costs(profile_, *engine_, 0),
-                                                        request, previous ? &*previous : nullptr));
+  HCACHE_ASSIGN_OR_RETURN(save_plan_,
+                          policy::plan_save(prices(0), request, previous ? &*previous : nullptr));
   keep_hidden_where_lossless();
   tap_.clear();
   nlohmann::json layers = nlohmann::json::array();

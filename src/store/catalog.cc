@@ -112,6 +112,7 @@ Result<std::unique_ptr<Catalog::Connection>> Catalog::connect(const CatalogOptio
 Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& options) {
   std::unique_ptr<Catalog> catalog(new Catalog);
   catalog->path_ = join_path(options.dir, options.file);
+  catalog->seal_ = options.seal;
   HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env.file_info(catalog->path_));
   if (options.read_only) {
     if (!info.exists || info.size == 0) {
@@ -141,6 +142,7 @@ Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& o
 Result<std::unique_ptr<Catalog>> Catalog::open_damaged(const CatalogOptions& options) {
   std::unique_ptr<Catalog> catalog(new Catalog);
   catalog->path_ = join_path(options.dir, options.file);
+  catalog->seal_ = options.seal;
   HCACHE_ASSIGN_OR_RETURN(catalog->writer_, catalog->connect(options, false));
   const MutexLock lock(catalog->writer_->mutex);
   // What is set aside stays as it was found.
@@ -171,6 +173,8 @@ Status Catalog::create(Env& env, const CatalogOptions& options) {
     const std::uint64_t random = env.random_u64();
     std::memcpy(&id.bytes[i], &random, 8);
   }
+  id = seal_.new_store_id(id);
+  format_ = seal_.on() ? kSealedFormatVersion : kFormatVersion;
   lock.unlock();
   return change_schema(kSchema, [&] {
     c.mutex.assert_held();
@@ -189,14 +193,14 @@ Status Catalog::upgrade() {
 // Runs the statements, writes the headers, and marks the catalog as open, all or nothing.
 Status Catalog::change_schema(const char* sql, const std::function<bool()>& more) {
   Connection& c = *writer_;
-  const std::string header = fmt::format("PRAGMA application_id={}; PRAGMA user_version={};",
-                                         kApplicationId, kFormatVersion);
+  const std::string header =
+      fmt::format("PRAGMA application_id={}; PRAGMA user_version={};", kApplicationId, format_);
   MutexLock lock(c.mutex);
   if (c.exec("BEGIN IMMEDIATE") != SQLITE_OK) return error(c, "create its schema");
   bool ok = c.exec(sql) == SQLITE_OK && c.exec(header.c_str()) == SQLITE_OK && more();
   if (ok) {
     Statement put(c, "INSERT OR REPLACE INTO meta(key, value) VALUES('header', ?1), (?2, x'01')");
-    const std::string text = encode_header(kFormatVersion, store_id_);
+    const std::string text = encode_header(format_, store_id_);
     ok = put.bind_blob(text).bind_text(kOpenKey).run();
   }
   if (ok) ok = c.exec("COMMIT") == SQLITE_OK;
@@ -240,11 +244,11 @@ Status Catalog::read_header() {
   if (!has_id || !agrees || version == 0) {
     return data_loss(fmt::format("the header of catalog {} is damaged", path_));
   }
-  if (version > kFormatVersion) {
+  if (version > kSealedFormatVersion) {
     return unimplemented(fmt::format("the store of {} has format {}; this program knows {}", path_,
-                                     version, kFormatVersion));
+                                     version, kSealedFormatVersion));
   }
-  return {};
+  return seal_.fits(store_id_, version == kSealedFormatVersion, path_);
 }
 
 Result<bool> Catalog::mark_open() {
@@ -271,15 +275,15 @@ Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
   Connection& c = reader();
   const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk WHERE id = ?1");
-  if (!s.bind_id(id).step()) {
+  if (!s.bind_id(seal_.hide(id)).step()) {
     if (s.failed()) return error(c, "look a chunk up");
     return std::optional<ChunkRecord>();
   }
   ChunkId stored;
-  if (!s.id(1, &stored) || stored != id) {
+  if (!s.id(1, &stored) || seal_.show(stored) != id) {
     return data_loss(fmt::format("catalog row of chunk {}: index and row differ", to_hex(id)));
   }
-  HCACHE_ASSIGN_OR_RETURN(ChunkRecord record, decode_chunk(id, s.bytes(3)));
+  HCACHE_ASSIGN_OR_RETURN(ChunkRecord record, decode_chunk(id, s.bytes(3), seal_));
   return std::optional<ChunkRecord>(std::move(record));
 }
 
@@ -291,9 +295,9 @@ Result<std::vector<ChunkRecord>> Catalog::children(const ChunkId& sibling_key,
   Statement s(c,
               "SELECT seq, id, last_used, body FROM chunk WHERE parent = ?1 AND first_token = ?2"
               " ORDER BY seq");
-  s.bind_id(sibling_key).bind(first_token);
+  s.bind_id(seal_.hide(sibling_key)).bind(seal_.hide_first_token(sibling_key, first_token));
   while (s.step()) {
-    ChunkRow row = read_row(s);
+    ChunkRow row = read_row(s, seal_);
     if (row.record.ok()) out.push_back(std::move(*row.record));
   }
   if (s.failed()) return error(c, "look chunks up");
@@ -304,21 +308,21 @@ Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
   Connection& c = reader();
   const MutexLock lock(c.mutex);
   Statement s(c, "SELECT body FROM session WHERE name = ?1");
-  if (!s.bind_text(name).step()) {
+  const std::string stored = seal_.hide_name(name);
+  if (!s.bind_text(stored).step()) {
     if (s.failed()) return error(c, "look a session up");
     return std::optional<Session>();
   }
-  HCACHE_ASSIGN_OR_RETURN(Session session, decode_session(name, s.bytes(0)));
+  HCACHE_ASSIGN_OR_RETURN(Session session, decode_session(stored, s.bytes(0), seal_));
   return std::optional<Session>(std::move(session));
 }
 
 Result<std::vector<std::string>> Catalog::session_names() {
-  Connection& c = reader();
-  const MutexLock lock(c.mutex);
+  HCACHE_ASSIGN_OR_RETURN(std::vector<SessionRow> rows, session_records());
   std::vector<std::string> out;
-  Statement s(c, "SELECT name FROM session ORDER BY name");
-  while (s.step()) out.emplace_back(s.bytes(0));
-  if (s.failed()) return error(c, "list sessions");
+  for (SessionRow& row : rows) {
+    if (row.status.ok()) out.push_back(std::move(row.name));
+  }
   return out;
 }
 
@@ -347,7 +351,7 @@ Result<std::unordered_map<SaltId, SaltId>> Catalog::owners() {
     SaltId salt;
     SaltId owner;
     if (parse_id(s.bytes(0).substr(kOwnerPrefix.size()), &salt).ok() && s.id(1, &owner)) {
-      out.emplace(salt, owner);
+      out.emplace(seal_.show(salt), seal_.show(owner));
     }
   }
   if (s.failed()) return error(c, "list owners");
@@ -363,8 +367,8 @@ Result<std::uint64_t> Catalog::count_sessions() {
 }
 
 namespace {
-RecordRef read_ref(const auto& s, int column, std::size_t body, const ChunkRow& row) {
-  return {record_key(row.id), RecordPlace::unpack(s.number(column)), record_bytes(0, body)};
+RecordRef read_ref(const auto& s, int column, std::size_t body, const ChunkId& stored) {
+  return {record_key(stored), RecordPlace::unpack(s.number(column)), record_bytes(0, body)};
 }
 }  // namespace
 
@@ -382,8 +386,8 @@ Status Catalog::scan(const std::function<bool(ChunkRow&&)>& visit) {
                                     " WHERE seq > ?1 ORDER BY seq LIMIT ?2");
       s.bind(last).bind(kScanRows);
       while (s.step()) {
-        rows.push_back(read_row(s));
-        if (with_records) rows.back().record_ref = read_ref(s, 4, s.bytes(3).size(), rows.back());
+        ChunkRow& row = rows.emplace_back(read_row(s, seal_));
+        if (with_records) row.record_ref = read_ref(s, 4, s.bytes(3).size(), seal_.hide(row.id));
         // A damaged tree may give keys in any order; a scan must end all the same.
         if (rows.back().seq <= last) return data_loss("catalog " + path_ + ": rows out of order");
         last = rows.back().seq;
@@ -401,13 +405,23 @@ Result<std::vector<SessionRow>> Catalog::session_records() {
   Connection& c = reader();
   const MutexLock lock(c.mutex);
   std::vector<SessionRow> out;
-  Statement s(c, "SELECT name, record, body FROM session ORDER BY name");
+  const bool with_records = format_ >= kFirstFormatWithRecords;
+  Statement s(c, with_records ? "SELECT name, body, record FROM session ORDER BY name"
+                              : "SELECT name, body FROM session ORDER BY name");
   while (s.step()) {
     SessionRow& row = out.emplace_back();
     row.name = s.bytes(0);
-    row.record_ref = {record_key(row.name), RecordPlace::unpack(s.number(1)),
-                      record_bytes(row.name.size(), s.bytes(2).size())};
-    row.intact = decode_session(row.name, s.bytes(2)).ok();
+    if (with_records) {
+      row.record_ref = {record_key(row.name), RecordPlace::unpack(s.number(2)),
+                        record_bytes(row.name.size(), s.bytes(1).size())};
+    }
+    auto session = decode_session(row.name, s.bytes(1), seal_);
+    row.status = session.status();
+    if (session.ok()) row.name = std::move(session->name);
+  }
+  if (seal_.on()) {
+    std::sort(out.begin(), out.end(),
+              [](const SessionRow& a, const SessionRow& b) { return a.name < b.name; });
   }
   if (s.failed()) return error(c, "list sessions");
   return out;
@@ -417,7 +431,7 @@ Result<std::optional<RecordPlace>> Catalog::record_of(const ChunkId& id) {
   Connection& c = reader();
   const MutexLock lock(c.mutex);
   Statement s(c, "SELECT record FROM chunk WHERE id = ?1");
-  if (s.bind_id(id).step()) return std::optional(RecordPlace::unpack(s.number(0)));
+  if (s.bind_id(seal_.hide(id)).step()) return std::optional(RecordPlace::unpack(s.number(0)));
   if (s.failed()) return error(c, "look a chunk up");
   return std::optional<RecordPlace>();
 }
@@ -427,7 +441,7 @@ Status Catalog::by_use(const std::function<bool(ChunkRow&&)>& visit) {
   const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk ORDER BY last_used DESC");
   while (s.step()) {
-    if (!visit(read_row(s))) return {};
+    if (!visit(read_row(s, seal_))) return {};
   }
   if (s.failed()) return error(c, "read chunks by their use");
   return {};
@@ -441,7 +455,7 @@ Status Catalog::salvage_chunks(const std::function<bool(ChunkRow&&)>& visit) {
                           "SELECT seq, id, last_used, body FROM chunk ORDER BY seq DESC"}) {
     Statement s(c, sql);
     while (s.step()) {
-      ChunkRow row = read_row(s);
+      ChunkRow row = read_row(s, seal_);
       if (row.record.ok() && !visit(std::move(row))) return {};
     }
     if (!s.failed()) return {};
@@ -456,7 +470,7 @@ Status Catalog::salvage_sessions(const std::function<bool(Session&&)>& visit) {
                           "SELECT name, body FROM session ORDER BY rowid DESC"}) {
     Statement s(c, sql);
     while (s.step()) {
-      auto session = decode_session(s.bytes(0), s.bytes(1));
+      auto session = decode_session(s.bytes(0), s.bytes(1), seal_);
       if (session.ok() && !visit(std::move(*session))) return {};
     }
     if (!s.failed()) return {};

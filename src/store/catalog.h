@@ -21,6 +21,7 @@
 #include "base/sync.h"
 #include "format.h"
 #include "record_file.h"
+#include "seal.h"
 
 namespace hcache::store {
 
@@ -33,6 +34,7 @@ struct CatalogOptions {
   bool create = true;  // false: there must be one
   std::string vfs;     // empty: SQLite's own
   bool read_only = false;
+  Seal seal;  // of the rows; a store has one from the beginning, or never
 };
 
 // A row of the chunk table. `record` failed its check if it is not ok.
@@ -45,14 +47,15 @@ struct ChunkRow {
 };
 
 struct SessionRow {
-  std::string name;
-  bool intact = false;  // it passes its check
+  std::string name;  // of a damaged one: under which it stands there
+  Status status;     // not ok: it fails its check
   RecordRef record_ref;
 };
 
 class Catalog {
  public:
   // Opens or (unless read_only) creates it. not_found when there is none and read_only.
+  // failed_precondition: it was made with another key, or with none.
   [[nodiscard]] static Result<std::unique_ptr<Catalog>> open(Env& env,
                                                              const CatalogOptions& options);
   // A catalog of which as much as possible is to be read: only the functions below that say so.
@@ -63,7 +66,8 @@ class Catalog {
 
   [[nodiscard]] const StoreId& store_id() const { return store_id_; }
   [[nodiscard]] const std::string& path() const { return path_; }
-  // Of the store; only a reader sees an older one than kFormatVersion.
+  [[nodiscard]] const Seal& seal() const { return seal_; }
+  // Of the store: kFormatVersion or kSealedFormatVersion; only a reader sees an older one.
   [[nodiscard]] std::uint32_t format() const { return format_; }
 
   // ---- Reads
@@ -74,6 +78,7 @@ class Catalog {
   [[nodiscard]] Result<std::vector<ChunkRecord>> children(const ChunkId& sibling_key,
                                                           std::int32_t first_token);
   [[nodiscard]] Result<std::optional<Session>> find_session(std::string_view name);
+  // Of those that are intact.
   [[nodiscard]] Result<std::vector<std::string>> session_names();
   [[nodiscard]] Result<std::vector<std::uint32_t>> disks();
   // Salts whose chunks another one's quota counts.
@@ -173,6 +178,7 @@ class Catalog {
 
   std::string path_;
   StoreId store_id_;
+  Seal seal_;
   std::uint32_t format_ = kFormatVersion;
   std::unique_ptr<Connection> writer_;  // the only connection of a read-only catalog is reader_
   std::unique_ptr<Connection> reader_;

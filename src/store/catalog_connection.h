@@ -120,7 +120,7 @@ inline constexpr std::string_view kOpenKey = "open";
 
 // Columns: seq, id, last_used, body.
 template <typename Statement>
-ChunkRow read_row(const Statement& s) {
+ChunkRow read_row(const Statement& s, const Seal& seal) {
   ChunkRow row;
   row.seq = s.number(0);
   row.last_used_ns = s.number(2);
@@ -128,7 +128,8 @@ ChunkRow read_row(const Statement& s) {
     row.record = data_loss("catalog row " + std::to_string(row.seq) + ": no id");
     return row;
   }
-  row.record = decode_chunk(row.id, s.bytes(3));
+  row.id = seal.show(row.id);
+  row.record = decode_chunk(row.id, s.bytes(3), seal);
   return row;
 }
 

@@ -41,9 +41,10 @@ void Catalog::Transaction::drop_record(const RecordKey& key, std::int64_t place,
 Status Catalog::Transaction::drop_record_of(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
+  const ChunkId stored = catalog_->seal_.hide(id);
   Statement s(c, "SELECT record, length(body) FROM chunk WHERE id = ?1");
-  if (s.bind_id(id).step()) {
-    drop_record(record_key(id), s.number(0),
+  if (s.bind_id(stored).step()) {
+    drop_record(record_key(stored), s.number(0),
                 record_bytes(0, static_cast<std::uint64_t>(s.number(1))));
   }
   return s.failed() ? catalog_->error(c, "look a chunk up") : Status();
@@ -52,10 +53,11 @@ Status Catalog::Transaction::drop_record_of(const ChunkId& id) {
 Status Catalog::Transaction::drop_record_of(std::string_view session) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
+  const std::string stored = catalog_->seal_.hide_name(session);
   Statement s(c, "SELECT record, length(body) FROM session WHERE name = ?1");
-  if (s.bind_text(session).step()) {
-    drop_record(record_key(session), s.number(0),
-                record_bytes(session.size(), static_cast<std::uint64_t>(s.number(1))));
+  if (s.bind_text(stored).step()) {
+    drop_record(record_key(stored), s.number(0),
+                record_bytes(stored.size(), static_cast<std::uint64_t>(s.number(1))));
   }
   return s.failed() ? catalog_->error(c, "look a session up") : Status();
 }
@@ -68,9 +70,12 @@ Status Catalog::Transaction::insert(const ChunkRecord& record, std::int64_t last
   Statement s(c,
               "INSERT INTO chunk(id, parent, first_token, position, last_used, body, record)"
               " VALUES(?1, ?2, ?3, ?4, ?5, ?6, ?7)");
-  s.bind_id(info.id).bind_id(sibling_key(info.fingerprint, info.salt, info.parent));
-  s.bind(info.tokens.front()).bind(static_cast<std::int64_t>(info.first_position));
-  if (!s.bind(last_used_ns).bind_blob(encode_chunk(record)).bind(place.pack()).run()) {
+  const Seal& seal = catalog_->seal_;
+  const ChunkId siblings = sibling_key(info.fingerprint, info.salt, info.parent);
+  s.bind_id(seal.hide(info.id)).bind_id(seal.hide(siblings));
+  s.bind(seal.hide_first_token(siblings, info.tokens.front()));
+  s.bind(static_cast<std::int64_t>(info.first_position));
+  if (!s.bind(last_used_ns).bind_blob(encode_chunk(record, seal)).bind(place.pack()).run()) {
     return catalog_->error(c, "add a chunk");
   }
   return {};
@@ -81,7 +86,9 @@ Status Catalog::Transaction::update(const ChunkRecord& record, const RecordPlace
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET body = ?2, record = ?3 WHERE id = ?1");
-  if (!s.bind_id(record.info.id).bind_blob(encode_chunk(record)).bind(place.pack()).run()) {
+  const Seal& seal = catalog_->seal_;
+  s.bind_id(seal.hide(record.info.id)).bind_blob(encode_chunk(record, seal));
+  if (!s.bind(place.pack()).run()) {
     return catalog_->error(c, "change a chunk");
   }
   return {};
@@ -91,7 +98,8 @@ Status Catalog::Transaction::set_record(const ChunkId& id, const RecordPlace& pl
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET record = ?2 WHERE id = ?1");
-  if (!s.bind_id(id).bind(place.pack()).run()) return catalog_->error(c, "note a record");
+  if (!s.bind_id(catalog_->seal_.hide(id)).bind(place.pack()).run())
+    return catalog_->error(c, "note a record");
   return {};
 }
 
@@ -99,7 +107,8 @@ Status Catalog::Transaction::set_record(std::string_view session, const RecordPl
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "UPDATE session SET record = ?2 WHERE name = ?1");
-  if (!s.bind_text(session).bind(place.pack()).run()) return catalog_->error(c, "note a record");
+  if (!s.bind_text(catalog_->seal_.hide_name(session)).bind(place.pack()).run())
+    return catalog_->error(c, "note a record");
   return {};
 }
 
@@ -108,7 +117,7 @@ Status Catalog::Transaction::erase(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "DELETE FROM chunk WHERE id = ?1");
-  if (!s.bind_id(id).run()) return catalog_->error(c, "remove a chunk");
+  if (!s.bind_id(catalog_->seal_.hide(id)).run()) return catalog_->error(c, "remove a chunk");
   return {};
 }
 
@@ -132,7 +141,8 @@ Status Catalog::Transaction::touch(const ChunkId& id, std::int64_t last_used_ns)
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "UPDATE chunk SET last_used = ?2 WHERE id = ?1");
-  if (!s.bind_id(id).bind(last_used_ns).run()) return catalog_->error(c, "mark a chunk as used");
+  if (!s.bind_id(catalog_->seal_.hide(id)).bind(last_used_ns).run())
+    return catalog_->error(c, "mark a chunk as used");
   return {};
 }
 
@@ -141,7 +151,9 @@ Status Catalog::Transaction::put_session(const Session& session, const RecordPla
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO session(name, body, record) VALUES(?1, ?2, ?3)");
-  if (!s.bind_text(session.name).bind_blob(encode_session(session)).bind(place.pack()).run()) {
+  const Seal& seal = catalog_->seal_;
+  s.bind_text(seal.hide_name(session.name)).bind_blob(encode_session(session, seal));
+  if (!s.bind(place.pack()).run()) {
     return catalog_->error(c, "save a session");
   }
   return {};
@@ -152,7 +164,8 @@ Status Catalog::Transaction::erase_session(std::string_view name, bool* found) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "DELETE FROM session WHERE name = ?1");
-  if (!s.bind_text(name).run()) return catalog_->error(c, "delete a session");
+  if (!s.bind_text(catalog_->seal_.hide_name(name)).run())
+    return catalog_->error(c, "delete a session");
   *found = sqlite3_changes(c.db) > 0;
   return {};
 }
@@ -169,8 +182,10 @@ Status Catalog::Transaction::put_owner(const SaltId& salt, const SaltId& owner) 
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, ?2)");
-  if (!s.bind_text(owner_key(salt)).bind_id(owner).run())
+  const Seal& seal = catalog_->seal_;
+  if (!s.bind_text(owner_key(seal.hide(salt))).bind_id(seal.hide(owner)).run()) {
     return catalog_->error(c, "name an owner");
+  }
   return {};
 }
 
@@ -178,7 +193,8 @@ Status Catalog::Transaction::erase_owner(const SaltId& salt) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "DELETE FROM meta WHERE key = ?1");
-  if (!s.bind_text(owner_key(salt)).run()) return catalog_->error(c, "forget an owner");
+  if (!s.bind_text(owner_key(catalog_->seal_.hide(salt))).run())
+    return catalog_->error(c, "forget an owner");
   return {};
 }
 
@@ -194,9 +210,10 @@ Result<std::optional<ChunkRow>> Catalog::Transaction::find(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "SELECT seq, id, last_used, body, record FROM chunk WHERE id = ?1");
-  if (s.bind_id(id).step()) {
-    ChunkRow row = read_row(s);
-    row.record_ref = {record_key(id), RecordPlace::unpack(s.number(4)),
+  const ChunkId stored = catalog_->seal_.hide(id);
+  if (s.bind_id(stored).step()) {
+    ChunkRow row = read_row(s, catalog_->seal_);
+    row.record_ref = {record_key(stored), RecordPlace::unpack(s.number(4)),
                       record_bytes(0, s.bytes(3).size())};
     return std::optional(std::move(row));
   }
@@ -209,12 +226,13 @@ Result<std::optional<Session>> Catalog::Transaction::find_session(std::string_vi
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "SELECT body, record FROM session WHERE name = ?1");
-  if (!s.bind_text(name).step()) {
+  const std::string stored = catalog_->seal_.hide_name(name);
+  if (!s.bind_text(stored).step()) {
     if (s.failed()) return catalog_->error(c, "look a session up");
     return std::optional<Session>();
   }
   *place = RecordPlace::unpack(s.number(1));
-  HCACHE_ASSIGN_OR_RETURN(Session session, decode_session(name, s.bytes(0)));
+  HCACHE_ASSIGN_OR_RETURN(Session session, decode_session(stored, s.bytes(0), catalog_->seal_));
   return std::optional<Session>(std::move(session));
 }
 
@@ -222,7 +240,7 @@ Result<bool> Catalog::Transaction::has_children(const ChunkId& id) {
   Connection& c = *catalog_->writer_;
   c.mutex.assert_held();
   Statement s(c, "SELECT 1 FROM chunk WHERE parent = ?1 LIMIT 1");
-  const bool found = s.bind_id(id).step();
+  const bool found = s.bind_id(catalog_->seal_.hide(id)).step();
   if (s.failed()) return catalog_->error(c, "look for followers");
   return found;
 }

@@ -33,7 +33,7 @@ std::optional<DiskFile> identify(Env& env, const std::string& dir, Status* statu
     const auto got = (*file)->read_at(0, header.span());
     if (!got.ok()) continue;
     const auto found = decode_file_header(header.span().first(*got));
-    if (found.ok()) return DiskFile{found->store, found->disk};
+    if (found.ok()) return DiskFile{found->store, found->disk, found->sealed};
   }
   return std::nullopt;
 }
@@ -114,7 +114,7 @@ class DiskTable {
               disk);
     if (options_.read_only) return {};
     return write_whole_file(env_, join_path(dir, kDiskFileName),
-                            encode_disk_file({catalog_.store_id(), disk}));
+                            encode_disk_file({catalog_.store_id(), disk, catalog_.seal().on()}));
   }
 
   Status mend() {
@@ -140,8 +140,9 @@ class DiskTable {
     for (const std::string& dir : unmarked_) {
       const auto disk = static_cast<std::uint32_t>(dirs_.size());
       HCACHE_RETURN_IF_ERROR(env_.make_dirs(dir));
-      HCACHE_RETURN_IF_ERROR(write_whole_file(env_, join_path(dir, kDiskFileName),
-                                              encode_disk_file({catalog_.store_id(), disk})));
+      HCACHE_RETURN_IF_ERROR(
+          write_whole_file(env_, join_path(dir, kDiskFileName),
+                           encode_disk_file({catalog_.store_id(), disk, catalog_.seal().on()})));
       HCACHE_RETURN_IF_ERROR(set(disk, dir));
     }
     if (dirs_.size() <= known_.size()) return {};
@@ -169,7 +170,10 @@ Result<DiskSet> find_disks(Env& env, const std::vector<std::string>& dirs) {
     Status status;
     const std::optional<DiskFile> file = identify(env, dir, &status);
     if (!file.has_value()) continue;
-    if (out.store.is_zero()) out.store = file->store;
+    if (out.store.is_zero()) {
+      out.store = file->store;
+      out.sealed = file->sealed;
+    }
     if (file->store != out.store) {
       return failed_precondition(fmt::format("{} belongs to store {}, another directory to {}", dir,
                                              to_hex(file->store), to_hex(out.store)));

@@ -17,6 +17,7 @@ inline constexpr const char* kDiskFileName = "hcache-disk";
 // What the directories themselves say, without a catalog.
 struct DiskSet {
   StoreId store;
+  bool sealed = false;
   std::vector<std::string> dirs;  // by disk
 };
 // data_loss: nothing says which store they are of. failed_precondition: they are of several, or a

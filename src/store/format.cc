@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 
 #include "base/xxh3.h"
 #include "bytes.h"
+#include "seal.h"
 
 namespace hcache::store {
 namespace {
@@ -18,6 +20,8 @@ constexpr std::size_t kCheckBytes = 8;
 constexpr std::size_t kChunkFixedBytes = 16 * 3 + 8 + 1 + 1 + 2 + 4;
 constexpr std::size_t kPageEntryBytes = 24;
 constexpr std::size_t kSessionFixedBytes = 16 * 2 + 8 * 4;
+
+std::uint32_t file_format(bool sealed) { return sealed ? kSealedFileFormat : kFileFormat; }
 
 std::uint64_t checksum_of_two(std::string_view first, std::string_view second) {
   XXH3_state_t state;
@@ -67,6 +71,14 @@ std::uint64_t page_bytes(const ChunkRecord& record) {
   return sum;
 }
 
+bool page_intact(const ChunkRecord& record, std::size_t page, const Seal& seal,
+                 std::span<std::byte> bytes) {
+  const PagePlace& place = record.places[page];
+  if (!seal.on()) return checksum(bytes) == place.checksum;
+  const ChunkInfo& info = record.info;
+  return seal.open_page({info.salt, info.id, info.pages[page]}, place.seal, bytes);
+}
+
 bool page_before(const PageInfo& a, const PageInfo& b) {
   return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
 }
@@ -87,10 +99,16 @@ ChunkId sibling_key(const Fingerprint& fingerprint, const SaltId& salt, const Ch
 }
 
 namespace {
-void encode_header(std::string_view magic, const StoreId& store, std::uint32_t disk,
+Status check_file_format(std::uint32_t format) {
+  if (format >= kFileFormat && format <= kSealedFileFormat) return {};
+  return unimplemented(
+      fmt::format("it has format {}; this program knows {}", format, kSealedFileFormat));
+}
+
+void encode_header(std::string_view magic, const StoreId& store, bool sealed, std::uint32_t disk,
                    std::uint32_t number, std::span<std::byte> out) {
   Writer w;
-  w.text(magic).number(kFileFormat).number(disk).number(number);
+  w.text(magic).number(file_format(sealed)).number(disk).number(number);
   w.number(std::uint32_t{0}).id(store);
   w.out().resize(kSegmentHeaderBytes - kCheckBytes, '\0');
   const std::string head = w.out();
@@ -99,14 +117,14 @@ void encode_header(std::string_view magic, const StoreId& store, std::uint32_t d
 }
 }  // namespace
 
-void encode_segment_header(const StoreId& store, std::uint32_t disk, std::uint32_t segment,
-                           std::span<std::byte> out) {
-  encode_header(kSegmentMagic, store, disk, segment, out);
+void encode_segment_header(const StoreId& store, bool sealed, std::uint32_t disk,
+                           std::uint32_t segment, std::span<std::byte> out) {
+  encode_header(kSegmentMagic, store, sealed, disk, segment, out);
 }
 
-void encode_record_file_header(const StoreId& store, std::uint32_t disk, std::uint32_t file,
-                               std::span<std::byte> out) {
-  encode_header(kRecordFileMagic, store, disk, file, out);
+void encode_record_file_header(const StoreId& store, bool sealed, std::uint32_t disk,
+                               std::uint32_t file, std::span<std::byte> out) {
+  encode_header(kRecordFileMagic, store, sealed, disk, file, out);
 }
 
 Result<FileHeader> decode_file_header(std::span<const std::byte> header) {
@@ -118,11 +136,9 @@ Result<FileHeader> decode_file_header(std::span<const std::byte> header) {
   Parser in(text.substr(kSegmentMagic.size()));
   const auto format = in.number<std::uint32_t>();
   if (!take_check({}, &text)) return data_loss("its header is damaged");
-  if (format != kFileFormat) {
-    return unimplemented(
-        fmt::format("it has format {}; this program knows {}", format, kFileFormat));
-  }
+  HCACHE_RETURN_IF_ERROR(check_file_format(format));
   FileHeader out;
+  out.sealed = format == kSealedFileFormat;
   out.disk = in.number<std::uint32_t>();
   out.number = in.number<std::uint32_t>();
   in.number<std::uint32_t>();
@@ -140,8 +156,8 @@ Status check_segment_header(std::span<const std::byte> header, const StoreId& st
 }
 
 std::string encode_disk_file(const DiskFile& file) {
-  std::string text = fmt::format("hcache store\nformat {}\nstore {}\ndisk {}\n", kFileFormat,
-                                 to_hex(file.store), file.disk);
+  std::string text = fmt::format("hcache store\nformat {}\nstore {}\ndisk {}\n",
+                                 file_format(file.sealed), to_hex(file.store), file.disk);
   return text + fmt::format("check {:016x}\n", checksum_of_two(text, {}));
 }
 
@@ -164,11 +180,9 @@ Result<DiskFile> decode_disk_file(std::string_view text) {
   if (!take_line(&text, "format", &value) || !parse_number(value, 10, &format)) {
     return data_loss("it names no format");
   }
-  if (format != kFileFormat) {
-    return unimplemented(
-        fmt::format("it has format {}; this program knows {}", format, kFileFormat));
-  }
+  HCACHE_RETURN_IF_ERROR(check_file_format(format));
   DiskFile file;
+  file.sealed = format == kSealedFileFormat;
   if (!take_line(&text, "store", &value) || !parse_id(value, &file.store).ok() ||
       !take_line(&text, "disk", &value) || !parse_number(value, 10, &file.disk) || !text.empty()) {
     return data_loss("it does not describe a disk");
@@ -176,7 +190,7 @@ Result<DiskFile> decode_disk_file(std::string_view text) {
   return file;
 }
 
-std::string encode_chunk(const ChunkRecord& record) {
+std::string encode_chunk(const ChunkRecord& record, const Seal& seal) {
   const ChunkInfo& info = record.info;
   Writer w;
   w.id(info.fingerprint).id(info.salt).id(info.parent).number(info.first_position);
@@ -190,16 +204,25 @@ std::string encode_chunk(const ChunkRecord& record) {
     w.number(page.layer).number(static_cast<std::uint8_t>(page.encoding)).number(place.disk);
     w.number(place.segment).number(static_cast<std::uint32_t>(place.offset / kPageAlignment));
     w.number(page.bytes).number(place.checksum);
+    if (!seal.on()) continue;
+    for (const std::uint8_t byte : place.seal.nonce) w.number(byte);
+    for (const std::uint8_t byte : place.seal.tag) w.number(byte);
   }
   const std::uint64_t check = checksum_of_two(as_text(info.id), w.out());
   w.number(check);
-  return std::move(w.out());
+  return seal.seal_row(std::move(w.out()), as_text(info.id));
 }
 
-Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body) {
+Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body, const Seal& seal) {
   auto bad = [&](const char* why) {
     return data_loss(fmt::format("catalog row of chunk {}: {}", to_hex(id), why));
   };
+  std::optional<std::string> opened;
+  if (seal.on()) {
+    opened = seal.open_row(body, as_text(id));
+    if (!opened) return bad("it was not written with this key, or was changed");
+    body = *opened;
+  }
   if (!take_check(as_text(id), &body)) return bad("checksum mismatch");
   if (body.size() < kChunkFixedBytes) return bad("too short");
   Parser in(body);
@@ -214,10 +237,10 @@ Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body) {
   const auto v_type = in.number<std::uint8_t>();
   const auto n_tokens = in.number<std::uint16_t>();
   const auto n_pages = in.number<std::uint32_t>();
+  const std::size_t page_entry = kPageEntryBytes + (seal.on() ? kSealBytes : 0);
   if (n_tokens == 0 || n_tokens > kChunkTokens || !valid_element_type(k_type) ||
       !valid_element_type(v_type) ||
-      body.size() !=
-          kChunkFixedBytes + 4ULL * n_tokens + kPageEntryBytes * std::uint64_t{n_pages}) {
+      body.size() != kChunkFixedBytes + 4ULL * n_tokens + page_entry * std::uint64_t{n_pages}) {
     return bad("inconsistent sizes");
   }
   info.k_type = static_cast<ElementType>(k_type);
@@ -238,6 +261,10 @@ Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body) {
     place.offset = std::uint64_t{in.number<std::uint32_t>()} * kPageAlignment;
     page.bytes = in.number<std::uint32_t>();
     place.checksum = in.number<std::uint64_t>();
+    if (seal.on()) {
+      for (std::uint8_t& byte : place.seal.nonce) byte = in.number<std::uint8_t>();
+      for (std::uint8_t& byte : place.seal.tag) byte = in.number<std::uint8_t>();
+    }
     if (!valid_encoding(encoding) || page.bytes == 0 || page.bytes > kMaxPageBytes ||
         place.offset < kSegmentHeaderBytes) {
       return bad("impossible page");
@@ -252,7 +279,7 @@ Result<ChunkRecord> decode_chunk(const ChunkId& id, std::string_view body) {
   return record;
 }
 
-std::string encode_session(const Session& session) {
+std::string encode_session(const Session& session, const Seal& seal) {
   Writer w;
   w.id(session.fingerprint).id(session.salt);
   w.number(session.created_ns).number(session.updated_ns);
@@ -262,13 +289,27 @@ std::string encode_session(const Session& session) {
   w.text(session.metadata_json);
   const std::uint64_t check = checksum_of_two(session.name, w.out());
   w.number(check);
-  return std::move(w.out());
+  if (!seal.on()) return std::move(w.out());
+  Writer named;
+  named.number(static_cast<std::uint32_t>(session.name.size())).text(session.name).text(w.out());
+  return seal.seal_row(std::move(named.out()), seal.hide_name(session.name));
 }
 
-Result<Session> decode_session(std::string_view name, std::string_view body) {
+Result<Session> decode_session(std::string_view name, std::string_view body, const Seal& seal) {
   auto bad = [&](const char* why) {
     return data_loss(fmt::format("catalog row of session '{}': {}", name, why));
   };
+  std::optional<std::string> opened;
+  if (seal.on()) {
+    opened = seal.open_row(body, name);
+    if (!opened) return bad("it was not written with this key, or was changed");
+    body = *opened;
+    if (body.size() < 4 || number_at<std::uint32_t>(body, 0) > body.size() - 4) {
+      return bad("inconsistent sizes");
+    }
+    name = body.substr(4, number_at<std::uint32_t>(body, 0));
+    body.remove_prefix(4 + name.size());
+  }
   if (!take_check(name, &body)) return bad("checksum mismatch");
   if (body.size() < kSessionFixedBytes) return bad("too short");
   Parser in(body);

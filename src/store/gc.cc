@@ -72,7 +72,7 @@ Result<std::uint64_t> StoreImpl::rewrite(std::vector<ChunkRecord> records) {
       const PagePlace& place = record.places[i];
       const std::uint32_t bytes = record.info.pages[i].bytes;
       draft.sources.emplace_back();
-      auto page = segments_->read_page(place, bytes);
+      auto page = segments_->read_page(record, i);
       if (!page) continue;
       draft.sources.back() = {page->data(), page->size()};
       data.push_back(std::move(page));

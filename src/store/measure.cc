@@ -4,6 +4,7 @@
 
 #include "base/env.h"
 #include "format.h"
+#include "seal.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -78,6 +79,21 @@ Result<double> measure_read_speed(Env& env, const std::string& dir, std::uint64_
   HCACHE_RETURN_IF_ERROR(status);
   const std::int64_t elapsed = std::max<std::int64_t>(1, env.monotonic_ns() - start);
   return static_cast<double>(bytes) * 1e9 / static_cast<double>(elapsed);
+}
+
+double measure_decryption(Env& env, const StoreKey& key) {
+  constexpr std::uint32_t kPage = 32 << 10;
+  constexpr int kPages = 128;
+  const Seal seal(key);
+  const PageName name{{}, {}, {0, Encoding::kKv, kPage}};
+  AlignedBuffer page(kPage);
+  PageSeal sealed;
+  std::memset(page.data(), 0, kPage);
+  seal.seal_page(name, page.span(), page.data(), &sealed);
+  const std::int64_t start = env.monotonic_ns();
+  for (int i = 0; i < kPages; ++i) (void)seal.open_page(name, sealed, page.span());
+  const std::int64_t elapsed = std::max<std::int64_t>(1, env.monotonic_ns() - start);
+  return double{kPage} * kPages * 1e9 / static_cast<double>(elapsed);
 }
 
 }  // namespace hcache::store

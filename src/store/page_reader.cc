@@ -190,7 +190,7 @@ bool PageReaderImpl::start_remote(Item* wanted) {
   wanted->planned = true;
   wanted->begin_ns = env_.monotonic_ns();
   source_.remote()->read(
-      key_of(wanted->job), page.bytes, wanted->deadline_ns,
+      key_of(wanted->job), wanted->job.chunk->record.info.salt, page.bytes, wanted->deadline_ns,
       [link = link_, index = next_plan_](Result<std::shared_ptr<const AlignedBuffer>> bytes) {
         MutexLock lock(link->mutex);
         if (link->reader == nullptr) return;
@@ -351,7 +351,8 @@ void PageReaderImpl::on_completion(const IoCompletion& completion) {
   if (completion.status.ok()) {
     request->done = std::min(request->asked_from + completion.bytes, request->length);
     if (completion.partial) {
-      deliver(request);
+      // What comes next may begin at the last block again, and a delivered page is decrypted.
+      deliver(request, request->done / kBlock * kBlock);
       return;
     }
     const std::size_t resume = request->done / kBlock * kBlock;
@@ -367,12 +368,12 @@ void PageReaderImpl::on_completion(const IoCompletion& completion) {
 }
 
 // The I/O thread owns the request's pages until they are marked ready.
-void PageReaderImpl::deliver(Request* request) {
+void PageReaderImpl::deliver(Request* request, std::size_t done) {
   const std::size_t first = request->checked;
   while (request->checked < request->items.size()) {
     Item* member = request->items[request->checked];
     const std::uint64_t within = place_of(member->job).offset - request->offset;
-    if (request->done < within + member->bytes.size()) break;
+    if (done < within + member->bytes.size()) break;
     check_page(member);
     ++request->checked;
   }
@@ -392,15 +393,17 @@ std::uint64_t PageReaderImpl::read_again(const Request& request, Item* item) con
   const std::uint64_t end = within + item->bytes.size();
   const std::uint64_t from = within / kBlock * kBlock;
   const std::uint64_t length = round_up(end, kBlock) - from;
-  const auto got =
-      request.file->read_at(request.offset + from, {ring_ + request.ring_at + from, length});
+  // Not into the ring: the page before may be in use, and decrypted.
+  AlignedBuffer blocks(length);
+  const auto got = request.file->read_at(request.offset + from, blocks.span());
   if (!got.ok()) {
     item->job.status = got.status();
     return 0;
   }
-  if (parts_.mirror != nullptr) {
-    item->job.status = parts_.mirror->update({ring_ + request.ring_at + from, *got});
-  }
+  const std::span<std::byte> page(ring_ + request.ring_at + within, item->bytes.size());
+  std::memcpy(page.data(), blocks.data() + (within - from),
+              std::min(page.size(), *got - std::min(*got, within - from)));
+  if (parts_.mirror != nullptr) item->job.status = parts_.mirror->update(page);
   if (from + *got < end) {
     item->job.status = data_loss(
         fmt::format("{} ends before the page at offset {}", request.file->path(), place.offset));
@@ -409,7 +412,7 @@ std::uint64_t PageReaderImpl::read_again(const Request& request, Item* item) con
 }
 
 void PageReaderImpl::finish(Request* request) {
-  deliver(request);
+  deliver(request, request->done);
   bool cancelled = false;
   {
     MutexLock lock(mutex_);
@@ -438,12 +441,20 @@ void PageReaderImpl::finish(Request* request) {
   ready_.notify_all();
 }
 
+bool PageReaderImpl::take_in(const Item& item) const {
+  const PageJob& job = item.job;
+  if (!source_.seal().on()) return checksum(item.bytes) == place_of(job).checksum;
+  const std::span<std::byte> bytes(ring_ + (item.bytes.data() - ring_), item.bytes.size());
+  if (!page_intact(job.chunk->record, job.page, source_.seal(), bytes)) return false;
+  return parts_.mirror == nullptr || parts_.mirror->update(bytes).ok();
+}
+
 void PageReaderImpl::check_page(Item* checked) const {
   const PageJob& job = checked->job;
   const ChunkRecord& record = job.chunk->record;
   const PageInfo& page = page_of(job);
   const PagePlace& place = place_of(job);
-  if (job.status.ok() && checksum(checked->bytes) == place.checksum) {
+  if (job.status.ok() && take_in(*checked)) {
     keep_in_memory(*checked);
     return;
   }

@@ -16,6 +16,7 @@
 #include "format.h"
 #include "page_cache.h"
 #include "remote.h"
+#include "seal.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -63,6 +64,7 @@ class PageSource {
   [[nodiscard]] virtual Traffic& traffic() = 0;
   // Null: there is none, and no page says that it lies there.
   [[nodiscard]] virtual Remote* remote() = 0;
+  [[nodiscard]] virtual const Seal& seal() const = 0;
   // A page did not pass its check.
   virtual void count_checksum_failure() = 0;
 };
@@ -163,8 +165,8 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
   void submit_to_queue(Request* request) HCACHE_REQUIRES(mutex_);
   void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
-  // Checks the pages of a request that have wholly come; they can be delivered.
-  void deliver(Request* request) HCACHE_EXCLUDES(mutex_);
+  // Checks the pages of a request that lie in its first `done` bytes; they can be delivered.
+  void deliver(Request* request, std::size_t done) HCACHE_EXCLUDES(mutex_);
   // The request transfers nothing more: what has not come of it is read again, page by page.
   void finish(Request* request) HCACHE_EXCLUDES(mutex_);
   // Reads one page again. Returns the bytes it took.
@@ -179,6 +181,8 @@ class PageReaderImpl final : public PageReader {
   void set_free(std::size_t index) HCACHE_REQUIRES(mutex_);
   // Gives back the ring memory of the oldest requests whose pages are all released.
   void free_requests() HCACHE_REQUIRES(mutex_);
+  // Whether the page that was read is the one that was written; in the ring it is decrypted then.
+  [[nodiscard]] bool take_in(const Item& item) const;
   void check_page(Item* item) const;
   void keep_in_memory(const Item& item) const;
   void mark_failed(Item* item, Status status) HCACHE_REQUIRES(mutex_);

@@ -12,9 +12,10 @@ constexpr std::uint64_t kReserveBytes = 16ULL << 10;  // for the records of seve
 constexpr std::int64_t kSyncEveryNs = 5'000'000'000;
 }  // namespace
 
-Records::Records(Env& env, const StoreId& store, std::vector<std::string> dirs)
+Records::Records(Env& env, const StoreId& store, bool sealed, std::vector<std::string> dirs)
     : env_(env),
       store_(store),
+      sealed_(sealed),
       dirs_(std::move(dirs)),
       space_(dirs_.size(), Allocator(kRecordFileBytes)),
       last_sync_ns_(env.monotonic_ns()) {}
@@ -73,7 +74,7 @@ Result<std::shared_ptr<File>> Records::open(const Key& key, bool fresh) {
   HCACHE_ASSIGN_OR_RETURN(std::shared_ptr<File> file, env_.open_file(path(key), options));
   if (fresh) {
     AlignedBuffer header(kSegmentHeaderBytes);
-    encode_record_file_header(store_, key.first, key.second, header.span());
+    encode_record_file_header(store_, sealed_, key.first, key.second, header.span());
     HCACHE_RETURN_IF_ERROR(file->write_at(0, header.span()));
     HCACHE_RETURN_IF_ERROR(file->sync());
     HCACHE_RETURN_IF_ERROR(env_.sync_dir(dirs_[key.first]));

@@ -23,8 +23,8 @@ namespace hcache::store {
 
 class Records {
  public:
-  // dirs[i] is the directory of disk i.
-  Records(Env& env, const StoreId& store, std::vector<std::string> dirs);
+  // dirs[i] is the directory of disk i. `sealed`: the store is encrypted, and so are the bodies.
+  Records(Env& env, const StoreId& store, bool sealed, std::vector<std::string> dirs);
 
   // ---- What is there
 
@@ -78,6 +78,7 @@ class Records {
 
   Env& env_;
   const StoreId store_;
+  const bool sealed_;
   const std::vector<std::string> dirs_;
   std::vector<Allocator> space_;  // per disk
   std::map<Key, std::shared_ptr<File>> files_;

@@ -101,6 +101,13 @@ class OverlapCheck {
   std::vector<ChunkRecord> changed_;
 };
 
+// The chunk that a record is of.
+ChunkId chunk_of(const RecordHead& head, const Seal& seal) {
+  ChunkId stored;
+  stored.bytes = head.key.bytes;
+  return seal.show(stored);
+}
+
 // Removes chunks whose parent is not there, then those that this leaves without one.
 Status drop_orphans(Catalog* catalog, RepairReport* report) {
   while (true) {
@@ -126,11 +133,13 @@ Status drop_orphans(Catalog* catalog, RepairReport* report) {
 
 class Rebuild {
  public:
-  Rebuild(Env& env, const StoreOptions& options, RecoveryProgress* progress, RepairReport* report)
-      : env_(env), options_(options), progress_(progress), report_(report) {}
+  Rebuild(Env& env, const StoreOptions& options, const Seal& seal, RecoveryProgress* progress,
+          RepairReport* report)
+      : env_(env), options_(options), seal_(seal), progress_(progress), report_(report) {}
 
   Status run() {
     HCACHE_ASSIGN_OR_RETURN(disks_, find_disks(env_, options_.dirs));
+    HCACHE_RETURN_IF_ERROR(seal_.fits(disks_.store, disks_.sealed, options_.dirs[0]));
     HCACHE_RETURN_IF_ERROR(create());
     HCACHE_RETURN_IF_ERROR(salvage());
     HCACHE_RETURN_IF_ERROR(scan_records(
@@ -168,6 +177,7 @@ class Rebuild {
     options.vfs = options_.catalog_vfs;
     options.file = kNewCatalogName;
     options.store_id = disks_.store;
+    options.seal = seal_;
     HCACHE_ASSIGN_OR_RETURN(catalog_, Catalog::open(env_, options));
     HCACHE_RETURN_IF_ERROR(begin());
     for (std::uint32_t disk = 0; disk < disks_.dirs.size(); ++disk) {
@@ -183,6 +193,7 @@ class Rebuild {
     CatalogOptions options;
     options.dir = options_.catalog_dir;
     options.vfs = options_.catalog_vfs;
+    options.seal = seal_;
     auto old = Catalog::open_damaged(options);
     if (!old.ok()) {
       log::warn("nothing can be read from the old catalog: {}", old.status().to_string());
@@ -247,9 +258,7 @@ class Rebuild {
   Status add(const FoundRecord& record) {
     if (record.head.kind == RecordKind::kSession) return add_session(record);
     if (record.head.kind != RecordKind::kChunk) return {};  // of a later program
-    ChunkId id;
-    id.bytes = record.head.key.bytes;
-    const auto chunk = decode_chunk(id, record.body);
+    const auto chunk = decode_chunk(chunk_of(record.head, seal_), record.body, seal_);
     if (!chunk.ok()) return {};
     for (const PagePlace& place : chunk->places) {
       if (place.disk >= disks_.dirs.size()) {
@@ -258,7 +267,7 @@ class Rebuild {
             place.disk, options_.catalog_dir));
       }
     }
-    const SaltId& owner = record.head.owner;
+    const SaltId owner = seal_.show(record.head.owner);
     if (!owner.is_zero() && owner != chunk->info.salt && owned_.insert(chunk->info.salt).second) {
       HCACHE_RETURN_IF_ERROR(transaction_->put_owner(chunk->info.salt, owner));
     }
@@ -267,7 +276,7 @@ class Rebuild {
   }
 
   Status add_session(const FoundRecord& record) {
-    const auto session = decode_session(record.name, record.body);
+    const auto session = decode_session(record.name, record.body, seal_);
     if (!session.ok()) return {};
     RecordPlace before;
     HCACHE_ASSIGN_OR_RETURN(const auto there, transaction_->find_session(session->name, &before));
@@ -313,6 +322,7 @@ class Rebuild {
 
   Env& env_;
   const StoreOptions& options_;
+  const Seal seal_;
   RecoveryProgress* const progress_;
   RepairReport* const report_;
   DiskSet disks_;
@@ -336,29 +346,30 @@ bool RecoveryProgress::update(std::string_view what, std::uint64_t done, std::ui
   return true;
 }
 
-Status rebuild_catalog(Env& env, const StoreOptions& options, RecoveryProgress* progress,
-                       RepairReport* report) {
-  return Rebuild(env, options, progress, report).run();
+Status rebuild_catalog(Env& env, const StoreOptions& options, const Seal& seal,
+                       RecoveryProgress* progress, RepairReport* report) {
+  return Rebuild(env, options, seal, progress, report).run();
 }
 
 // ---- Reconciliation ---------------------------------------------------------------------------
 
-Records::Draft chunk_record_draft(const ChunkRecord& chunk, const Owners& owners) {
+Records::Draft chunk_record_draft(const ChunkRecord& chunk, const Owners& owners,
+                                  const Seal& seal) {
   Records::Draft draft;
   draft.head.kind = RecordKind::kChunk;
-  draft.head.key = record_key(chunk.info.id);
+  draft.head.key = record_key(seal.hide(chunk.info.id));
   const SaltId& owner = owners.owner_of(chunk.info.salt);
-  if (owner != chunk.info.salt) draft.head.owner = owner;
-  draft.body = encode_chunk(chunk);
+  if (owner != chunk.info.salt) draft.head.owner = seal.hide(owner);
+  draft.body = encode_chunk(chunk, seal);
   return draft;
 }
 
-Records::Draft session_record_draft(const Session& session) {
+Records::Draft session_record_draft(const Session& session, const Seal& seal) {
   Records::Draft draft;
   draft.head.kind = RecordKind::kSession;
-  draft.head.key = record_key(session.name);
-  draft.name = session.name;
-  draft.body = encode_session(session);
+  draft.name = seal.hide_name(session.name);
+  draft.head.key = record_key(draft.name);
+  draft.body = encode_session(session, seal);
   return draft;
 }
 
@@ -374,8 +385,7 @@ Status commit_with_records(Catalog::Transaction* transaction, Records* records, 
 Status Reconciliation::sort_in(const FoundRecord& record) {
   const RecordRef ref{record.head.key, record.place, record.bytes};
   if (record.head.kind == RecordKind::kChunk) {
-    ChunkId id;
-    id.bytes = record.head.key.bytes;
+    const ChunkId id = chunk_of(record.head, catalog_.seal());
     HCACHE_ASSIGN_OR_RETURN(const auto place, catalog_.record_of(id));
     if (place.has_value() && *place == record.place) {
       seen_.push_back(record.place.pack());
@@ -426,7 +436,7 @@ Status Reconciliation::take_in(RecoveryProgress* progress, RepairReport* report)
 
 bool Reconciliation::intact(const ChunkRecord& chunk) {
   for (std::size_t i = 0; i < chunk.places.size(); ++i) {
-    if (segments_.read_page(chunk.places[i], chunk.info.pages[i].bytes) == nullptr) return false;
+    if (segments_.read_page(chunk, i) == nullptr) return false;
   }
   return true;
 }
@@ -441,9 +451,8 @@ Result<bool> Reconciliation::take_in_chunks(std::span<const Unknown> batch) {
     std::string buffer;
     const auto record = read_record(env_, catalog_.store_id(), dirs_, unknown.ref.place, &buffer);
     if (!record.ok()) return false;
-    ChunkId id;
-    id.bytes = unknown.head.key.bytes;
-    auto chunk = decode_chunk(id, record->body);
+    const ChunkId id = chunk_of(unknown.head, catalog_.seal());
+    auto chunk = decode_chunk(id, record->body, catalog_.seal());
     if (!chunk.ok() || !intact(*chunk)) return false;
     ids.insert(id);
     chunks.push_back(std::move(*chunk));
@@ -459,8 +468,9 @@ Result<bool> Reconciliation::take_in_chunks(std::span<const Unknown> batch) {
     const RecordHead& head = batch[i].head;
     HCACHE_RETURN_IF_ERROR(
         transaction.insert(chunks[i], static_cast<std::int64_t>(head.batch), batch[i].ref.place));
-    if (!head.owner.is_zero() && head.owner != chunks[i].info.salt) {
-      HCACHE_RETURN_IF_ERROR(transaction.put_owner(chunks[i].info.salt, head.owner));
+    const SaltId owner = catalog_.seal().show(head.owner);
+    if (!owner.is_zero() && owner != chunks[i].info.salt) {
+      HCACHE_RETURN_IF_ERROR(transaction.put_owner(chunks[i].info.salt, owner));
     }
   }
   HCACHE_RETURN_IF_ERROR(transaction.commit());
@@ -471,7 +481,7 @@ Result<bool> Reconciliation::take_in_session(const Unknown& unknown) {
   std::string buffer;
   const auto record = read_record(env_, catalog_.store_id(), dirs_, unknown.ref.place, &buffer);
   if (!record.ok()) return false;
-  const auto session = decode_session(record->name, record->body);
+  const auto session = decode_session(record->name, record->body, catalog_.seal());
   if (!session.ok()) return false;
   HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
   RecordPlace place;
@@ -517,7 +527,7 @@ Status Reconciliation::write_missing_chunks(Records* records, const Owners& owne
   Status status;
   HCACHE_RETURN_IF_ERROR(catalog_.scan([&](ChunkRow&& row) {
     if (!row.record.ok() || seen(row.record_ref.place)) return true;
-    drafts.push_back(chunk_record_draft(*row.record, owners));
+    drafts.push_back(chunk_record_draft(*row.record, owners, catalog_.seal()));
     ids.push_back(row.id);
     if (ids.size() >= kRecordsPerWrite) status = write();
     return status.ok();
@@ -533,7 +543,7 @@ Status Reconciliation::write_missing_sessions(Records* records, RepairReport* re
     const auto session = catalog_.find_session(row.name);
     if (!session.ok() || !session->has_value()) continue;
     std::vector<Records::Draft> draft;
-    draft.push_back(session_record_draft(**session));
+    draft.push_back(session_record_draft(**session, catalog_.seal()));
     HCACHE_ASSIGN_OR_RETURN(const auto written, records->write(std::move(draft)));
     HCACHE_ASSIGN_OR_RETURN(auto transaction, catalog_.begin());
     HCACHE_RETURN_IF_ERROR(transaction.set_record(row.name, written[0].place));

@@ -40,8 +40,9 @@ class RecoveryProgress {
 };
 
 // Makes the catalog of a store anew. data_loss: nothing says which store the directories are of.
-// failed_precondition: a disk is missing. The old catalog stays until the new one is complete.
-[[nodiscard]] Status rebuild_catalog(Env& env, const StoreOptions& options,
+// failed_precondition: a disk is missing, or the seal is not the store's. The old catalog stays
+// until the new one is complete.
+[[nodiscard]] Status rebuild_catalog(Env& env, const StoreOptions& options, const Seal& seal,
                                      RecoveryProgress* progress, RepairReport* report);
 
 // Compares the records with the catalog, in this order: take_in() before anything is counted or
@@ -82,8 +83,9 @@ class Reconciliation {
 };
 
 // The record of a chunk or a session, to be written.
-[[nodiscard]] Records::Draft chunk_record_draft(const ChunkRecord& chunk, const Owners& owners);
-[[nodiscard]] Records::Draft session_record_draft(const Session& session);
+[[nodiscard]] Records::Draft chunk_record_draft(const ChunkRecord& chunk, const Owners& owners,
+                                                const Seal& seal);
+[[nodiscard]] Records::Draft session_record_draft(const Session& session, const Seal& seal);
 // Erases the records that the transaction replaces or removes, and commits. `durably`: they are
 // gone even if the power goes out right after.
 [[nodiscard]] Status commit_with_records(Catalog::Transaction* transaction, Records* records,

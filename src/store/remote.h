@@ -45,9 +45,9 @@ class Remote {
 
   // ---- Pages
 
-  void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
+  void read(const PageKey& page, const SaltId& salt, std::uint32_t bytes, std::int64_t deadline_ns,
             Tier::ReadDone done) {
-    tier_->read(page, bytes, deadline_ns, std::move(done));
+    tier_->read(page, salt, bytes, deadline_ns, std::move(done));
   }
   [[nodiscard]] RemoteWrite writes() const { return options_.write; }
   void write(TierWrite write) {

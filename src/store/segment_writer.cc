@@ -183,6 +183,18 @@ Status SegmentWriter::write(std::vector<Run>* runs) {
   return status;
 }
 
+// A page as it stands on disk.
+const std::byte* SegmentWriter::sealed(const Run::Page& page, std::span<const std::byte> source) {
+  const Seal& seal = segments_.seal();
+  if (!seal.on()) return source.data();
+  ChunkRecord& record = page.draft->record;
+  sealed_.resize(std::max(sealed_.size(), source.size()));
+  const ChunkInfo& info = record.info;
+  seal.seal_page({info.salt, info.id, info.pages[page.page]}, source, sealed_.data(),
+                 &record.places[page.page].seal);
+  return sealed_.data();
+}
+
 Status SegmentWriter::write_runs(std::vector<Run>* runs) {
   if (queue_ == nullptr) {
     HCACHE_ASSIGN_OR_RETURN(queue_, env_.new_io_queue(kWriteDepth));
@@ -212,7 +224,7 @@ Status SegmentWriter::write_runs(std::vector<Run>* runs) {
       place.offset = extent.offset + page.at;
       place.checksum = checksum(source);
       stream.emit(nullptr, page.at - at);
-      stream.emit(source.data(), source.size());
+      stream.emit(sealed(page, source), source.size());
       at = page.at + source.size();
     }
     stream.end();

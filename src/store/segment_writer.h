@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/env.h"
@@ -46,6 +47,8 @@ class SegmentWriter {
   [[nodiscard]] Status write_runs(std::vector<Run>* runs);
   [[nodiscard]] Result<std::shared_ptr<File>> file_for(std::uint32_t disk, std::uint32_t segment,
                                                        bool fresh);
+  // Valid until the next call.
+  [[nodiscard]] const std::byte* sealed(const Run::Page& page, std::span<const std::byte> source);
   void cancel(std::vector<Run>* runs);
 
   Env& env_;
@@ -53,6 +56,7 @@ class SegmentWriter {
   Space& space_;
   std::unique_ptr<IoQueue> queue_;
   AlignedBuffer buffer_;
+  std::vector<std::byte> sealed_;  // a page
 };
 
 }  // namespace hcache::store

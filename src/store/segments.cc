@@ -12,9 +12,14 @@ namespace {
 constexpr std::size_t kMaxOpen = 256;
 }  // namespace
 
-Segments::Segments(Env& env, StoreId store, std::vector<std::string> dirs, bool read_only,
-                   bool direct)
-    : env_(env), store_(store), dirs_(std::move(dirs)), read_only_(read_only), direct_(direct) {}
+Segments::Segments(Env& env, StoreId store, Seal seal, std::vector<std::string> dirs,
+                   bool read_only, bool direct)
+    : env_(env),
+      store_(store),
+      seal_(std::move(seal)),
+      dirs_(std::move(dirs)),
+      read_only_(read_only),
+      direct_(direct) {}
 
 std::string Segments::path(std::uint32_t disk, std::uint32_t segment) const {
   if (disk >= dirs_.size()) return fmt::format("disk {} (not there)", disk);
@@ -59,7 +64,7 @@ Result<std::shared_ptr<File>> Segments::open(std::uint32_t disk, std::uint32_t s
     if (read_only_ || status.code() != Code::kDataLoss) return status.with_context(file->path());
     // The catalog says what lies here and every page has its own checksum, so the writer mends it.
     log::warn("{}: {}; writing the header anew", file->path(), status.message());
-    encode_segment_header(store_, disk, segment, header.span());
+    encode_segment_header(store_, seal_.on(), disk, segment, header.span());
     HCACHE_RETURN_IF_ERROR(file->write_at(0, header.span()));
     HCACHE_RETURN_IF_ERROR(file->sync());
   }
@@ -75,7 +80,7 @@ Result<std::shared_ptr<File>> Segments::create(std::uint32_t disk, std::uint32_t
   options.direct = direct_;
   HCACHE_ASSIGN_OR_RETURN(std::shared_ptr<File> file, env_.open_file(path(disk, segment), options));
   AlignedBuffer header(kSegmentHeaderBytes);
-  encode_segment_header(store_, disk, segment, header.span());
+  encode_segment_header(store_, seal_.on(), disk, segment, header.span());
   HCACHE_RETURN_IF_ERROR(file->write_at(0, header.span()));
   HCACHE_RETURN_IF_ERROR(file->sync());
   HCACHE_RETURN_IF_ERROR(env_.sync_dir(dirs_[disk]));
@@ -84,8 +89,10 @@ Result<std::shared_ptr<File>> Segments::create(std::uint32_t disk, std::uint32_t
   return file;
 }
 
-std::shared_ptr<const AlignedBuffer> Segments::read_page(const PagePlace& place,
-                                                         std::uint32_t bytes) {
+std::shared_ptr<const AlignedBuffer> Segments::read_page(const ChunkRecord& record,
+                                                         std::size_t page) {
+  const PagePlace& place = record.places[page];
+  const std::uint32_t bytes = record.info.pages[page].bytes;
   const auto file = open(place.disk, place.segment);
   if (!file.ok()) return nullptr;
   const std::uint64_t from = place.offset / kBlock * kBlock;
@@ -93,11 +100,9 @@ std::shared_ptr<const AlignedBuffer> Segments::read_page(const PagePlace& place,
   const auto got = (*file)->read_at(from, blocks.span());
   const std::uint64_t within = place.offset - from;
   if (!got.ok() || *got < within + bytes) return nullptr;
-  const auto page = blocks.span().subspan(within, bytes);
-  if (checksum(page) != place.checksum) return nullptr;
   auto out = std::make_shared<AlignedBuffer>(bytes);
-  std::memcpy(out->data(), page.data(), bytes);
-  return out;
+  std::memcpy(out->data(), blocks.span().data() + within, bytes);
+  return page_intact(record, page, seal_, out->span()) ? out : nullptr;
 }
 
 Status Segments::remove(std::uint32_t disk, std::uint32_t segment) {

@@ -15,13 +15,15 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "format.h"
+#include "seal.h"
 
 namespace hcache::store {
 
 class Segments {
  public:
   // dirs[i] is the directory of disk i.
-  Segments(Env& env, StoreId store, std::vector<std::string> dirs, bool read_only, bool direct);
+  Segments(Env& env, StoreId store, Seal seal, std::vector<std::string> dirs, bool read_only,
+           bool direct);
 
   [[nodiscard]] std::uint32_t disks() const { return static_cast<std::uint32_t>(dirs_.size()); }
   [[nodiscard]] const std::string& dir(std::uint32_t disk) const { return dirs_[disk]; }
@@ -36,10 +38,11 @@ class Segments {
   // A new one with a durable header and directory entry; replaces a leftover file.
   [[nodiscard]] Result<std::shared_ptr<File>> create(std::uint32_t disk, std::uint32_t segment)
       HCACHE_EXCLUDES(mutex_);
-  // A page's bytes as the disk has them; null: it can't be read, or fails its check.
-  [[nodiscard]] std::shared_ptr<const AlignedBuffer> read_page(const PagePlace& place,
-                                                               std::uint32_t bytes)
+  // A page of a chunk; null: it can't be read, or fails its check.
+  [[nodiscard]] std::shared_ptr<const AlignedBuffer> read_page(const ChunkRecord& record,
+                                                               std::size_t page)
       HCACHE_EXCLUDES(mutex_);
+  [[nodiscard]] const Seal& seal() const { return seal_; }
   [[nodiscard]] Status remove(std::uint32_t disk, std::uint32_t segment) HCACHE_EXCLUDES(mutex_);
 
  private:
@@ -48,6 +51,7 @@ class Segments {
 
   Env& env_;
   const StoreId store_;
+  const Seal seal_;
   const std::vector<std::string> dirs_;
   const bool read_only_;
   const bool direct_;

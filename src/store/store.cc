@@ -125,6 +125,7 @@ Status Store::destroy(Env& env, const StoreOptions& options) {
 StoreImpl::StoreImpl(Env& env, StoreOptions options, PageMemory memory)
     : env_(env),
       options_(std::move(options)),
+      seal_(options_.key ? Seal(*options_.key) : Seal()),
       readers_(options_),
       cache_(env, options_.dram_bytes, options_.dram_policy, std::move(memory)) {}
 
@@ -183,7 +184,7 @@ Status StoreImpl::open_or_rebuild(Recovery recovery) {
   RepairReport report;
   report.damage = status.message();
   RecoveryProgress progress(env_, options_);
-  if (Status rebuilt = rebuild_catalog(env_, options_, &progress, &report); !rebuilt.ok()) {
+  if (Status rebuilt = rebuild_catalog(env_, options_, seal_, &progress, &report); !rebuilt.ok()) {
     if (rebuilt.code() == Code::kCancelled) return rebuilt;
     return rebuilt.code() == Code::kDataLoss
                ? status
@@ -204,6 +205,7 @@ Status StoreImpl::open_catalog(Recovery recovery) {
   catalog.dir = options_.catalog_dir;
   catalog.vfs = options_.catalog_vfs;
   catalog.read_only = options_.read_only;
+  catalog.seal = seal_;
   catalog.create = !have_records(env_, options_.dirs);
   HCACHE_ASSIGN_OR_RETURN(catalog_, Catalog::open(env_, catalog));
   bool compare = recovery != Recovery::kIfNeeded;
@@ -219,11 +221,11 @@ Status StoreImpl::open_catalog(Recovery recovery) {
 
 Status StoreImpl::prepare() {
   HCACHE_ASSIGN_OR_RETURN(std::vector<std::string> dirs, resolve_disks(env_, *catalog_, options_));
-  records_ = std::make_unique<Records>(env_, catalog_->store_id(), dirs);
-  segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), std::move(dirs),
+  records_ = std::make_unique<Records>(env_, catalog_->store_id(), seal_.on(), dirs);
+  segments_ = std::make_unique<Segments>(env_, catalog_->store_id(), seal_, std::move(dirs),
                                          options_.read_only, options_.direct_io);
   if (!options_.remote.url.empty() && remote_ == nullptr) {
-    HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote));
+    HCACHE_ASSIGN_OR_RETURN(auto tier, open_tier(env_, options_.remote, seal_));
     remote_ = std::make_unique<Remote>(env_, options_.remote, std::move(tier));
   }
   chains_ = std::make_unique<Chains>(*catalog_, remote_.get());
@@ -263,7 +265,7 @@ Status StoreImpl::count(bool compare, bool may_rebuild) {
   HCACHE_ASSIGN_OR_RETURN(std::uint64_t damaged, count_chunks(count_record));
   HCACHE_ASSIGN_OR_RETURN(const auto sessions, catalog_->session_records());
   for (const SessionRow& row : sessions) {
-    if (!row.intact) ++damaged;
+    if (!row.status.ok()) ++damaged;
     count_record(row.record_ref);
   }
   if (damaged > 0) {

@@ -86,6 +86,7 @@ class StoreImpl final : public Store, public PageSource {
   [[nodiscard]] PageCache& cache() override { return cache_; }
   [[nodiscard]] Traffic& traffic() override { return traffic_; }
   [[nodiscard]] Remote* remote() override { return remote_.get(); }
+  [[nodiscard]] const Seal& seal() const override { return seal_; }
   void count_checksum_failure() override { ++checksum_failures_; }
 
  private:
@@ -153,6 +154,7 @@ class StoreImpl final : public Store, public PageSource {
 
   Env& env_;
   StoreOptions options_;
+  const Seal seal_;
   std::unique_ptr<FileLock> lock_;
   std::unique_ptr<Catalog> catalog_;
   std::unique_ptr<Segments> segments_;

@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "format.h"
 #include "page_cache.h"
+#include "seal.h"
 #include "store/store.h"
 
 namespace hcache::store {
@@ -55,8 +56,9 @@ class Tier {
 
   // Deadlines are on the monotonic clock, in nanoseconds. At least one id.
   virtual void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) = 0;
-  virtual void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
-                    ReadDone done) = 0;
+  // The page of a chunk with this salt.
+  virtual void read(const PageKey& page, const SaltId& salt, std::uint32_t bytes,
+                    std::int64_t deadline_ns, ReadDone done) = 0;
   // These are being used: they should stay.
   virtual void touch(std::span<const ChunkId> ids) = 0;
   // False: too much waits to be written, this does not join it.
@@ -69,6 +71,8 @@ class Tier {
 
 // The tier that options.url names. invalid_argument for a URL that can't be read or whose kind is
 // unknown. That it does not answer is no error: it may change.
-[[nodiscard]] Result<std::unique_ptr<Tier>> open_tier(Env& env, const RemoteOptions& options);
+// What stands there is sealed with `seal`.
+[[nodiscard]] Result<std::unique_ptr<Tier>> open_tier(Env& env, const RemoteOptions& options,
+                                                      const Seal& seal);
 
 }  // namespace hcache::store

@@ -13,7 +13,7 @@ namespace {
 
 struct TierKind {
   std::string_view scheme;
-  Result<std::unique_ptr<Tier>> (*open)(Env& env, const RemoteOptions& options);
+  Result<std::unique_ptr<Tier>> (*open)(Env& env, const RemoteOptions& options, const Seal& seal);
 };
 
 constexpr TierKind kTiers[] = {
@@ -24,12 +24,12 @@ constexpr TierKind kTiers[] = {
 
 }  // namespace
 
-Result<std::unique_ptr<Tier>> open_tier(Env& env, const RemoteOptions& options) {
+Result<std::unique_ptr<Tier>> open_tier(Env& env, const RemoteOptions& options, const Seal& seal) {
   const std::string_view url = options.url;
   const std::string_view scheme = url.substr(0, url.find("://"));
   std::string known;
   for (const TierKind& kind : kTiers) {
-    if (kind.scheme == scheme) return kind.open(env, options);
+    if (kind.scheme == scheme) return kind.open(env, options, seal);
     known += fmt::format("{}{}://", known.empty() ? "" : ", ", kind.scheme);
   }
   return invalid_argument(fmt::format("a remote store's URL begins with one of {}", known));

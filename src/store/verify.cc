@@ -70,11 +70,10 @@ void StoreImpl::verify_segment_headers(VerifyReport* report) {
 }
 
 void StoreImpl::verify_sessions(VerifyReport* report) {
-  const auto names = catalog_->session_names();
-  if (!names.ok()) return;  // SQLite's check has told
-  for (const std::string& name : *names) {
-    const auto session = catalog_->find_session(name);
-    if (session.code() == Code::kDataLoss) report->damaged_catalog.push_back(session.status());
+  const auto rows = catalog_->session_records();
+  if (!rows.ok()) return;  // SQLite's check has told
+  for (const SessionRow& row : *rows) {
+    if (!row.status.ok()) report->damaged_catalog.push_back(row.status);
   }
 }
 
@@ -112,7 +111,7 @@ void StoreImpl::verify_records(VerifyReport* report) {
   for (const ChunkId& id : chunks) {
     const auto place = catalog_->record_of(id);
     if (!place.ok() || !place->has_value()) continue;
-    if (!record_intact({record_key(id), **place, 0})) damaged("chunk " + to_hex(id));
+    if (!record_intact({record_key(seal_.hide(id)), **place, 0})) damaged("chunk " + to_hex(id));
   }
   const auto now = catalog_->session_records();
   if (!now.ok()) return;

@@ -17,46 +17,10 @@ import unittest
 import urllib.request
 
 import serving
-from serving import STATE_COMES_BACK, TEXT, Conversation, Server, wait_until
+from serving import STATE_COMES_BACK, TEXT, Conversation, Redis, Server, free_port, wait_until
 
 PROGRAM = sys.argv.pop(1)
 MODEL = serving.default_model()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Redis:
-    """One redis-server, all in memory."""
-
-    def __init__(self, *options: str):
-        self.port = free_port()
-        self.folder = tempfile.TemporaryDirectory()
-        self.process = subprocess.Popen(
-            ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "",
-             "--appendonly", "no", "--dir", self.folder.name, *options],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda: self.ask("PING") == "PONG", "redis-server")
-
-    def ask(self, *command: str) -> str:
-        done = subprocess.run(["redis-cli", "-p", str(self.port), *command],
-                              capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def close(self) -> None:
-        self.kill()
-        self.folder.cleanup()
 
 
 class Cluster:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -168,3 +169,39 @@ def wait_until(condition, what: str) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"waited in vain for {what}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Redis:
+    """One redis-server, all in memory."""
+
+    def __init__(self, *options: str):
+        self.port = free_port()
+        self.folder = tempfile.TemporaryDirectory()
+        self.process = subprocess.Popen(
+            ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "",
+             "--appendonly", "no", "--dir", self.folder.name, *options],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: self.ask("PING") == "PONG", "redis-server")
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(["redis-cli", "-p", str(self.port), *command],
+                              capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self.kill()
+        self.folder.cleanup()

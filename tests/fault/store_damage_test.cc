@@ -112,7 +112,7 @@ class DamageTest : public ::testing::Test {
 
   std::unique_ptr<FaultEnv> env_;
   std::unique_ptr<EnvVfs> vfs_;
-  StoreOptions options_;
+  TestOptions options_;
   std::unique_ptr<Store> store_;
 };
 
@@ -243,6 +243,7 @@ TEST_F(DamageTest, ADamagedDiskFileIsMendedByTheWriter) {
 }
 
 TEST_F(DamageTest, DamagedRowsAreRestored) {
+  if (options_.key) GTEST_SKIP() << "an encrypted store shows no tokens to find a row by";
   build();
   // The bodies of chunks hold tokens; find one in the files and change it.
   std::string needle;

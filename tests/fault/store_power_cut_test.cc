@@ -51,7 +51,7 @@ struct World {
   }
   FaultEnv env;
   EnvVfs vfs;
-  StoreOptions options;
+  TestOptions options;
   std::unique_ptr<Store> store;
 };
 

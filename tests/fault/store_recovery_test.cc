@@ -144,7 +144,7 @@ class RecoveryTest : public ::testing::Test {
 
   std::unique_ptr<FaultEnv> env_;
   std::unique_ptr<EnvVfs> vfs_;
-  StoreOptions options_;
+  TestOptions options_;
   std::unique_ptr<Store> store_;
 };
 
@@ -265,6 +265,7 @@ TEST_F(RecoveryTest, LostDiskFilesAreToldFromTheOtherFiles) {
 }
 
 TEST_F(RecoveryTest, ADamagedRecordOfADamagedCatalogCostsItsChunkAndWhatFollows) {
+  if (options_.key) GTEST_SKIP() << "an encrypted store shows no tokens to find a record by";
   fill();
   close();
   // The second chunk of chain 2, by its tokens.
@@ -330,7 +331,7 @@ TEST_F(RecoveryTest, WhatWasDeletedDoesNotComeBack) {
 }
 
 TEST_F(RecoveryTest, EvictedChunksAndGrownTailsDoNotComeBack) {
-  options_.quota_bytes = 500 << 10;
+  options_.quota_bytes = (options_.key ? 800 : 500) << 10;  // rows are longer with their seals
   ASSERT_OK(open());
   for (std::uint32_t seed = 1; seed <= 30; ++seed) ASSERT_OK(put(seed));
   const std::uint64_t chunks = store_->stat()->chunks;

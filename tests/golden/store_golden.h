@@ -21,6 +21,14 @@ inline Fingerprint fingerprint() {
   return id;
 }
 
+// Of the encrypted ones.
+inline StoreKey key() {
+  StoreKey key;
+  for (std::size_t i = 0; i < key.bytes.size(); ++i)
+    key.bytes[i] = static_cast<std::uint8_t>(5 * i + 3);
+  return key;
+}
+
 inline constexpr const char* kSaltText = "tenant";
 inline constexpr const char* kSessionName = "a talk";
 inline constexpr const char* kMetadata = R"({"title":"golden"})";

@@ -1,6 +1,7 @@
-// Writes a golden store and its session as a file: make_golden_store DIR. New ones only when a
-// format's number changes.
+// Writes a golden store and its session as a file: make_golden_store DIR [sealed]. New ones only
+// when a format's number changes. sealed: an encrypted store.
 #include <cstdio>
+#include <string_view>
 
 #include "base/env.h"
 #include "store/archive.h"
@@ -9,8 +10,9 @@
 namespace hcache::store::golden {
 namespace {
 
-Status make(const std::string& dir) {
+Status make(const std::string& dir, bool sealed) {
   StoreOptions options;
+  if (sealed) options.key = key();
   options.dirs = {join_path(dir, "disk0"), join_path(dir, "disk1")};
   HCACHE_ASSIGN_OR_RETURN(const auto store, Store::open(Env::real(), options));
   const std::vector<std::int32_t> all = tokens();
@@ -60,11 +62,12 @@ Status make(const std::string& dir) {
 }  // namespace hcache::store::golden
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: make_golden_store DIR\n");
+  const bool sealed = argc == 3 && std::string_view(argv[2]) == "sealed";
+  if (argc != 2 && !sealed) {
+    std::fprintf(stderr, "usage: make_golden_store DIR [sealed]\n");
     return 2;
   }
-  const hcache::Status status = hcache::store::golden::make(argv[1]);
+  const hcache::Status status = hcache::store::golden::make(argv[1], sealed);
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
   return hcache::exit_code(status.code());
 }

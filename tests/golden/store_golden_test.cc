@@ -19,7 +19,10 @@ class GoldenStoreTest : public ::testing::TestWithParam<std::string> {
     std::filesystem::copy(std::string(HCACHE_TEST_DATA) + "/golden/" + GetParam(), copy_ / "store",
                           std::filesystem::copy_options::recursive);
     options_.dirs = {copy_ / "store/disk0", copy_ / "store/disk1"};
+    if (encrypted()) options_.key = golden::key();
   }
+  [[nodiscard]] static bool encrypted() { return GetParam() == "store_v3"; }
+
   TempDir copy_;
   StoreOptions options_;
 };
@@ -75,7 +78,7 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
   {
     const auto store = open_store(Env::real(), options_);
     ASSERT_NE(store, nullptr);
-    EXPECT_EQ(store->stat()->format_version, 2U);
+    EXPECT_EQ(store->stat()->format_version, encrypted() ? 3U : 2U);
   }
   ASSERT_TRUE(std::filesystem::remove(copy_ / "store/disk0/catalog.db"));
   const auto store = open_store(Env::real(), options_);
@@ -91,7 +94,8 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
   EXPECT_OK(store->check_integrity());
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest, ::testing::Values("store_v1", "store_v2"));
+INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest,
+                         ::testing::Values("store_v1", "store_v2", "store_v3"));
 
 class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "patience.h"
+#include "seal.h"
 #include "store_testing.h"
 
 namespace hcache::store::testing {
@@ -53,9 +54,15 @@ class Machine {
 
  private:
   TempDir folder_;
-  StoreOptions options_;
+  TestOptions options_;
   std::unique_ptr<Store> store_;
 };
+
+// What their pages and ids are sealed with.
+inline Seal test_seal() {
+  const TestOptions options;
+  return options.key ? Seal(*options.key) : Seal();
+}
 
 // The defaults but for one field.
 template <typename T, typename Value>

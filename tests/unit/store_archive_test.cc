@@ -26,7 +26,7 @@ class ArchiveTest : public ::testing::Test {
     head_.metadata_json = R"({"user":"me"})";
   }
   std::unique_ptr<Store> open(const std::string& name) {
-    StoreOptions options;
+    TestOptions options;
     options.dirs = {dir_ / name};
     return open_store(Env::real(), options);
   }
@@ -251,7 +251,7 @@ TEST_F(ArchiveTest, ADamagedPageIsDroppedAndTheNextFileIsWhole) {
 }
 
 TEST_F(ArchiveTest, AFullStoreTakesNothing) {
-  StoreOptions options;
+  TestOptions options;
   options.dirs = {dir_ / "small"};
   options.quota_bytes = 64 << 10;
   const auto small = open_store(Env::real(), options);

@@ -42,7 +42,7 @@ class StoreTest : public ::testing::Test {
 
   TempDir dir_;
   ThrottledEnv env_{Env::real()};
-  StoreOptions options_;
+  TestOptions options_;
   std::unique_ptr<Store> store_;
 };
 

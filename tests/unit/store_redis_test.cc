@@ -25,6 +25,7 @@ using hcache::testing::RedisServer;
 using hcache::testing::TempDir;
 using testing::Chain;
 using testing::chain;
+using testing::test_seal;
 using testing::eventually;
 using testing::fingerprint_of;
 using testing::kModel;
@@ -68,7 +69,7 @@ TEST(RedisUrl, SlotsAreThoseOfTheSpecification) {
 
 TEST(RemoteTier, AnUnknownKindIsRefused) {
   TempDir folder;
-  StoreOptions options;
+  testing::TestOptions options;
   options.dirs = {folder.path()};
   options.remote.url = "carrier-pigeon://roof";
   const auto store = Store::open(Env::real(), options);
@@ -83,7 +84,8 @@ TEST(RemoteTier, WhatOneStoreWroteAnotherOneReads) {
   const Chain saved = chain(5 * kChunkTokens + 17);
   ASSERT_OK(a.store().put(saved.chunks()));
   ASSERT_TRUE(a.settled());
-  EXPECT_EQ(a.stat().bytes_written, saved.bytes());
+  const std::uint64_t of_seals = a.stat().pages_written * test_seal().value_bytes(0);
+  EXPECT_EQ(a.stat().bytes_written, saved.bytes() + of_seals);
   {
     // Nobody has asked yet.
     const auto before = b.store().match(kModel, kSalt, saved.tokens());
@@ -119,7 +121,7 @@ TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
   RedisServer redis;
   Machine a(redis.url(), with(&RemoteOptions::write, RemoteWrite::kBack), 2 << 20);
   const testing::Shape shape{4, {Encoding::kHiddenQ8_1}, 512};
-  constexpr std::uint64_t kChunkBytes = 4 * kChunkTokens * 512;
+  const std::uint64_t chunk_bytes = 4 * test_seal().value_bytes(kChunkTokens * 512);
   const Chain old(kModel, kSalt, tokens_of(4 * kChunkTokens, 1), shape);
   const Chain fresh(kModel, kSalt, tokens_of(12 * kChunkTokens, 2), shape);
   ASSERT_OK(a.store().put(old.chunks()));
@@ -129,7 +131,7 @@ TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
   ASSERT_OK(put);
   EXPECT_GT(put->chunks_evicted, 0U);
   ASSERT_TRUE(a.settled());
-  EXPECT_EQ(a.stat().bytes_written, put->chunks_evicted * kChunkBytes);
+  EXPECT_EQ(a.stat().bytes_written, put->chunks_evicted * chunk_bytes);
   EXPECT_LT(a.store().match(kModel, kSalt, old.tokens())->n_tokens, old.tokens().size());
   {
     const Match match = a.look_up(old.tokens());
@@ -145,7 +147,7 @@ TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
   ASSERT_OK(a.store().put(Chain(kModel, kSalt, tokens_of(12 * kChunkTokens, 4), shape).chunks()));
   ASSERT_TRUE(a.settled());
   EXPECT_LE(a.stat().bytes_written - before, fresh.bytes() + chain(kChunkTokens, 3).bytes() +
-                                                 (4 - put->chunks_evicted) * kChunkBytes);
+                                                 (4 - put->chunks_evicted) * chunk_bytes);
   ASSERT_OK(a.store().check_integrity());
 }
 
@@ -212,10 +214,10 @@ TEST(RemoteTier, WrongBytesAreNeverUsed) {
   // Layer 2 of the second chunk, by the name that format.md gives it.
   const ChunkInfo& info = match.chunks[1].chunk.info();
   const PageWrite& page = saved.chunks()[1].pages[2];
-  const std::string key = "hcache1:{" + to_hex(info.id) + "}";
+  const std::string key = "hcache1:{" + to_hex(test_seal().hide(info.id)) + "}";
   const std::string field =
       fmt::format("p2.{}.{}.{:016x}", static_cast<int>(page.encoding), page.bytes.size(),
-                  XXH3_64bits(page.bytes.data(), page.bytes.size()));
+                  test_seal().hide_checksum(XXH3_64bits(page.bytes.data(), page.bytes.size())));
   EXPECT_EQ(command(redis.url(), {"HEXISTS", key, field}), 1);
   command(redis.url(), {"HSET", key, field, std::string(page.bytes.size(), 'x')});
   const auto read = read_back(b.store(), match);
@@ -302,7 +304,7 @@ TEST(RemoteTier, UnusedChunksExpireAndUsedOnesDoNot) {
   const Chain saved = chain(kChunkTokens);
   ASSERT_OK(a.store().put(saved.chunks()));
   ASSERT_TRUE(a.settled());
-  const std::string key = "hcache1:{" + to_hex(saved.chunks()[0].id) + "}";
+  const std::string key = "hcache1:{" + to_hex(test_seal().hide(saved.chunks()[0].id)) + "}";
   ASSERT_TRUE(eventually([&] { return command(redis.url(), {"TTL", key}) > 900; }));
   command(redis.url(), {"EXPIRE", key, "500"});
   Machine b(redis.url(), with(&RemoteOptions::ttl_s, 2000));
@@ -427,7 +429,7 @@ TEST(RemoteTier, TlsIsVerified) {
             "/right.pem");
   EXPECT_EQ(d.look_up(saved.tokens()).n_tokens, 0U);
   TempDir nothing;
-  StoreOptions options;
+  testing::TestOptions options;
   options.dirs = {nothing.path()};
   options.remote.url = url + "/none.pem";
   EXPECT_EQ(Store::open(Env::real(), options).code(), Code::kInvalidArgument);

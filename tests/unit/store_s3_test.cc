@@ -27,6 +27,7 @@ using hcache::testing::ChildProcess;
 using hcache::testing::free_port;
 using testing::Chain;
 using testing::chain;
+using testing::test_seal;
 using testing::eventually;
 using testing::FakeBucket;
 using testing::FakeS3Client;
@@ -185,7 +186,7 @@ class ServerBucket : public Bucket {
 };
 
 std::unique_ptr<Tier> tier_on(std::unique_ptr<S3Client> client) {
-  return make_s3_tier(Env::real(), {}, "the bucket", std::move(client));
+  return make_s3_tier(Env::real(), {}, test_seal(), "the bucket", std::move(client));
 }
 
 // What the store hands to a tier of a chunk.
@@ -241,7 +242,7 @@ std::vector<std::optional<ChunkRecord>> find(Tier& tier, std::span<const ChunkWr
 Result<std::shared_ptr<const AlignedBuffer>> read(Tier& tier, const ChunkWrite& chunk,
                                                   const PageWrite& page) {
   std::promise<Result<std::shared_ptr<const AlignedBuffer>>> promise;
-  tier.read({chunk.id, page.layer, page.encoding, checksum(page.bytes)},
+  tier.read({chunk.id, page.layer, page.encoding, checksum(page.bytes)}, chunk.salt,
             static_cast<std::uint32_t>(page.bytes.size()), patience(),
             [&](auto bytes) { promise.set_value(std::move(bytes)); });
   return come(promise.get_future(), "a page");
@@ -362,10 +363,10 @@ TEST_P(S3Erase, ObjectsFromBeforeThereWereHeadsLoseOnlyTheErasedPages) {
     } else {
       ChunkId id;
       ASSERT_OK(parse_id(key.substr(2), &id));
-      auto index = decode_index(id, body);
+      auto index = decode_index(test_seal().show(id), body, test_seal());
       ASSERT_OK(index);
       for (S3Entry& entry : index->entries) entry.offset -= head_bytes(3);
-      put.body = std::make_shared<std::string>(encode_index(*index));
+      put.body = std::make_shared<std::string>(encode_index(*index, test_seal()));
     }
     ASSERT_OK(wait_for(*client, std::move(put)));
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <string>
@@ -186,6 +187,22 @@ inline void expect_prefix(const Match& match, std::span<const std::int32_t> toke
   }
   EXPECT_EQ(at, match.n_tokens);
 }
+
+inline StoreKey key_of(std::uint8_t seed) {
+  StoreKey key;
+  for (std::size_t i = 0; i < key.bytes.size(); ++i) {
+    key.bytes[i] = static_cast<std::uint8_t>(seed * i + 1);
+  }
+  return key;
+}
+
+// The options that most tests begin with. HCACHE_TEST_STORE_KEY in the environment: their stores
+// are encrypted.
+struct TestOptions : StoreOptions {
+  TestOptions() {
+    if (std::getenv("HCACHE_TEST_STORE_KEY") != nullptr) key = key_of(7);
+  }
+};
 
 inline std::unique_ptr<Store> open_store(Env& env, const StoreOptions& options) {
   auto store = Store::open(env, options);

@@ -20,7 +20,9 @@ constexpr std::int64_t kWriteNs = 30'000'000'000;  // for a page to be written
 constexpr const char* kRecordField = "record";
 
 // One hash for each chunk, in one slot: evicted and expired as a whole.
-std::string key_of(const ChunkId& id) { return "hcache1:{" + to_hex(id) + "}"; }
+std::string key_of(const ChunkId& id, const Seal& seal) {
+  return "hcache1:{" + to_hex(seal.hide(id)) + "}";
+}
 
 // A page's field says all that is to be known before it is read.
 std::string field_of(std::uint16_t layer, Encoding encoding, std::uint32_t bytes,
@@ -83,9 +85,10 @@ void add_pages(const redisReply* fields, ChunkRecord* record) {
 
 class RedisTier : public Tier {
  public:
-  RedisTier(Env& env, const RemoteOptions& options, std::string name,
+  RedisTier(Env& env, const RemoteOptions& options, std::string name, const Seal& seal,
             std::unique_ptr<RedisClient> client)
       : env_(env),
+        seal_(seal),
         ttl_s_(options.ttl_s),
         account_(env, std::move(name), options.queue_bytes),
         api_(*client),
@@ -93,7 +96,7 @@ class RedisTier : public Tier {
   RedisTier(const RedisTier&) = delete;
   RedisTier& operator=(const RedisTier&) = delete;
   void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) override;
-  void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
+  void read(const PageKey& page, const SaltId& salt, std::uint32_t bytes, std::int64_t deadline_ns,
             ReadDone done) override;
   void touch(std::span<const ChunkId> ids) override;
   bool write(TierWrite write) override;
@@ -105,15 +108,17 @@ class RedisTier : public Tier {
   // Everything in background goes through here. A payload has been accepted by the account.
   void send_bulk(std::string key, std::vector<std::string> args,
                  std::shared_ptr<const AlignedBuffer> payload);
+  [[nodiscard]] std::string key_of(const ChunkId& id) const { return store::key_of(id, seal_); }
   // The page in a field's value; `where` says whose.
   [[nodiscard]] Result<std::shared_ptr<const AlignedBuffer>> page_in(
-      const redisReply& reply, std::uint32_t bytes, std::uint64_t check,
+      const redisReply& reply, const PageName& page, std::uint64_t check,
       const std::string& where) const;
   [[nodiscard]] std::vector<std::string> expire_args(const std::string& key) const {
     return {"EXPIRE", key, std::to_string(static_cast<long long>(ttl_s_))};
   }
 
   Env& env_;
+  const Seal seal_;
   const double ttl_s_;
   TierAccount account_;
   RedisClient& api_;
@@ -146,11 +151,11 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
     record.key = key;
     record.args = {"HGET", key, kRecordField};
     record.deadline_ns = deadline_ns;
-    record.done = [search, i, id = ids[i]](const Result<const redisReply*>& reply) {
+    record.done = [this, search, i, id = ids[i]](const Result<const redisReply*>& reply) {
       if (!reply.ok()) {
         search->status = reply.status();
       } else if ((*reply)->type == REDIS_REPLY_STRING) {
-        auto decoded = decode_chunk(id, text_of(*reply));
+        auto decoded = decode_chunk(id, text_of(*reply), seal_);
         if (decoded.ok()) {
           decoded->info.pages.clear();
           decoded->places.clear();
@@ -180,8 +185,8 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
   }
 }
 
-void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
-                     ReadDone done) {
+void RedisTier::read(const PageKey& page, const SaltId& salt, std::uint32_t bytes,
+                     std::int64_t deadline_ns, ReadDone done) {
   account_.begin_read();
   const std::string key = key_of(page.chunk);
   const std::string field = field_of(page.layer, page.encoding, bytes, page.checksum);
@@ -189,11 +194,12 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
   call.key = key;
   call.args = {"HGET", key, field};
   call.deadline_ns = deadline_ns;
-  call.done = [this, key, field, bytes, page,
+  const PageName name{salt, page.chunk, {page.layer, page.encoding, bytes}};
+  call.done = [this, key, field, name, check = page.checksum,
                done = std::move(done)](const Result<const redisReply*>& reply) {
     Result<std::shared_ptr<const AlignedBuffer>> result = reply.status();
-    if (reply.ok()) result = page_in(**reply, bytes, page.checksum, key + " field " + field);
-    account_.end_read(result.status(), bytes);
+    if (reply.ok()) result = page_in(**reply, name, check, key + " field " + field);
+    account_.end_read(result.status(), name.page.bytes);
     if (result.code() == Code::kDataLoss) send_bulk(key, {"HDEL", key, field}, nullptr);
     done(std::move(result));
   };
@@ -201,19 +207,17 @@ void RedisTier::read(const PageKey& page, std::uint32_t bytes, std::int64_t dead
 }
 
 Result<std::shared_ptr<const AlignedBuffer>> RedisTier::page_in(const redisReply& reply,
-                                                                std::uint32_t bytes,
+                                                                const PageName& page,
                                                                 std::uint64_t check,
                                                                 const std::string& where) const {
   if (reply.type != REDIS_REPLY_STRING) {
     return not_found(fmt::format("{} has lost {}", account_.name(), where));
   }
-  const std::string_view text = text_of(&reply);
-  auto buffer = std::make_shared<AlignedBuffer>(text.size());
-  std::memcpy(buffer->data(), text.data(), text.size());
-  if (text.size() != bytes || checksum(buffer->span()) != check) {
+  auto bytes = seal_.open_value(page, text_of(&reply));
+  if (bytes == nullptr || seal_.hide_checksum(checksum({bytes->data(), bytes->size()})) != check) {
     return data_loss(fmt::format("checksum mismatch in {} in {}", where, account_.name()));
   }
-  return std::shared_ptr<const AlignedBuffer>(std::move(buffer));
+  return bytes;
 }
 
 void RedisTier::send_bulk(std::string key, std::vector<std::string> args,
@@ -247,18 +251,19 @@ void RedisTier::touch(std::span<const ChunkId> ids) {
 
 bool RedisTier::write(TierWrite write) {
   std::uint64_t bytes = 0;
-  for (const TierPage& page : write.pages) bytes += page.bytes->size();
+  for (const TierPage& page : write.pages) bytes += seal_.value_bytes(page.info.bytes);
   if (!account_.accept(write.pages.size(), bytes, api_.available())) return false;
   const std::string key = key_of(write.info.id);
   for (TierPage& page : write.pages) {
-    const std::string field =
-        field_of(page.info.layer, page.info.encoding, page.info.bytes, page.checksum);
-    send_bulk(key, {"HSET", key, field}, std::move(page.bytes));
+    const std::string field = field_of(page.info.layer, page.info.encoding, page.info.bytes,
+                                       seal_.hide_checksum(page.checksum));
+    const PageName name{write.info.salt, write.info.id, page.info};
+    send_bulk(key, {"HSET", key, field}, seal_.seal_value(name, std::move(page.bytes)));
   }
   ChunkRecord record;
   record.info = std::move(write.info);
   record.info.pages.clear();
-  send_bulk(key, {"HSET", key, kRecordField, encode_chunk(record)}, nullptr);
+  send_bulk(key, {"HSET", key, kRecordField, encode_chunk(record, seal_)}, nullptr);
   if (ttl_s_ > 0) send_bulk(key, expire_args(key), nullptr);
   return true;
 }
@@ -272,11 +277,13 @@ void RedisTier::erase(std::span<const ChunkId> ids) {
 
 }  // namespace
 
-Result<std::unique_ptr<Tier>> open_redis_tier(Env& env, const RemoteOptions& options) {
+Result<std::unique_ptr<Tier>> open_redis_tier(Env& env, const RemoteOptions& options,
+                                              const Seal& seal) {
   HCACHE_ASSIGN_OR_RETURN(RedisUrl url, parse_redis_url(options.url));
   const std::string name = url.display();
   HCACHE_ASSIGN_OR_RETURN(auto client, RedisClient::open(env, std::move(url)));
-  return std::unique_ptr<Tier>(std::make_unique<RedisTier>(env, options, name, std::move(client)));
+  return std::unique_ptr<Tier>(
+      std::make_unique<RedisTier>(env, options, name, seal, std::move(client)));
 }
 
 }  // namespace hcache::store

@@ -8,6 +8,7 @@
 namespace hcache::store {
 
 // A row of the table in tiers.cc.
-[[nodiscard]] Result<std::unique_ptr<Tier>> open_redis_tier(Env& env, const RemoteOptions& options);
+[[nodiscard]] Result<std::unique_ptr<Tier>> open_redis_tier(Env& env, const RemoteOptions& options,
+                                                            const Seal& seal);
 
 }  // namespace hcache::store

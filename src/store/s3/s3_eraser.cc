@@ -80,7 +80,7 @@ Status S3Eraser::erase(std::span<const ChunkId> ids) {
     if (failed.ok()) failed = unless_gone(status);
   };
   std::vector<S3Call> calls;
-  for (const ChunkId& id : ids) calls.push_back(get(index_key(id)));
+  for (const ChunkId& id : ids) calls.push_back(get(index_key(seal_.hide(id))));
   const auto bodies = ask(std::move(calls));
   std::map<ObjectName, Victims> objects;
   std::vector<S3Call> removals;
@@ -89,16 +89,17 @@ Status S3Eraser::erase(std::span<const ChunkId> ids) {
       note(bodies[i].status());
       continue;
     }
-    removals.push_back(remove(index_key(ids[i])));
-    const auto index = decode_index(ids[i], *bodies[i]);
+    const ChunkId hidden = seal_.hide(ids[i]);
+    removals.push_back(remove(index_key(hidden)));
+    const auto index = decode_index(ids[i], *bodies[i], seal_);
     if (!index.ok()) continue;  // where its pages lie nobody knows
     for (const S3Entry& entry : index->entries) {
       Victims& victims = objects[entry.object];
       victims.alone = lies_alone(index->record.info);
-      if (victims.chunks.empty() || victims.chunks.back() != ids[i]) {
-        victims.chunks.push_back(ids[i]);
+      if (victims.chunks.empty() || victims.chunks.back() != hidden) {
+        victims.chunks.push_back(hidden);
       }
-      victims.holes.push_back({entry.offset, entry.page.bytes});
+      victims.holes.push_back({entry.offset, seal_.value_bytes(entry.page.bytes)});
     }
   }
   // The indexes first: nothing may point to what is gone.

@@ -20,7 +20,8 @@ namespace hcache::store {
 
 class S3Eraser {
  public:
-  S3Eraser(Env& env, S3Client& client) : env_(env), client_(client) {}
+  S3Eraser(Env& env, const Seal& seal, S3Client& client)
+      : env_(env), seal_(seal), client_(client) {}
 
   // The first thing that failed; what could be erased is. A chunk that is not there is erased.
   [[nodiscard]] Status erase(std::span<const ChunkId> ids) HCACHE_EXCLUDES(waits_->mutex);
@@ -35,8 +36,8 @@ class S3Eraser {
   };
   // What is erased of one object.
   struct Victims {
-    bool alone = false;  // nothing else can lie in it
-    std::vector<ChunkId> chunks;
+    bool alone = false;           // nothing else can lie in it
+    std::vector<ChunkId> chunks;  // hidden
     std::vector<S3Hole> holes;
   };
 
@@ -52,6 +53,7 @@ class S3Eraser {
                                  std::vector<S3Call>* removals);
 
   Env& env_;
+  const Seal seal_;
   S3Client& client_;
   const std::shared_ptr<Waits> waits_ = std::make_shared<Waits>();
 };

@@ -21,15 +21,18 @@ std::span<const std::byte> bytes_of(std::string_view text) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
 
+// What an index's seal covers beside its bytes: it is no row of a catalog.
+std::string name_of(const ChunkId& id) { return "index " + to_hex(id); }
+
 }  // namespace
 
 // ---- Indexes ------------------------------------------------------------------------------------
 
-std::string index_key(const ChunkId& id) { return "c/" + to_hex(id); }
+std::string index_key(const ChunkId& hidden) { return "c/" + to_hex(hidden); }
 std::string data_key(const ObjectName& name) { return "d/" + to_hex(name); }
 
-std::string encode_index(const S3Index& index) {
-  const std::string record = encode_chunk(index.record);
+std::string encode_index(const S3Index& index, const Seal& seal) {
+  const std::string record = encode_chunk(index.record, {});  // sealed with all the rest
   Writer w;
   w.text(kIndexMagic).number(static_cast<std::uint32_t>(record.size())).text(record);
   w.number(static_cast<std::uint32_t>(index.entries.size()));
@@ -40,13 +43,16 @@ std::string encode_index(const S3Index& index) {
   }
   const std::uint64_t check = checksum(bytes_of(w.out()));
   w.number(check);
-  return std::move(w.out());
+  return seal.seal_row(std::move(w.out()), name_of(index.record.info.id));
 }
 
-Result<S3Index> decode_index(const ChunkId& id, std::string_view body) {
+Result<S3Index> decode_index(const ChunkId& id, std::string_view body, const Seal& seal) {
   const auto bad = [&](const char* why) {
     return data_loss(fmt::format("index of chunk {}: {}", to_hex(id), why));
   };
+  const std::optional<std::string> opened = seal.open_row(body, name_of(id));
+  if (!opened) return bad("it was not written with this key, or was changed");
+  body = *opened;
   if (body.size() < kIndexMagic.size() + 8 + kCheckBytes || !body.starts_with(kIndexMagic)) {
     return bad("it is none");
   }
@@ -58,7 +64,7 @@ Result<S3Index> decode_index(const ChunkId& id, std::string_view body) {
   const auto n_record = in.number<std::uint32_t>();
   if (n_record > body.size() - 8) return bad("inconsistent sizes");
   S3Index index;
-  HCACHE_ASSIGN_OR_RETURN(index.record, decode_chunk(id, in.text(n_record)));
+  HCACHE_ASSIGN_OR_RETURN(index.record, decode_chunk(id, in.text(n_record), {}));
   index.record.info.pages.clear();
   index.record.places.clear();
   const auto n = in.number<std::uint32_t>();

@@ -14,6 +14,7 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "format.h"
+#include "seal.h"
 
 namespace hcache::store {
 
@@ -42,13 +43,15 @@ struct S3Index {
   return std::pair(a.page.layer, a.page.encoding) < std::pair(b.page.layer, b.page.encoding);
 }
 
-[[nodiscard]] std::string index_key(const ChunkId& id);
+// Of a chunk, under the id that it has there (Seal::hide).
+[[nodiscard]] std::string index_key(const ChunkId& hidden);
 [[nodiscard]] std::string data_key(const ObjectName& name);
 
 // The entries are sorted by entry_before.
-[[nodiscard]] std::string encode_index(const S3Index& index);
+[[nodiscard]] std::string encode_index(const S3Index& index, const Seal& seal);
 // data_loss says what is wrong with it.
-[[nodiscard]] Result<S3Index> decode_index(const ChunkId& id, std::string_view body);
+[[nodiscard]] Result<S3Index> decode_index(const ChunkId& id, std::string_view body,
+                                           const Seal& seal);
 // The record with its pages, as match() offers it.
 [[nodiscard]] ChunkRecord record_of(const S3Index& index);
 // A chunk whose pages share objects with no other chunk's: a tail, which is deleted when it grows.
@@ -60,7 +63,7 @@ struct S3Index {
 
 // The head of an object with several chunks: which ones' pages it holds still.
 struct S3Member {
-  ChunkId id;
+  ChunkId id;  // hidden
   bool erased = false;
 };
 
@@ -79,7 +82,7 @@ inline constexpr std::size_t kMaxHeadBytes = head_bytes(kMaxObjectChunks);
 // Where an erased page lay in an object.
 struct S3Hole {
   std::uint64_t offset = 0;
-  std::uint32_t bytes = 0;
+  std::uint64_t bytes = 0;
 };
 
 // An object without what was erased: the holes are filled with zeros, so what else it holds stays

@@ -26,11 +26,13 @@ constexpr std::size_t kMaxPlaces = 16384;        // chunks whose index is rememb
 
 class S3Tier : public Tier {
  public:
-  S3Tier(Env& env, const RemoteOptions& options, std::string name, std::unique_ptr<S3Client> client)
+  S3Tier(Env& env, const RemoteOptions& options, const Seal& seal, std::string name,
+         std::unique_ptr<S3Client> client)
       : env_(env),
+        seal_(seal),
         account_(env, std::move(name), options.queue_bytes),
         api_(*client),
-        writer_(env, *client, account_),
+        writer_(env, seal, *client, account_),
         client_(std::move(client)) {
     reader_ = std::thread([this] { read_together(); });
   }
@@ -39,7 +41,7 @@ class S3Tier : public Tier {
   ~S3Tier() override;
 
   void find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) override;
-  void read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
+  void read(const PageKey& page, const SaltId& salt, std::uint32_t bytes, std::int64_t deadline_ns,
             ReadDone done) override HCACHE_EXCLUDES(mutex_);
   // What is used is not known there: its lifecycle rules go by age.
   void touch(std::span<const ChunkId> /*ids*/) override {}
@@ -53,6 +55,7 @@ class S3Tier : public Tier {
 
  private:
   struct Read {
+    PageName name;
     S3Entry entry;
     std::int64_t deadline_ns = 0;
     ReadDone done;
@@ -62,11 +65,15 @@ class S3Tier : public Tier {
   void start_reads(std::vector<Read> reads);
   void finish_reads(const std::vector<Read>& reads, std::uint64_t first,
                     const Result<std::string>& body);
-  [[nodiscard]] Result<std::shared_ptr<const AlignedBuffer>> page_in(const S3Entry& entry,
-                                                                     std::string_view bytes) const;
+  [[nodiscard]] Result<std::shared_ptr<const AlignedBuffer>> page_in(const Read& read,
+                                                                     std::string_view value) const;
+  [[nodiscard]] std::uint64_t end_of(const S3Entry& entry) const {
+    return entry.offset + seal_.value_bytes(entry.page.bytes);
+  }
   void remember(const S3Index& index) HCACHE_EXCLUDES(mutex_);
 
   Env& env_;
+  const Seal seal_;
   mutable Mutex mutex_;
   CondVar wake_;
   std::vector<Read> reads_ HCACHE_GUARDED_BY(mutex_);
@@ -111,11 +118,11 @@ void S3Tier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone d
   search->done = std::move(done);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     S3Call call;
-    call.key = index_key(ids[i]);
+    call.key = index_key(seal_.hide(ids[i]));
     call.deadline_ns = deadline_ns;
     call.done = [this, search, i, id = ids[i]](const Result<std::string>& body) {
       if (body.ok()) {
-        const auto index = decode_index(id, *body);
+        const auto index = decode_index(id, *body, seal_);
         if (index.ok()) {
           remember(*index);
           search->found[i] = record_of(*index);
@@ -158,9 +165,10 @@ void S3Tier::erase(std::span<const ChunkId> ids) {
 
 // ---- Reading ------------------------------------------------------------------------------------
 
-void S3Tier::read(const PageKey& page, std::uint32_t bytes, std::int64_t deadline_ns,
-                  ReadDone done) {
+void S3Tier::read(const PageKey& page, const SaltId& salt, std::uint32_t bytes,
+                  std::int64_t deadline_ns, ReadDone done) {
   Read read;
+  read.name = {salt, page.chunk, {page.layer, page.encoding, bytes}};
   read.deadline_ns = deadline_ns;
   read.done = std::move(done);
   account_.begin_read();
@@ -202,7 +210,7 @@ void S3Tier::start_reads(std::vector<Read> reads) {
   });
   for (std::size_t i = 0; i < reads.size();) {
     const S3Entry& first = reads[i].entry;
-    std::uint64_t end = first.offset + first.page.bytes;
+    std::uint64_t end = end_of(first);
     std::int64_t deadline_ns = reads[i].deadline_ns;
     std::vector<Read> together;
     const std::uint64_t from = first.offset;
@@ -211,10 +219,10 @@ void S3Tier::start_reads(std::vector<Read> reads) {
     for (++i; i < reads.size(); ++i) {
       const S3Entry& next = reads[i].entry;
       if (next.object != object || next.offset > end + kMaxGap ||
-          next.offset + next.page.bytes > from + kRangeBytes || object.is_zero()) {
+          end_of(next) > from + kRangeBytes || object.is_zero()) {
         break;
       }
-      end = std::max(end, next.offset + next.page.bytes);
+      end = std::max(end, end_of(next));
       deadline_ns = std::max(deadline_ns, reads[i].deadline_ns);
       together.push_back(std::move(reads[i]));
     }
@@ -239,23 +247,22 @@ void S3Tier::finish_reads(const std::vector<Read>& reads, std::uint64_t first,
     Result<std::shared_ptr<const AlignedBuffer>> result = body.status();
     if (body.ok()) {
       const std::string_view bytes = *body;
-      result = page_in(read.entry, bytes.substr(read.entry.offset - first, read.entry.page.bytes));
+      result = page_in(
+          read, bytes.substr(read.entry.offset - first, seal_.value_bytes(read.entry.page.bytes)));
     }
     account_.end_read(result.status(), read.entry.page.bytes);
     read.done(std::move(result));
   }
 }
 
-Result<std::shared_ptr<const AlignedBuffer>> S3Tier::page_in(const S3Entry& entry,
-                                                             std::string_view bytes) const {
-  auto buffer = std::make_shared<AlignedBuffer>(bytes.size());
-  std::memcpy(buffer->data(), bytes.data(), bytes.size());
-  if (checksum(buffer->span()) == entry.checksum) {
-    return std::shared_ptr<const AlignedBuffer>(std::move(buffer));
-  }
+Result<std::shared_ptr<const AlignedBuffer>> S3Tier::page_in(const Read& read,
+                                                             std::string_view value) const {
+  const S3Entry& entry = read.entry;
+  auto bytes = seal_.open_value(read.name, value);
+  if (bytes != nullptr && checksum({bytes->data(), bytes->size()}) == entry.checksum) return bytes;
   const std::string where =
       fmt::format("offset {} of {} in {}", entry.offset, data_key(entry.object), account_.name());
-  if (bytes.find_first_not_of('\0') == std::string_view::npos) {
+  if (value.find_first_not_of('\0') == std::string_view::npos) {
     return not_found("the page was erased at " + where);
   }
   return data_loss("checksum mismatch at " + where);
@@ -263,19 +270,20 @@ Result<std::shared_ptr<const AlignedBuffer>> S3Tier::page_in(const S3Entry& entr
 
 }  // namespace
 
-std::unique_ptr<Tier> make_s3_tier(Env& env, const RemoteOptions& options, std::string name,
-                                   std::unique_ptr<S3Client> client) {
-  return std::make_unique<S3Tier>(env, options, std::move(name), std::move(client));
+std::unique_ptr<Tier> make_s3_tier(Env& env, const RemoteOptions& options, const Seal& seal,
+                                   std::string name, std::unique_ptr<S3Client> client) {
+  return std::make_unique<S3Tier>(env, options, seal, std::move(name), std::move(client));
 }
 
-Result<std::unique_ptr<Tier>> open_s3_tier(Env& env, const RemoteOptions& options) {
+Result<std::unique_ptr<Tier>> open_s3_tier(Env& env, const RemoteOptions& options,
+                                           const Seal& seal) {
   HCACHE_ASSIGN_OR_RETURN(S3Url url, parse_s3_url(options.url));
   const std::string name = url.display();
   HCACHE_ASSIGN_OR_RETURN(auto client, S3Client::open(env, std::move(url),
                                                       {.access_key = options.access_key,
                                                        .secret_key = options.secret_key,
                                                        .session_token = options.session_token}));
-  return make_s3_tier(env, options, name, std::move(client));
+  return make_s3_tier(env, options, seal, name, std::move(client));
 }
 
 }  // namespace hcache::store

@@ -10,11 +10,12 @@
 namespace hcache::store {
 
 // A row of the table in tiers.cc.
-[[nodiscard]] Result<std::unique_ptr<Tier>> open_s3_tier(Env& env, const RemoteOptions& options);
+[[nodiscard]] Result<std::unique_ptr<Tier>> open_s3_tier(Env& env, const RemoteOptions& options,
+                                                         const Seal& seal);
 
 // The same over a client of the caller's; `name` is what messages call the store.
 [[nodiscard]] std::unique_ptr<Tier> make_s3_tier(Env& env, const RemoteOptions& options,
-                                                 std::string name,
+                                                 const Seal& seal, std::string name,
                                                  std::unique_ptr<S3Client> client);
 
 }  // namespace hcache::store

@@ -20,18 +20,18 @@ ObjectName random_name(Env& env) {
   return name;
 }
 
-std::uint64_t bytes_of(const TierWrite& write) {
-  std::uint64_t bytes = 0;
-  for (const TierPage& page : write.pages) bytes += page.bytes->size();
-  return bytes;
-}
-
 }  // namespace
 
-S3Writer::S3Writer(Env& env, S3Client& client, TierAccount& account)
-    : env_(env), client_(client), account_(account), eraser_(env, client) {
+S3Writer::S3Writer(Env& env, const Seal& seal, S3Client& client, TierAccount& account)
+    : env_(env), seal_(seal), client_(client), account_(account), eraser_(env, seal, client) {
   gather_thread_ = std::thread([this] { gather(); });
   eraser_thread_ = std::thread([this] { erase_in_turn(); });
+}
+
+std::uint64_t S3Writer::bytes_of(const TierWrite& write) const {
+  std::uint64_t bytes = 0;
+  for (const TierPage& page : write.pages) bytes += seal_.value_bytes(page.info.bytes);
+  return bytes;
 }
 
 void S3Writer::stop() {
@@ -146,7 +146,7 @@ void S3Writer::upload(Group group) {
   for (std::size_t c = 0; c < group.chunks.size(); ++c) {
     const TierWrite& chunk = group.chunks[c];
     upload->ids.push_back(chunk.info.id);
-    members.push_back({chunk.info.id});
+    members.push_back({seal_.hide(chunk.info.id)});
     for (const TierPage& page : chunk.pages) pieces.push_back({c, &page});
   }
   upload->pages = pieces.size();
@@ -160,8 +160,9 @@ void S3Writer::upload(Group group) {
   for (const Piece& piece : pieces) {
     upload->indexes[piece.chunk].entries.push_back(
         {piece.page->info, piece.page->checksum, name, body->size()});
-    body->append(reinterpret_cast<const char*>(piece.page->bytes->data()),
-                 piece.page->bytes->size());
+    const ChunkInfo& info = group.chunks[piece.chunk].info;
+    const auto value = seal_.seal_value({info.salt, info.id, piece.page->info}, piece.page->bytes);
+    body->append(reinterpret_cast<const char*>(value->data()), value->size());
   }
   for (std::size_t c = 0; c < group.chunks.size(); ++c) {
     ChunkInfo& info = group.chunks[c].info;
@@ -198,13 +199,13 @@ void S3Writer::write_index(const UploadPtr& upload, std::size_t chunk) {
   // Its other pages may be there already.
   begin(upload);
   S3Call call;
-  call.key = index_key(index.record.info.id);
+  call.key = index_key(seal_.hide(index.record.info.id));
   call.deadline_ns = env_.monotonic_ns() + kWriteNs;
   call.bulk = true;
   call.done = [this, upload, chunk](const Result<std::string>& body) {
     S3Index& mine = upload->indexes[chunk];
     if (body.ok()) {
-      const auto there = decode_index(mine.record.info.id, *body);
+      const auto there = decode_index(mine.record.info.id, *body, seal_);
       const std::size_t n = mine.entries.size();
       for (std::size_t i = 0; there.ok() && i < there->entries.size(); ++i) {
         const S3Entry& entry = there->entries[i];
@@ -227,8 +228,8 @@ void S3Writer::put_index(const UploadPtr& upload, const S3Index& index) {
   begin(upload);
   S3Call call;
   call.method = "PUT";
-  call.key = index_key(index.record.info.id);
-  call.body = std::make_shared<const std::string>(encode_index(index));
+  call.key = index_key(seal_.hide(index.record.info.id));
+  call.body = std::make_shared<const std::string>(encode_index(index, seal_));
   call.deadline_ns = env_.monotonic_ns() + kWriteNs;
   call.bulk = true;
   call.done = [this, upload](const Result<std::string>& done) { end(upload, done.status()); };

@@ -25,7 +25,7 @@ namespace hcache::store {
 class S3Writer {
  public:
   // All of them outlive the calls' ends: the client is to be destroyed first, once stop() returned.
-  S3Writer(Env& env, S3Client& client, TierAccount& account);
+  S3Writer(Env& env, const Seal& seal, S3Client& client, TierAccount& account);
   S3Writer(const S3Writer&) = delete;
   S3Writer& operator=(const S3Writer&) = delete;
   ~S3Writer() { stop(); }
@@ -67,7 +67,11 @@ class S3Writer {
   void begin(const UploadPtr& upload) HCACHE_EXCLUDES(mutex_);
   void end(const UploadPtr& upload, const Status& status) HCACHE_EXCLUDES(mutex_);
 
+  // Of a chunk's pages as they stand there.
+  [[nodiscard]] std::uint64_t bytes_of(const TierWrite& write) const;
+
   Env& env_;
+  const Seal seal_;
   S3Client& client_;
   TierAccount& account_;
   S3Eraser eraser_;

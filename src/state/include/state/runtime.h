@@ -43,8 +43,9 @@ struct RuntimeOptions {
   policy::TierPolicy evict;             // what leaves host memory and the disks when they are full
   std::string dram_place;               // where host memory lies: HostMemory::map()
   bool gpu_direct = false;              // disks are read into the device's memory (DirectStorage)
-  store::RemoteOptions remote;          // a store that other processes share
-  bool use_store = true;                // false: nothing is saved or matched
+  std::optional<store::StoreKey> store_key;  // encrypts what is saved
+  store::RemoteOptions remote;               // a store that other processes share
+  bool use_store = true;                     // false: nothing is saved or matched
   bool read_only_store = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";  // see parse_state_type

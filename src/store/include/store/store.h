@@ -42,6 +42,7 @@
 #include "base/status.h"
 #include "policy/chain_order.h"
 #include "policy/restore_plan.h"
+#include "store/key.h"
 
 namespace hcache::store {
 
@@ -451,6 +452,9 @@ struct StoreOptions {
   // Makes a ring's mirror, from any thread; null: this ring has none. Empty: no ring has one.
   std::function<Result<std::unique_ptr<RingMirror>>(std::span<std::byte> ring)> new_mirror;
   RemoteOptions remote;
+  // Encrypts what is stored, here and in the remote tier (docs/format.md). A store has its key from
+  // the beginning, or never has one: open() is failed_precondition otherwise, and changes nothing.
+  std::optional<StoreKey> key;
   bool read_only = false;
   bool direct_io = true;                       // O_DIRECT where the file system has it
   std::uint64_t segment_bytes = 256ULL << 20;  // size at which a new segment file is begun
@@ -563,5 +567,8 @@ class Store {
 // the page cache where the file system allows. Takes a few hundred milliseconds on an SSD.
 [[nodiscard]] Result<double> measure_read_speed(Env& env, const std::string& dir,
                                                 std::uint64_t bytes = 32ULL << 20);
+// Bytes/s at which a reader decrypts pages: more than that can't be read of an encrypted store.
+// Takes a few milliseconds.
+[[nodiscard]] double measure_decryption(Env& env, const StoreKey& key);
 
 }  // namespace hcache::store
