@@ -95,7 +95,8 @@ Status chat(const ChatArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(model::SamplingOptions sampling, args.sampling.resolved());
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving,
+                          open_serving(args.runtime, env, line, args.overflow.truncates()));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*serving, args.runtime, args.talk.session));
   if (args.overflow.truncates()) conversation->truncate(args.overflow.limits());

@@ -208,6 +208,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
   o.max_sequences = std::max(64, 4 * args.parallel);
   o.truncate = args.overflow.truncates();
+  o.runtime.truncates = o.truncate;
   o.truncation = args.overflow.limits();
   return o;
 }

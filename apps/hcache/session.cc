@@ -126,9 +126,10 @@ Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, Th
 }
 
 Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args, ThrottledEnv& env,
-                                                       ProgressLine& line) {
+                                                       ProgressLine& line, bool truncates) {
   serving::ServingOptions options;
   HCACHE_ASSIGN_OR_RETURN(options.runtime, opened_options(args, env, line));
+  options.runtime.truncates = truncates;
   // A single conversation: the plan weighs what restoring little of it is worth.
   options.scheduler.reuse.cheap_tokens = 0;
   auto serving = serving::Serving::open(env, options);

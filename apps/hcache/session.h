@@ -102,10 +102,11 @@ struct TalkArgs : Options {
 [[nodiscard]] Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args,
                                                                    ThrottledEnv& env,
                                                                    ProgressLine& line);
-// The same with what runs requests on it.
+// The same with what runs requests on it, which truncates conversations or not.
 [[nodiscard]] Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args,
                                                                      ThrottledEnv& env,
-                                                                     ProgressLine& line);
+                                                                     ProgressLine& line,
+                                                                     bool truncates = false);
 // --link.
 struct Link {
   bool paper = false;

@@ -99,7 +99,9 @@ class Search {
   Plan run() {
     Choice best = recompute_everything();
     if (request_.whole) {
-      const bool can = request_.mode != Mode::kRecompute && min_recompute_.back() == 0;
+      // Layer 0's K and V come from the tokens alone, whatever these see.
+      const int32_t most = costs_.re_tail_projects ? 1 : 0;
+      const bool can = request_.mode != Mode::kRecompute && min_recompute_.back() <= most;
       Rules rules = rules_of(request_.mode == Mode::kTokenPartition ? Mode::kPlan : request_.mode);
       rules.choose_recompute = false;
       best.makespan = kInfinity;

@@ -86,7 +86,7 @@ Result<int32_t> unsaved_layers(const RestoreCosts& costs, const SaveRequest& req
   const std::vector<Encoding> everything = saveable(costs);
   const auto longer =
       static_cast<int64_t>(static_cast<double>(request.history) * request.history_headroom);
-  int32_t unsaved = costs.n_layer;
+  int32_t unsaved = std::min(costs.n_layer, request.max_unsaved_layers);
   for (double link : {1.0, request.link_headroom}) {
     RestoreCosts faster = costs;
     faster.link.bytes_per_s *= link;
@@ -128,7 +128,8 @@ Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
   HCACHE_ASSIGN_OR_RETURN(const int32_t unsaved, unsaved_layers(costs, request));
   std::vector<SavePlan> candidates;
   HCACHE_RETURN_IF_ERROR(add_splits(costs, request, static_cast<size_t>(unsaved), &candidates));
-  if (unsaved == 0 && costs.re_tail_projects && costs.n_layer > 1) {
+  if (unsaved == 0 && request.max_unsaved_layers > 0 && costs.re_tail_projects &&
+      costs.n_layer > 1) {
     HCACHE_RETURN_IF_ERROR(add_splits(costs, request, 1, &candidates));
   }
 
@@ -152,10 +153,11 @@ Result<SavePlan> choose(const RestoreCosts& costs, const SaveRequest& request) {
 
 Status check_request(const SaveRequest& request) {
   if (request.history < 1 || request.new_tokens < 0 || request.max_bytes_per_token < 0 ||
-      request.overhead_bytes_per_token < 0) {
+      request.overhead_bytes_per_token < 0 || request.max_unsaved_layers < 0) {
     return invalid_argument(fmt::format(
-        "save plan: history {}, new tokens {}, byte budget {}, overhead {}", request.history,
-        request.new_tokens, request.max_bytes_per_token, request.overhead_bytes_per_token));
+        "save plan: history {}, new tokens {}, byte budget {}, overhead {}, unsaved layers {}",
+        request.history, request.new_tokens, request.max_bytes_per_token,
+        request.overhead_bytes_per_token, request.max_unsaved_layers));
   }
   for (double fraction : {request.min_gain, request.tolerance}) {
     if (!(fraction >= 0 && fraction < 1)) {
@@ -199,7 +201,9 @@ Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request
 
   HCACHE_ASSIGN_OR_RETURN(SavePlan fresh, choose(costs, request));
   if (previous == nullptr || previous->mode != SaveMode::kPlan ||
-      previous->layers.size() != n_layer || !worth_saving(costs, previous->layers)) {
+      previous->layers.size() != n_layer || !worth_saving(costs, previous->layers) ||
+      std::count(previous->layers.begin(), previous->layers.end(), kNoEncoding) >
+          request.max_unsaved_layers) {
     return fresh;
   }
   HCACHE_ASSIGN_OR_RETURN(SavePlan kept, describe(costs, request, previous->layers));

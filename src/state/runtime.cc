@@ -323,6 +323,7 @@ Status RuntimeImpl::choose_save_plan() {
   }
   policy::SaveRequest request;
   request.mode = options_.save;
+  if (options_.truncates) request.max_unsaved_layers = 1;
   request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
   request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
   HCACHE_ASSIGN_OR_RETURN(save_plan_,

@@ -181,31 +181,36 @@ TEST(Availability, RunsMayBeDroppedWhenPrefillIsFaster) {
 TEST(Availability, WholeOrNothingRecomputesNoRow) {
   Random random(8);
   int nothing = 0;
+  int without_first = 0;
   for (int round = 0; round < 300; ++round) {
     const auto n_layer = static_cast<int32_t>(random.integer(1, 6));
-    const RestoreCosts costs = random.costs(n_layer);
+    RestoreCosts costs = random.costs(n_layer);
+    costs.re_tail_projects = random.coin(0.5);
     RestoreRequest request;
     request.whole = true;
     request.new_tokens = random.integer(0, 100);
     request.mode = static_cast<Mode>(random.integer(0, 5));
-    bool missing = false;
+    int32_t missing = 0;  // layers up to the last one that lacks pages
     for (int64_t run = random.integer(1, 4); run > 0; --run) {
       AvailableRun& added = request.available.runs.emplace_back();
       added.tokens = random.integer(1, 300);
       for (int32_t l = 0; l < n_layer; ++l) {
         const auto saved = static_cast<Encoding>(random.coin(0.02) ? 0 : random.integer(1, 3));
         added.layers.push_back(saved);
-        missing = missing || saved == kNoEncoding;
+        if (saved == kNoEncoding) missing = std::max(missing, l + 1);
       }
     }
     const Result<Plan> plan = plan_restore(costs, request);
     ASSERT_TRUE(plan.ok()) << plan.status().to_string();
-    EXPECT_EQ(plan->recompute_layers, 0);
-    const bool can = !missing && request.mode != Mode::kRecompute;
+    const bool can =
+        missing <= (costs.re_tail_projects ? 1 : 0) && request.mode != Mode::kRecompute;
+    EXPECT_EQ(plan->recompute_layers, can ? missing : 0);
     EXPECT_EQ(plan->restored_tokens, can ? request.available.tokens() : 0);
     nothing += can ? 0 : 1;
+    without_first += can && missing == 1 ? 1 : 0;
   }
   EXPECT_GT(nothing, 30);
+  EXPECT_GT(without_first, 1);
 }
 
 TEST(Availability, ForcedModesUseTheOtherEncodingWhereTheirsIsMissing) {

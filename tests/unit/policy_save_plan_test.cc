@@ -93,6 +93,26 @@ TEST(SavePlan, HeadroomSavesLayersThatFasterLinksWouldRead) {
   EXPECT_GE(plan_restore(multi_head(48, 0.4), restore).value().recompute_layers, recompute);
 }
 
+// Of conversations that may be cut no more than the first layer can be computed again.
+TEST(SavePlan, LeavesNoMoreLayersUnsavedThanItMay) {
+  const RestoreCosts costs = multi_head(48, 0.4);
+  SaveRequest request;
+  request.history = 1024;
+  request.new_tokens = 0;
+  request.link_headroom = request.history_headroom = 1;
+  const SavePlan free = save(costs, request);
+  const auto unsaved = [](const SavePlan& plan) {
+    return std::count(plan.layers.begin(), plan.layers.end(), kNoEncoding);
+  };
+  ASSERT_GT(unsaved(free), 1);
+  request.max_unsaved_layers = 1;
+  const SavePlan bound = save(costs, request, &free);  // which does not stay
+  EXPECT_LE(unsaved(bound), 1);
+  EXPECT_LE(bound.predicted.makespan_s, free.predicted.makespan_s * (1 + request.tolerance));
+  request.max_unsaved_layers = 0;
+  EXPECT_EQ(unsaved(save(costs, request)), 0);
+}
+
 TEST(SavePlan, NeverStoresMoreThanTheKvCacheOnGroupedQueryModels) {
   for (double link = 1e5; link < 1e11; link *= 3) {
     RestoreCosts costs = grouped_3_to_1(link);

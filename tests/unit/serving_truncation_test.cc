@@ -129,6 +129,36 @@ TEST_P(TruncationTest, ItDoesNotMatterHowTheChainCameAbout) {
   }
 }
 
+// As plans save by default: the first layer's K and V come from the tokens.
+TEST_P(TruncationTest, WhatIsHeldComesBackWithoutTheFirstLayersPages) {
+  options_.save = policy::SaveMode::kPlan;
+  const How cut{.truncation = kLimits};
+  std::vector<int32_t> chain = random_tokens(200, 1);
+  std::vector<std::byte> state;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    ASSERT_EQ(serving->runtime().save_plan().layers[0], policy::kNoEncoding);
+    for (int turn = 0; turn < 5; ++turn) {
+      const Said said = say(*serving, chain, 60, cut);
+      chain.insert(chain.end(), said.answer.begin(), said.answer.end());
+      if (turn < 4) continue;
+      ASSERT_GT(said.outcome.dropped_tokens, 128);
+      state = held_state(*serving, said, static_cast<int64_t>(chain.size()) - 1);
+    }
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const auto restored = static_cast<int64_t>(chain.size()) - 1;
+  const Said said = say(*serving, chain, 0, cut);
+  EXPECT_EQ(said.record().restored_tokens + said.outcome.dropped_before, restored);
+  EXPECT_EQ(said.outcome.new_tokens, 1);
+  const int n_layer = serving->runtime().model().hparams().n_layer;
+  expect_near(held_state(*serving, said, restored), state, 2 * static_cast<size_t>(n_layer));
+  ASSERT_TRUE(serving->close().ok());
+}
+
 TEST_P(TruncationTest, WhatFitsIsAnsweredAsWithoutIt) {
   const auto serving = open(options_);
   ASSERT_NE(serving, nullptr);

@@ -156,7 +156,8 @@ struct RestoreRequest {
   // kTokenPartition: t is a multiple of this (1: plain; 64, 128, 256: sizes the GEMM likes).
   int64_t token_rounding = 1;
   // All of what is available or nothing, and none of it computed again: rows of a sequence that was
-  // cut, which have seen others that are not there any more.
+  // cut, which have seen others that are not there any more. But for layer 0 where it is not saved
+  // and RestoreCosts::re_tail_projects holds: there rows see nothing.
   bool whole = false;
 };
 

@@ -31,6 +31,8 @@ struct SaveRequest {
   // faster, and even with a history this many times longer. 1 and 1: the paper's choice.
   double link_headroom = 2.0;
   double history_headroom = 4.0;
+  // So many leading layers stay unsaved at most.
+  int32_t max_unsaved_layers = std::numeric_limits<int32_t>::max();
   // Storage budget per token over all layers; 0: none. Unreachable budgets are met as far as
   // possible.
   int64_t max_bytes_per_token = 0;

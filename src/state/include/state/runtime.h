@@ -47,6 +47,9 @@ struct RuntimeOptions {
   store::RemoteOptions remote;               // a store that other processes share
   bool use_store = true;                     // false: nothing is saved or matched
   bool read_only_store = false;
+  // Conversations may be cut when they outgrow the context: rows behind a cut can't be recomputed
+  // from tokens but in layer 0, so all other layers are saved.
+  bool truncates = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";  // see parse_state_type
   SaverOptions saver;
