@@ -5,9 +5,9 @@
     bench/overflow.py --quick             tiny settings: proves the script, measures nothing
 
 No request may be refused, and of the tokens that were held when a turn ended at most 10 % may have to be
-computed again for the next one, whether the server was killed in between or not. Then the time to the first token of a
-turn that overflows the context is compared with what computing the tokens that are left anew would take:
-prompts of as many tokens, without the cache, on the same server.
+computed again for the next one, whether the server was killed in between or not. Then the time to the
+first token of a turn that overflows the context is compared with what computing the tokens that are left
+anew would take: prompts of as many tokens, without the cache, on the same server.
 """
 
 import argparse

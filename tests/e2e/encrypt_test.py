@@ -47,7 +47,8 @@ class Encryption(unittest.TestCase):
 
     def store_files(self) -> dict:
         return {str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-                for path in sorted(Path(self.state, "store").rglob("*")) if path.is_file() and path.name != "hcache-store.lock"}
+                for path in sorted(Path(self.state, "store").rglob("*"))
+                if path.is_file() and path.name != "hcache-store.lock"}  # which names who opens it
 
     def readable(self, text: str) -> list:
         return [str(path) for path in Path(self.state, "store").rglob("*")

@@ -8,7 +8,6 @@ S3 store, where HCACHE_TEST_MOTO names moto's server.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile

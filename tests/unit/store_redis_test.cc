@@ -25,7 +25,6 @@ using hcache::testing::RedisServer;
 using hcache::testing::TempDir;
 using testing::Chain;
 using testing::chain;
-using testing::test_seal;
 using testing::eventually;
 using testing::fingerprint_of;
 using testing::kModel;
@@ -33,6 +32,7 @@ using testing::kPatienceS;
 using testing::kSalt;
 using testing::Machine;
 using testing::read_back;
+using testing::test_seal;
 using testing::tokens_of;
 using testing::with;
 

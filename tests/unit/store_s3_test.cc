@@ -27,7 +27,6 @@ using hcache::testing::ChildProcess;
 using hcache::testing::free_port;
 using testing::Chain;
 using testing::chain;
-using testing::test_seal;
 using testing::eventually;
 using testing::FakeBucket;
 using testing::FakeS3Client;
@@ -36,6 +35,7 @@ using testing::kPatienceS;
 using testing::kSalt;
 using testing::Machine;
 using testing::read_back;
+using testing::test_seal;
 using testing::tokens_of;
 
 TEST(S3Url, SaysWhere) {
