@@ -4,6 +4,8 @@
 // Pure functions; units and threading as in restore_plan.h.
 #pragma once
 
+#include <limits>
+
 #include "policy/restore_plan.h"
 
 namespace hcache::policy {
