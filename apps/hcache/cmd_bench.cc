@@ -9,11 +9,12 @@
 namespace hcache::cli {
 
 BenchArgs::BenchArgs() {
-  offer(runtime, {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
-                  &runtime.model.tensor_split, &runtime.model.override_tensors,
-                  &runtime.model.split_mode, &runtime.model.main_gpu, &runtime.model.threads,
-                  &runtime.batch, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
-                  &runtime.state.stores, &runtime.state_type, &runtime.saver});
+  offer(runtime,
+        {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
+         &runtime.model.tensor_split, &runtime.model.override_tensors, &runtime.model.split_mode,
+         &runtime.model.main_gpu, &runtime.model.threads, &runtime.batch, &runtime.kv_type,
+         &runtime.attention, &runtime.state.state_dir, &runtime.state.stores,
+         &runtime.state.key_file, &runtime.state_type, &runtime.saver});
 }
 
 void BenchArgs::save_all() {
@@ -27,12 +28,13 @@ RestoreBenchArgs::RestoreBenchArgs() {
 }
 
 BatchBenchArgs::BatchBenchArgs() {
-  withhold({&runtime.model.path, &runtime.kv_type, &runtime.state.stores, &runtime.state_type,
-            &runtime.saver, &text_file});
+  withhold({&runtime.model.path, &runtime.kv_type, &runtime.state.stores, &runtime.state.key_file,
+            &runtime.state_type, &runtime.saver, &text_file});
 }
 
 PipelineBenchArgs::PipelineBenchArgs() {
-  withhold({&runtime.kv_type, &runtime.attention, &runtime.state_type, &runtime.saver, &text_file});
+  withhold({&runtime.kv_type, &runtime.attention, &runtime.state.key_file, &runtime.state_type,
+            &runtime.saver, &text_file});
 }
 
 ThroughputArgs::ThroughputArgs() { offer(runtime, {&runtime.save}); }
