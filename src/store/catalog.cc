@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/log.h"
 #include "bytes.h"
 #include "catalog_connection.h"
 
@@ -275,12 +276,13 @@ Result<std::optional<ChunkRecord>> Catalog::find(const ChunkId& id) {
   Connection& c = reader();
   const MutexLock lock(c.mutex);
   Statement s(c, "SELECT seq, id, last_used, body FROM chunk WHERE id = ?1");
-  if (!s.bind_id(seal_.hide(id)).step()) {
+  const ChunkId hidden = seal_.hide(id);
+  if (!s.bind_id(hidden).step()) {
     if (s.failed()) return error(c, "look a chunk up");
     return std::optional<ChunkRecord>();
   }
   ChunkId stored;
-  if (!s.id(1, &stored) || seal_.show(stored) != id) {
+  if (!s.id(1, &stored) || stored != hidden) {
     return data_loss(fmt::format("catalog row of chunk {}: index and row differ", to_hex(id)));
   }
   HCACHE_ASSIGN_OR_RETURN(ChunkRecord record, decode_chunk(id, s.bytes(3), seal_));
@@ -318,11 +320,22 @@ Result<std::optional<Session>> Catalog::find_session(std::string_view name) {
 }
 
 Result<std::vector<std::string>> Catalog::session_names() {
-  HCACHE_ASSIGN_OR_RETURN(std::vector<SessionRow> rows, session_records());
+  Connection& c = reader();
+  const MutexLock lock(c.mutex);
   std::vector<std::string> out;
-  for (SessionRow& row : rows) {
-    if (row.status.ok()) out.push_back(std::move(row.name));
+  Statement s(
+      c, seal_.on() ? "SELECT name, body FROM session" : "SELECT name FROM session ORDER BY name");
+  while (s.step()) {
+    if (!seal_.on()) {
+      out.emplace_back(s.bytes(0));
+    } else if (auto session = decode_session(s.bytes(0), s.bytes(1), seal_); session.ok()) {
+      out.push_back(std::move(session->name));
+    } else {
+      log::warn("{}", session.status().to_string());
+    }
   }
+  if (s.failed()) return error(c, "list sessions");
+  if (seal_.on()) std::sort(out.begin(), out.end());
   return out;
 }
 

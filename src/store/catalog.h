@@ -78,7 +78,7 @@ class Catalog {
   [[nodiscard]] Result<std::vector<ChunkRecord>> children(const ChunkId& sibling_key,
                                                           std::int32_t first_token);
   [[nodiscard]] Result<std::optional<Session>> find_session(std::string_view name);
-  // Of those that are intact.
+  // In an encrypted store those of intact rows alone: the others' can't be read.
   [[nodiscard]] Result<std::vector<std::string>> session_names();
   [[nodiscard]] Result<std::vector<std::uint32_t>> disks();
   // Salts whose chunks another one's quota counts.

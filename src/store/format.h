@@ -62,8 +62,7 @@ struct ChunkRecord {
 
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> bytes);
 [[nodiscard]] std::uint64_t page_bytes(const ChunkRecord& record);
-// Decrypts what was read of a page, in place, where the store is encrypted. False: it is not the
-// page.
+// Whether what was read is the page; where the store is encrypted it is decrypted first, in place.
 [[nodiscard]] bool page_intact(const ChunkRecord& record, std::size_t page, const Seal& seal,
                                std::span<std::byte> bytes);
 // The order of a chunk's pages: by layer, then by encoding.

@@ -442,11 +442,10 @@ void PageReaderImpl::finish(Request* request) {
 }
 
 bool PageReaderImpl::take_in(const Item& item) const {
-  const PageJob& job = item.job;
-  if (!source_.seal().on()) return checksum(item.bytes) == place_of(job).checksum;
+  const Seal& seal = source_.seal();
   const std::span<std::byte> bytes(ring_ + (item.bytes.data() - ring_), item.bytes.size());
-  if (!page_intact(job.chunk->record, job.page, source_.seal(), bytes)) return false;
-  return parts_.mirror == nullptr || parts_.mirror->update(bytes).ok();
+  if (!page_intact(item.job.chunk->record, item.job.page, seal, bytes)) return false;
+  return !seal.on() || parts_.mirror == nullptr || parts_.mirror->update(bytes).ok();
 }
 
 void PageReaderImpl::check_page(Item* checked) const {

@@ -92,8 +92,9 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
 
 Result<std::vector<RecordRef>> StoreImpl::write_records(std::span<const Draft> drafts) {
   std::vector<Records::Draft> records;
-  for (const Draft& draft : drafts)
+  for (const Draft& draft : drafts) {
     records.push_back(chunk_record_draft(draft.record, owners_, seal_));
+  }
   return records_->write(std::move(records));
 }
 

@@ -44,16 +44,16 @@ Result<Session> Sessions::get(std::string_view name) {
 }
 
 Result<std::vector<SessionSummary>> Sessions::list() {
-  HCACHE_ASSIGN_OR_RETURN(const auto rows, catalog_.session_records());
+  HCACHE_ASSIGN_OR_RETURN(const auto names, catalog_.session_names());
   std::vector<SessionSummary> out;
-  for (const SessionRow& row : rows) {
-    if (!row.status.ok()) {
-      log::warn("{}", row.status.to_string());
+  for (const std::string& name : names) {
+    const auto session = catalog_.find_session(name);
+    if (!session.ok()) {
+      if (session.code() != Code::kDataLoss) return session.status();
+      log::warn("{}", session.status().to_string());
       continue;
     }
-    const auto session = catalog_.find_session(row.name);
-    if (!session.ok() && session.code() != Code::kDataLoss) return session.status();
-    if (!session.ok() || !session->has_value()) continue;
+    if (!session->has_value()) continue;
     const Session& s = **session;
     out.push_back({s.name, s.fingerprint, s.tokens.size(), s.created_ns, s.updated_ns});
   }

@@ -24,8 +24,9 @@ inline Fingerprint fingerprint() {
 // Of the encrypted ones.
 inline StoreKey key() {
   StoreKey key;
-  for (std::size_t i = 0; i < key.bytes.size(); ++i)
+  for (std::size_t i = 0; i < key.bytes.size(); ++i) {
     key.bytes[i] = static_cast<std::uint8_t>(5 * i + 3);
+  }
   return key;
 }
 
