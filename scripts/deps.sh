@@ -18,6 +18,8 @@ build=(
   libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev libssl-dev
   libcurl4-openssl-dev
 )
+# for x86-64 alone
+[ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] && build+=(libipsec-mb-dev)
 test=(
   # tools
   git python3-venv clang clang-format clang-tidy

@@ -3,19 +3,20 @@
 #include <fmt/format.h>
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
-#include <openssl/rand.h>
 
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
+#include "aes_gcm.h"
 #include "base/sync.h"
 #include "bytes.h"
+#include "libcrypto.h"
 
 namespace hcache::store {
 namespace {
 
-using Key = std::array<std::uint8_t, 32>;
+using Key = AesGcm::Key;
 
 constexpr std::size_t kStoreIdRandom = 8;  // of its bytes; the rest says which key
 // Of blocks that become numbers: what keeps their kinds apart.
@@ -23,22 +24,6 @@ constexpr std::uint8_t kFirstToken = 1;
 constexpr std::uint8_t kChecksum = 2;
 
 const std::uint8_t* bytes_of(const void* data) { return static_cast<const std::uint8_t*>(data); }
-
-struct FreeContext {
-  void operator()(EVP_CIPHER_CTX* context) const { EVP_CIPHER_CTX_free(context); }
-};
-
-EVP_CIPHER_CTX* context_of_thread() {
-  thread_local const std::unique_ptr<EVP_CIPHER_CTX, FreeContext> context(EVP_CIPHER_CTX_new());
-  if (context == nullptr) die("out of memory for a cipher");
-  return context.get();
-}
-
-const EVP_CIPHER* fetch(const char* name) {
-  const EVP_CIPHER* cipher = EVP_CIPHER_fetch(nullptr, name, nullptr);
-  if (cipher == nullptr) die(fmt::format("libcrypto has no {}", name));
-  return cipher;
-}
 
 // A key for one purpose.
 Key derive(const Key& from, std::string_view purpose, std::span<const std::uint8_t> more = {}) {
@@ -57,56 +42,13 @@ Key derive(const Key& from, std::string_view purpose, std::span<const std::uint8
 
 // One block by itself.
 void aes_block(const Key& key, bool encrypt, const std::uint8_t* in, std::uint8_t* out) {
-  static const EVP_CIPHER* const cipher = fetch("AES-256-ECB");
-  EVP_CIPHER_CTX* c = context_of_thread();
+  static const EVP_CIPHER* const cipher = fetch_cipher("AES-256-ECB");
+  EVP_CIPHER_CTX* c = cipher_of_thread();
   int n = 0;
   if (EVP_CipherInit_ex2(c, cipher, key.data(), nullptr, encrypt ? 1 : 0, nullptr) != 1 ||
       EVP_CIPHER_CTX_set_padding(c, 0) != 1 || EVP_CipherUpdate(c, out, &n, in, 16) != 1) {
     die("libcrypto cannot encrypt a block");
   }
-}
-
-void begin_gcm(EVP_CIPHER_CTX* c, const Key& key, const PageSeal& seal, bool encrypt,
-               std::string_view of) {
-  static const EVP_CIPHER* const cipher = fetch("AES-256-GCM");
-  int n = 0;
-  if (EVP_CipherInit_ex2(c, cipher, key.data(), seal.nonce.data(), encrypt ? 1 : 0, nullptr) != 1 ||
-      EVP_CipherUpdate(c, nullptr, &n, bytes_of(of.data()), static_cast<int>(of.size())) != 1) {
-    die("libcrypto cannot begin AES-256-GCM");
-  }
-}
-
-// `in` and `out` may be the same.
-void encrypt(const Key& key, std::string_view of, std::span<const std::byte> in, std::byte* out,
-             PageSeal* seal) {
-  if (RAND_bytes(seal->nonce.data(), static_cast<int>(seal->nonce.size())) != 1) {
-    die("libcrypto has no random numbers");
-  }
-  EVP_CIPHER_CTX* c = context_of_thread();
-  begin_gcm(c, key, *seal, true, of);
-  int n = 0;
-  auto* to = reinterpret_cast<std::uint8_t*>(out);
-  if (EVP_CipherUpdate(c, to, &n, bytes_of(in.data()), static_cast<int>(in.size())) != 1 ||
-      EVP_CipherFinal_ex(c, to + n, &n) != 1 ||
-      EVP_CIPHER_CTX_ctrl(c, EVP_CTRL_AEAD_GET_TAG, static_cast<int>(seal->tag.size()),
-                          seal->tag.data()) != 1) {
-    die("libcrypto cannot encrypt");
-  }
-}
-
-bool decrypt(const Key& key, std::string_view of, const PageSeal& seal,
-             std::span<std::byte> in_place) {
-  EVP_CIPHER_CTX* c = context_of_thread();
-  begin_gcm(c, key, seal, false, of);
-  int n = 0;
-  auto* data = reinterpret_cast<std::uint8_t*>(in_place.data());
-  std::array<std::uint8_t, 16> tag = seal.tag;
-  if (EVP_CipherUpdate(c, data, &n, data, static_cast<int>(in_place.size())) != 1 ||
-      EVP_CIPHER_CTX_ctrl(c, EVP_CTRL_AEAD_SET_TAG, static_cast<int>(tag.size()), tag.data()) !=
-          1) {
-    die("libcrypto cannot decrypt");
-  }
-  return EVP_CipherFinal_ex(c, data + n, &n) == 1;
 }
 
 // What a page's seal covers beside its bytes.
@@ -137,21 +79,22 @@ struct Seal::Keys {
         rows(derive(key.bytes, "hcache rows")),
         pages(derive(key.bytes, "hcache pages")) {}
 
-  Key page_key(const SaltId& salt) const HCACHE_EXCLUDES(mutex) {
+  // Of a salt's pages; stays where it is.
+  const AesGcm& pages_of(const SaltId& salt) const HCACHE_EXCLUDES(mutex) {
     const MutexLock lock(mutex);
-    const auto [at, fresh] = of_salts.try_emplace(salt);
-    if (fresh) at->second = derive(pages, "hcache salt", salt.bytes);
-    return at->second;
+    const auto at = of_salts.find(salt);
+    if (at != of_salts.end()) return at->second;
+    return of_salts.emplace(salt, derive(pages, "hcache salt", salt.bytes)).first->second;
   }
 
   const Key store;
   const Key ids;
   const Key numbers;
   const Key names;
-  const Key rows;
+  const AesGcm rows;
   const Key pages;
   mutable Mutex mutex;
-  mutable std::unordered_map<SaltId, Key> of_salts HCACHE_GUARDED_BY(mutex);
+  mutable std::unordered_map<SaltId, AesGcm> of_salts HCACHE_GUARDED_BY(mutex);
 };
 
 Seal::Seal(const StoreKey& key) : keys_(std::make_shared<const Keys>(key)) {}
@@ -228,7 +171,7 @@ std::string Seal::seal_row(std::string row, std::string_view of) const {
   if (!on()) return row;
   PageSeal seal;
   auto* bytes = reinterpret_cast<std::byte*>(row.data());
-  encrypt(keys_->rows, of, {bytes, row.size()}, bytes, &seal);
+  keys_->rows.encrypt(of, {bytes, row.size()}, bytes, &seal);
   row.append(reinterpret_cast<const char*>(seal.nonce.data()), seal.nonce.size());
   row.append(reinterpret_cast<const char*>(seal.tag.data()), seal.tag.size());
   return row;
@@ -239,17 +182,17 @@ std::optional<std::string> Seal::open_row(std::string_view sealed, std::string_v
   if (sealed.size() < kSealBytes) return std::nullopt;
   const PageSeal seal = seal_at(sealed.data() + sealed.size() - kSealBytes);
   std::string row(sealed.substr(0, sealed.size() - kSealBytes));
-  if (!decrypt(keys_->rows, of, seal, std::as_writable_bytes(std::span(row)))) return std::nullopt;
+  if (!keys_->rows.decrypt(of, seal, std::as_writable_bytes(std::span(row)))) return std::nullopt;
   return row;
 }
 
 void Seal::seal_page(const PageName& page, std::span<const std::byte> in, std::byte* out,
                      PageSeal* seal) const {
-  encrypt(keys_->page_key(page.salt), text_of(page), in, out, seal);
+  keys_->pages_of(page.salt).encrypt(text_of(page), in, out, seal);
 }
 
 bool Seal::open_page(const PageName& page, const PageSeal& seal, std::span<std::byte> bytes) const {
-  return decrypt(keys_->page_key(page.salt), text_of(page), seal, bytes);
+  return keys_->pages_of(page.salt).decrypt(text_of(page), seal, bytes);
 }
 
 std::shared_ptr<const AlignedBuffer> Seal::seal_value(
