@@ -51,8 +51,11 @@ size_t TensorPool::n_bytes() const {
 ggml_tensor* tensor_in_block(ggml_context* ctx, const ggml_tensor* block, int64_t offset,
                              ggml_type type, int64_t width, int64_t n) {
   ggml_tensor* t = ggml_new_tensor_2d(ctx, type, width, n);
-  auto* base = static_cast<std::byte*>(block->data);
-  if (ggml_backend_tensor_alloc(block->buffer, t, base + offset) != GGML_STATUS_SUCCESS) {
+  // A view of it: behind a quantised tensor of its own a backend may take room for padding, and
+  // clear it at once, beside its queues (CUDA: rows whose width is no multiple of 512).
+  t->view_src = const_cast<ggml_tensor*>(block->view_src != nullptr ? block->view_src : block);
+  t->view_offs = block->view_offs + static_cast<size_t>(offset);
+  if (ggml_backend_view_init(t) != GGML_STATUS_SUCCESS) {
     die("a tensor does not fit the block of device memory it is laid into");
   }
   return t;

@@ -51,9 +51,14 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
       device_ = (*server)->device();
     }
   }
+  // Gone before the process ends: a GPU's driver may be gone by then.
+  static void TearDownTestSuite() { loaded().clear(); }
+  static std::map<std::string, std::unique_ptr<LoadedModel>>& loaded() {
+    static std::map<std::string, std::unique_ptr<LoadedModel>> models;
+    return models;
+  }
   [[nodiscard]] const model::Model& model(const std::string& path) const {
-    static std::map<std::string, std::unique_ptr<LoadedModel>> loaded;
-    std::unique_ptr<LoadedModel>& entry = loaded[std::to_string(GetParam().devices) + " " + path];
+    std::unique_ptr<LoadedModel>& entry = loaded()[std::to_string(GetParam().devices) + " " + path];
     if (entry == nullptr) {
       entry = GetParam().devices == Setting::kCpuAndRpc
                   ? load_model(path, {open_device("cpu"), open_device(device_)}, {1, 2})
@@ -88,15 +93,19 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
                                                               const std::vector<Bytes>& expected) {
     if (GetParam().exact()) return same_kv(actual, expected);
     double worst = 0;
+    size_t worst_layer = 0;
     for (size_t layer = 0; layer < expected.size(); ++layer) {
       const Row was = widen(GGML_TYPE_F16, expected[layer]);
       double largest = 0;
       for (const float value : was) largest = std::max<double>(largest, std::abs(value));
       const double d = max_difference(widen(GGML_TYPE_F16, actual.at(layer)), was) / largest;
-      worst = d <= worst ? worst : d;  // NaN counts
+      if (d <= worst) continue;  // NaN counts
+      worst = d;
+      worst_layer = layer;
     }
     if (worst <= 0.02) return ::testing::AssertionSuccess() << worst;
-    return ::testing::AssertionFailure() << "a value is off by " << worst << " of the largest";
+    return ::testing::AssertionFailure()
+           << "a value of layer " << worst_layer << " is off by " << worst << " of the largest";
   }
   [[nodiscard]] static ::testing::AssertionResult continued(const std::vector<Row>& actual,
                                                             const std::vector<Row>& expected) {

@@ -5,6 +5,7 @@
 
 #include "engine_parts.h"
 #include "engine_testing.h"
+#include "tensor_pool.h"
 
 namespace hcache::engine {
 namespace {
@@ -166,6 +167,25 @@ TEST_F(FewerRows, PositionsAreErasedFromWhatIsHeld) {
   EXPECT_EQ(held.n_rows, 10);
   EXPECT_EQ(rows(*p, seq, kLayer, 10, 10), rows(*p, reference, kLayer, 10, 10));
   EXPECT_EQ(rows(*p, seq, 0, 0, 20), rows(*p, reference, 0, 0, 20));
+}
+
+// Behind a quantised tensor of its own a backend may take room for padding and clear it, beside its
+// queues (CUDA does): here other rows lie there.
+TEST(TensorInBlock, IsAViewOfTheBlock) {
+  const auto device = open_device("cpu");
+  TensorPool pool;
+  pool.open(1);
+  ggml_tensor* block = ggml_new_tensor_1d(pool.ctx(), GGML_TYPE_I8, 4096);
+  HCACHE_EXPECT_OK(pool.allocate(device->buffer_type(), "a block"));
+  ggml_context* ctx =
+      ggml_init({.mem_size = 2 * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true});
+  const ggml_tensor* t = tensor_in_block(ctx, block, 128, GGML_TYPE_Q8_0, 96, 3);
+  EXPECT_EQ(t->view_src, block);
+  EXPECT_EQ(t->buffer, block->buffer);
+  EXPECT_EQ(static_cast<const std::byte*>(t->data),
+            static_cast<const std::byte*>(block->data) + 128);
+  EXPECT_EQ(t->ne[1], 3);
+  ggml_free(ctx);
 }
 
 }  // namespace
