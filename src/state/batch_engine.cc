@@ -15,7 +15,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 constexpr int kAttempts = 3;
 // Contexts that costs are sampled at, as far as a buffer holds them.
 constexpr int64_t kSampledContexts[] = {64, 192, 384, 768};

@@ -164,6 +164,7 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
   }
   engine::HybridOptions sampled = options;
   sampled.max_step_rows = std::max(options.max_step_rows, int64_t{1} << 20);
+  sampled.waits_for_graphs = true;
   MeasuredBatchCosts measured;
   policy::HybridCosts& costs = measured.costs;
   costs.n_layer = model.hparams().n_layer;
@@ -173,6 +174,13 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
                             &measured.sizes, &costs.load_weights_s));
   measured.load_kv = points(kv, &BatchSample::read_kv_tokens, &BatchSample::load_kv_s);
   costs.load_kv = fit_small(measured.load_kv);
+  if (model.streamed() != nullptr && model.streamed()->place == model::WeightPlace::kHost) {
+    // These are no reads of files: they come over the link that K and V come over.
+    const double layer_bytes = static_cast<double>(model.streamed()->n_bytes()) / costs.n_layer;
+    const double token_bytes =
+        static_cast<double>(measured.sizes.kv_bytes) / (engine::kBlockTokens * costs.n_layer);
+    costs.load_weights_s = costs.load_kv.slope * layer_bytes / token_bytes;
+  }
   // One row each: what grows with the context is attention. From memory, so that nothing is waited
   // for between two of them.
   engine::HybridOptions resident = sampled;

@@ -102,6 +102,48 @@ TEST_P(LateQueues, GiveTheSameBits) {
   }
 }
 
+// Costs are measured so: on a device that computes asynchronously nothing else says what a graph
+// took.
+TEST_P(LateQueues, SampleTimesWhereTheyAreWaitedFor) {
+  const BatchOfRequests batch = mixed_batch(multi_head(), 3, 150, 200, 3);
+  for (const bool waits : {false, true}) {
+    HybridOptions options = small_buffers(0.5);
+    options.host_bytes = kPlenty;
+    options.max_step_rows = 1000;
+    options.waits_for_graphs = waits;
+    LateCopyQueue::Stats copies;
+    LateComputeQueue::Stats graphs;
+    const auto engine = make(multi_head(), options, [&](model::Device& device) {
+      DeviceQueues queues = make_device_queues(device);
+      if (!GetParam()) return queues;
+      auto compute = std::make_unique<LateComputeQueue>(device, &graphs);
+      queues.copy = std::make_unique<LateCopyQueue>(7, &copies, compute.get());
+      queues.compute = std::move(compute);
+      return queues;
+    });
+    for (const Tokens& prompt : batch.prompts) {
+      HCACHE_EXPECT_OK(engine->add(prompt, 300).status());
+    }
+    HCACHE_EXPECT_OK(engine->step().status());
+    HCACHE_EXPECT_OK(engine->flush());
+    for (RequestId id = 1; id <= 3; ++id) HCACHE_EXPECT_OK(engine->append(id, 5));
+    const auto step = engine->step();
+    ASSERT_TRUE(step.ok()) << step.status().to_string();
+    ASSERT_FALSE(step->times.samples.empty());
+    for (const BatchSample& s : step->times.samples) {
+      ASSERT_GT(s.act_tokens, 0);
+      const bool known = waits || !GetParam();
+      EXPECT_EQ(s.generate_s > 0, known);
+      EXPECT_EQ(s.forward_s > 0, known);
+      // Host memory is behind a link where the device has its own.
+      EXPECT_EQ(s.read_act_tokens > 0, GetParam());
+      EXPECT_EQ(s.read_kv_tokens > 0, GetParam());
+      EXPECT_EQ(s.load_act_s > 0 && s.load_kv_s > 0, GetParam() && waits);
+    }
+    EXPECT_EQ(step->times.read_bytes, 0U) << "of the disk";
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Copies, LateQueues, ::testing::Values(false, true),
                          [](const auto& tested) {
                            return std::string(tested.param ? "CopiesAndGraphs" : "CopiesAlone");

@@ -70,6 +70,8 @@ struct HybridEngine::Impl {
   Result<StepInput> input(std::span<const StepMember> members) const;
   Status embed(StepInput& step) const;
   Status commit(std::span<const StepMember> members);
+  // Reads arrive in the buffers themselves.
+  [[nodiscard]] bool in_place() const { return model.device().is_cpu() && !async_compute; }
   // Blocks whose rows are all there go to their places.
   Status complete_blocks(RequestId id, Request& request);
 
@@ -130,19 +132,22 @@ Status HybridEngine::Impl::create(const MakeQueues& make_queues) {
   choose_activations();
   HCACHE_RETURN_IF_ERROR(create_blocks());
   HCACHE_RETURN_IF_ERROR(create_buffers());
-  loop = std::make_unique<StepLoop>(StepLoopParts{.model = model,
-                                                  .options = options,
-                                                  .layout = layout,
-                                                  .stage = stages->front(),
-                                                  .queue = *queue,
-                                                  .weights = *weights,
-                                                  .store = *store,
-                                                  .io = io.get(),
-                                                  .buffers = *buffers,
-                                                  .graphs = *graphs,
-                                                  .ring = *ring,
-                                                  .least_rows = least,
-                                                  .times_graphs = !async_compute});
+  loop = std::make_unique<StepLoop>(
+      StepLoopParts{.model = model,
+                    .options = options,
+                    .layout = layout,
+                    .stage = stages->front(),
+                    .queue = *queue,
+                    .weights = *weights,
+                    .store = *store,
+                    .io = io.get(),
+                    .buffers = *buffers,
+                    .graphs = *graphs,
+                    .ring = *ring,
+                    .least_rows = least,
+                    .times_graphs = !async_compute || options.waits_for_graphs,
+                    .waits = async_compute && options.waits_for_graphs,
+                    .far = !in_place()});
   std::vector<ggml_type> act_types;
   for (int layer = 0; layer < layout.n_layer; ++layer) {
     act_types.push_back(layout.act_row_bytes[layer] > 0 ? types->native(layer) : GGML_TYPE_COUNT);
@@ -225,7 +230,7 @@ Status HybridEngine::Impl::create_buffers() {
                                             .spare_act_rows = least,
                                             .n_embd_kv = hp.n_embd_kv(),
                                             .kv_type = options.kv_type,
-                                            .in_place = model.device().is_cpu() && !async_compute,
+                                            .in_place = in_place(),
                                             .from_disk = io != nullptr}));
   graphs = std::make_unique<LayerGraphs>(model, stages->front(), *types, own_attention);
   HCACHE_RETURN_IF_ERROR(graphs->allocate({.buffer_tokens = options.buffer_tokens,

@@ -38,9 +38,18 @@ bool subtract_reads(const std::vector<PageLoad>& all, const std::vector<PageLoad
   return i == begun.size();
 }
 
-int64_t read_rows(const std::vector<PageLoad>& loads, size_t row_bytes) {
+size_t disk_bytes(const std::vector<PageLoad>& loads) {
   size_t n_bytes = 0;
   for (const PageLoad& load : loads) n_bytes += load.read.memory.size();
+  return n_bytes;
+}
+
+// Rows that come over the link: from the disk, and where the device is `far`, from host memory.
+int64_t link_rows(const std::vector<PageLoad>& loads, bool far, size_t row_bytes) {
+  size_t n_bytes = disk_bytes(loads);
+  for (const PageLoad& load : loads) {
+    if (far && load.host != nullptr) n_bytes += load.n_bytes;
+  }
   return row_bytes == 0 ? 0 : static_cast<int64_t>(n_bytes / row_bytes);
 }
 
@@ -179,6 +188,7 @@ Status StepLoop::second_half(const Run& run, int layer) {
   HCACHE_RETURN_IF_ERROR(acquire(run, layer, model::LayerPart::kFeedForward));
   const int64_t begin_ns = now_ns();
   const Status status = is_last(layer) ? finish(run) : feed_forward(run, layer);
+  settle();
   p_.weights.release(layer);
   HCACHE_RETURN_IF_ERROR(status);
   if (!p_.times_graphs) return {};
@@ -256,6 +266,14 @@ Status StepLoop::wait(const Run& run, Loading& loading, bool all, BatchSample* s
   return first;
 }
 
+void StepLoop::upload(BatchBuffer& buffer, const std::vector<PageLoad>& loads, double* seconds_of) {
+  const int64_t begin_ns = now_ns();
+  p_.buffers.upload(buffer, loads);
+  if (!p_.far || !p_.times_graphs) return;
+  if (p_.waits) p_.buffers.wait_for_landing(buffer);
+  *seconds_of += seconds(now_ns() - begin_ns);
+}
+
 Status StepLoop::run_task(const Run& run, int64_t task) {
   const auto n_batches = static_cast<int64_t>(run.step.plan.batches.size());
   const auto layer = static_cast<int>(task / n_batches);
@@ -264,15 +282,17 @@ Status StepLoop::run_task(const Run& run, int64_t task) {
   BatchBuffer& buffer = p_.buffers.at(first_number_ + static_cast<uint64_t>(task));
   Loading& loading = loading_.front();
   BatchSample sample{.layer = layer, .batch = index};
-  sample.read_act_tokens = read_rows(loading.load.act, p_.layout.row_bytes(BlockKind::kAct, layer));
-  sample.read_kv_tokens = read_rows(loading.load.kv, 2 * p_.layout.kv_row_bytes);
+  sample.read_act_tokens =
+      link_rows(loading.load.act, p_.far, p_.layout.row_bytes(BlockKind::kAct, layer));
+  sample.read_kv_tokens = link_rows(loading.load.kv, p_.far, 2 * p_.layout.kv_row_bytes);
+  run.times->read_bytes += disk_bytes(loading.load.act) + disk_bytes(loading.load.kv);
 
   HCACHE_RETURN_IF_ERROR(wait(run, loading, false, &sample));
-  p_.buffers.upload(buffer, loading.load.act);
+  upload(buffer, loading.load.act, &sample.load_act_s);
   p_.buffers.before_compute(buffer);
   HCACHE_RETURN_IF_ERROR(generate(run, layer, index, buffer, loading.load, &sample));
   HCACHE_RETURN_IF_ERROR(wait(run, loading, true, &sample));
-  p_.buffers.upload(buffer, loading.load.kv);
+  upload(buffer, loading.load.kv, &sample.load_kv_s);
   p_.ring.send();  // behind the uploads, which must not wait for the graphs before
   p_.buffers.before_compute(buffer);
   loading_.pop_front();
@@ -280,15 +300,13 @@ Status StepLoop::run_task(const Run& run, int64_t task) {
   const int64_t begin_ns = now_ns();
   HCACHE_RETURN_IF_ERROR(forward(run, layer, batch, buffer));
   p_.buffers.used(buffer);
+  settle();
   if (p_.times_graphs) sample.forward_s = seconds(now_ns() - begin_ns);
   for (const StepMember& member : batch.members) {
     sample.rows += member.n_new;
     sample.cells += member.n_past + member.n_new;
     if (keeps(layer)) sample.kv_tokens += member.n_past - member.n_act - member.n_tokens;
   }
-  run.times->read_bytes +=
-      static_cast<uint64_t>(sample.read_act_tokens) * p_.layout.row_bytes(BlockKind::kAct, layer) +
-      static_cast<uint64_t>(sample.read_kv_tokens) * 2 * p_.layout.kv_row_bytes;
   run.times->samples.push_back(sample);
   return {};
 }
@@ -316,6 +334,7 @@ Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buf
   const int64_t begin_ns = now_ns();
   HCACHE_RETURN_IF_ERROR(p_.graphs.generate(layer, buffer, n_rows, load.act, load.kv));
   sample->act_tokens = n_rows;
+  settle();
   if (p_.times_graphs) sample->generate_s = seconds(now_ns() - begin_ns);
   return {};
 }

@@ -46,7 +46,9 @@ struct StepLoopParts {
   LayerGraphs& graphs;
   StoreRing& ring;
   int least_rows = 1;
-  bool times_graphs = false;  // graphs are done when a call returns
+  bool times_graphs = false;  // samples say what graphs take
+  bool waits = false;         // each graph and upload is waited for, so that its time is known
+  bool far = false;           // the device has memory of its own: host memory is behind a link too
 };
 
 // Threading: the engine's thread.
@@ -109,6 +111,12 @@ class StepLoop {
                                          const Piece& piece, const CaptureLayout& layout) const;
   void wanted_rows(const Run& run, const MiniBatch& batch, const Piece& piece,
                    std::vector<int32_t>* rows) const;
+  // For what was given to the device, where its time is to be known.
+  void settle() const {
+    if (p_.waits) p_.stage.graphs().synchronize();
+  }
+  // Sends loaded pages to the buffer; adds what that took to `*seconds_of`, where it is known.
+  void upload(BatchBuffer& buffer, const std::vector<PageLoad>& loads, double* seconds_of);
   // Waits for a load, and counts the time.
   Status wait(const Run& run, Loading& loading, bool all, BatchSample* sample);
   [[nodiscard]] int64_t now_ns() const { return p_.options.env->monotonic_ns(); }

@@ -107,6 +107,10 @@ struct HybridOptions {
   size_t disk_bytes = 0;
   std::string disk_dir;  // of the files, which have no name once they are open
 
+  // Waits for each graph and each upload, so that samples tell what they take on devices that
+  // compute asynchronously too: to measure costs, since nothing overlaps then.
+  bool waits_for_graphs = false;
+
   HybridDecisions decisions{};
   Env* env = &Env::real();  // files, clock; outlives the engine
 };
@@ -125,9 +129,10 @@ struct BatchSample {
   int64_t cells = 0;      // attended by decoding rows, all sequences together
   double load_act_s = 0;  // of the link
   double load_kv_s = 0;
-  double generate_s = 0;  // K and V from activation rows; 0 on devices that compute asynchronously
-  double forward_s = 0;   // the rest
-  double wait_s = 0;      // computing waited for loads
+  double generate_s =
+      0;  // K and V from activation rows; 0 where an asynchronous device was not waited for
+  double forward_s = 0;  // the rest
+  double wait_s = 0;     // computing waited for loads
 };
 
 struct StepTimes {
