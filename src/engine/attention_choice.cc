@@ -23,7 +23,8 @@ Result<bool> choose_attention(const model::Model& model, const model::Device& de
                     "{}); use --attention auto",
                     device.name(), ggml_type_name(options.kv_type)));
   }
-  return applies && options.attention != AttentionKind::kGgml;
+  return applies && options.attention != AttentionKind::kGgml &&
+         options.attention != AttentionKind::kScores;
 }
 
 Status check_kv_type(const model::Model& model, ggml_type type) {

@@ -24,8 +24,9 @@ bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
 }  // namespace
 
 AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours,
-                         size_t kv_row_bytes)
+                         const EngineOptions& options, size_t kv_row_bytes)
     : graphs_(graphs) {
+  tiled_ = graphs.device().may_use_cpu_kernels();
   const size_t alignment = graphs.device().read_alignment();
   view_cells_ = static_cast<int64_t>(alignment / std::gcd(alignment, kv_row_bytes));
   shape_ = {.n_head = hp.n_head,
@@ -33,7 +34,11 @@ AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool our
             .head_dim_k = hp.head_dim,
             .head_dim_v = hp.head_dim,
             .scale = hp.attention_scale};
-  if (ours) plan_ = std::make_unique<AttentionPlan>(shape_, graphs.device().n_threads());
+  if (ours) {
+    plan_ = std::make_unique<AttentionPlan>(shape_, graphs.device().n_threads());
+  } else {
+    flash_ = options.attention != AttentionKind::kScores && has_flash_attention(options.kv_type);
+  }
 }
 
 AttentionOp::~AttentionOp() { ggml_backend_buffer_free(mask_buffer_); }
@@ -50,28 +55,51 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
     plan_->set_batch(segments_);
     return {};
   }
-  Status status = upload_masks();
-  if (!status.ok()) segments_.clear();
-  return status;
+  std::vector<Mask> masks = shapes();
+  if (!std::equal(masks.begin(), masks.end(), masks_.begin(), masks_.end(), same_layout)) {
+    if (Status status = make_masks(std::move(masks)); !status.ok()) {
+      segments_.clear();
+      masks_.clear();
+      return status;
+    }
+  }
+  upload_masks();
+  return {};
 }
 
-Status AttentionOp::upload_masks() {
-  mask_tensors_ = std::make_unique<Graph>(graphs_, segments_.size());
-  masks_.clear();
-  size_t n_bytes = 0;
-  const size_t alignment = ggml_backend_buft_get_alignment(graphs_.device().buffer_type());
+bool AttentionOp::same_layout(const Mask& a, const Mask& b) {
+  return a.n_kv == b.n_kv && a.n_rows == b.n_rows && a.group == b.group &&
+         a.first_row == b.first_row && a.n_queries == b.n_queries && a.first_cell == b.first_cell;
+}
+
+std::vector<AttentionOp::Mask> AttentionOp::shapes() const {
+  std::vector<Mask> masks;
   for (const AttentionSegment& s : segments_) {
     Mask mask;
     const bool prefill = s.n_rows > 1;
-    mask.group = prefill ? shape_.n_head / shape_.n_head_kv : 1;
+    mask.group = prefill && tiled_ ? shape_.n_head / shape_.n_head_kv : 1;
     mask.lead = s.first_cell % view_cells_;
     mask.n_kv = round_up(mask.lead + s.n_past + s.n_rows, kKvPadding);
-    mask.n_rows =
-        prefill ? std::max<int64_t>(static_cast<int64_t>(s.n_rows) * mask.group, kTiledRows) : 1;
+    mask.n_rows = static_cast<int64_t>(s.n_rows) * mask.group;
+    if (prefill && tiled_) mask.n_rows = std::max(mask.n_rows, kTiledRows);
+    mask.first_row = s.first_row;
+    mask.n_queries = s.n_rows;
+    mask.first_cell = s.first_cell - mask.lead;
+    masks.push_back(mask);
+  }
+  return masks;
+}
+
+Status AttentionOp::make_masks(std::vector<Mask> masks) {
+  ++layout_;
+  mask_tensors_ = std::make_unique<Graph>(graphs_, masks.size());
+  masks_ = std::move(masks);
+  size_t n_bytes = 0;
+  const size_t alignment = ggml_backend_buft_get_alignment(graphs_.device().buffer_type());
+  for (Mask& mask : masks_) {
     mask.tensor = ggml_new_tensor_2d(mask_tensors_->ctx, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
     n_bytes +=
         round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
-    masks_.push_back(mask);
   }
   if (n_bytes > mask_capacity_) {
     graphs_.synchronize();
@@ -87,17 +115,23 @@ Status AttentionOp::upload_masks() {
 
   auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(mask_buffer_));
   size_t offset = 0;
-  const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0F);
-  const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
-  for (size_t i = 0; i < masks_.size(); ++i) {
-    const Mask& mask = masks_[i];
-    const AttentionSegment& s = segments_[i];
+  for (const Mask& mask : masks_) {
     if (ggml_backend_tensor_alloc(mask_buffer_, mask.tensor, base + offset) !=
         GGML_STATUS_SUCCESS) {
       return internal_error("attention mask does not fit its buffer");
     }
     offset +=
         round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
+  }
+  return {};
+}
+
+void AttentionOp::upload_masks() {
+  const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0F);
+  const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
+  for (size_t i = 0; i < masks_.size(); ++i) {
+    const Mask& mask = masks_[i];
+    const AttentionSegment& s = segments_[i];
     // Padding rows see the first key alone, so that no row is fully masked.
     std::vector<ggml_fp16_t> values(static_cast<size_t>(mask.n_kv * mask.n_rows), hidden);
     for (int64_t row = 0; row < mask.n_rows; ++row) {
@@ -108,7 +142,6 @@ Status AttentionOp::upload_masks() {
     // In the compute queue, behind graphs that still read the masks of another step.
     graphs_.set(mask.tensor, values);
   }
-  return {};
 }
 
 ggml_tensor* AttentionOp::build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
@@ -134,17 +167,45 @@ void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata)
   static_cast<AttentionPlan*>(userdata)->run(tensors, ith, nth);
 }
 
-// One flash attention per sequence on views of its extent. In prefill the query heads that share a
-// KV head are packed as rows of one head, which changes no bit of the tiled kernel's result.
+bool AttentionOp::has_flash_attention(ggml_type kv_type) const {
+  const Graph g(graphs_, 8);
+  const int64_t dim = shape_.head_dim_k;
+  ggml_tensor* q = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, dim, kTiledRows, shape_.n_head_kv);
+  ggml_tensor* kv = ggml_new_tensor_3d(g.ctx, kv_type, dim, kKvPadding, shape_.n_head_kv);
+  ggml_tensor* mask = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F16, kKvPadding, kTiledRows);
+  const ggml_tensor* out = ggml_flash_attn_ext(g.ctx, q, kv, kv, mask, shape_.scale, 0.0F, 0.0F);
+  return ggml_backend_supports_op(graphs_.device().compute(), out);
+}
+
+// Devices have flash attention for some sizes of heads alone (CUDA: 64, 80, 96, 128, ...):
+// elsewhere the scores are computed in full.
+ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
+                                 ggml_tensor* mask) const {
+  if (flash_) {
+    ggml_tensor* out = ggml_flash_attn_ext(ctx, q, k, v, mask, shape_.scale, 0.0F, 0.0F);
+    ggml_prec_set_acc(out, GGML_PREC_F32);  // half precision is not enough for every model
+    return out;
+  }
+  ggml_tensor* scores = ggml_mul_mat(ctx, k, q);
+  ggml_prec_set_acc(scores, GGML_PREC_F32);
+  scores = ggml_soft_max_ext(ctx, scores, mask, shape_.scale, 0.0F);
+  if (ggml_is_quantized(v->type)) v = ggml_cast(ctx, v, GGML_TYPE_F32);
+  ggml_tensor* out = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, v)), scores);
+  return ggml_cont(ctx, ggml_permute(ctx, out, 0, 2, 1, 3));
+}
+
+// One flash attention per sequence on views of its extent. In prefill on CPUs the query heads that
+// share a KV head are packed as rows of one head, which changes no bit of the tiled kernel's
+// result.
 ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                                      ggml_tensor* v_arena) {
   const int64_t dim = shape_.head_dim_k;
   const int64_t n_head = shape_.n_head;
   const int64_t n_head_kv = shape_.n_head_kv;
-  const auto arena_view = [&](ggml_tensor* arena, const AttentionSegment& s, const Mask& mask) {
+  const auto arena_view = [&](ggml_tensor* arena, const Mask& mask) {
     return ggml_view_3d(ctx, arena, dim, mask.n_kv, n_head_kv, arena->nb[1],
                         ggml_row_size(arena->type, dim),
-                        static_cast<size_t>(s.first_cell - mask.lead) * arena->nb[1]);
+                        static_cast<size_t>(mask.first_cell) * arena->nb[1]);
   };
 
   ggml_tensor* result = nullptr;
@@ -155,17 +216,23 @@ ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_ten
     const int64_t packed_heads = n_head / group;
     ggml_tensor* rows = ggml_view_3d(ctx, q, dim, n_head, s.n_rows, q->nb[1], q->nb[2],
                                      static_cast<size_t>(s.first_row) * q->nb[2]);
+    const int64_t padding = mask.n_rows - group * s.n_rows;
+    if (group == 1 && padding == 0) {
+      ggml_tensor* out = attend(ctx, ggml_permute(ctx, rows, 0, 2, 1, 3), arena_view(k_arena, mask),
+                                arena_view(v_arena, mask), mask.tensor);
+      out = ggml_reshape_2d(ctx, out, dim * n_head, s.n_rows);
+      result = result == nullptr ? out : ggml_concat(ctx, result, out, 1);
+      continue;
+    }
     // [dim, group, packed_heads, rows] -> [dim, group * rows, packed_heads]
     ggml_tensor* packed = ggml_cont(ctx, rows);
     packed = ggml_reshape_4d(ctx, packed, dim, group, packed_heads, s.n_rows);
     packed = ggml_cont(ctx, ggml_permute(ctx, packed, 0, 1, 3, 2));
     packed = ggml_reshape_3d(ctx, packed, dim, group * s.n_rows, packed_heads);
-    const int64_t padding = mask.n_rows - group * s.n_rows;
     if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
 
     ggml_tensor* out =
-        ggml_flash_attn_ext(ctx, packed, arena_view(k_arena, s, mask), arena_view(v_arena, s, mask),
-                            mask.tensor, shape_.scale, 0.0F, 0.0F);
+        attend(ctx, packed, arena_view(k_arena, mask), arena_view(v_arena, mask), mask.tensor);
     // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
     ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, s.n_rows, out->nb[1],
                                          out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);

@@ -3,11 +3,13 @@
 
 #include <ggml-backend.h>
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "engine/attention.h"
+#include "engine/engine.h"
 #include "graph_runner.h"
 #include "model/model.h"
 
@@ -20,7 +22,8 @@ namespace hcache::engine {
 class AttentionOp {
  public:
   // kv_row_bytes: of a row of K or V in the arena.
-  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours, size_t kv_row_bytes);
+  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours,
+              const EngineOptions& options, size_t kv_row_bytes);
   ~AttentionOp();
   AttentionOp(const AttentionOp&) = delete;
   AttentionOp& operator=(const AttentionOp&) = delete;
@@ -30,6 +33,8 @@ class AttentionOp {
   Status set_batch(std::span<const AttentionSegment> segments);
   ggml_tensor* build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena, ggml_tensor* v_arena);
   [[nodiscard]] bool ours() const { return plan_ != nullptr; }
+  // Of what build() makes of the segments: as long as it stays, graphs fit the batches that follow.
+  [[nodiscard]] uint64_t layout() const { return layout_; }
 
   // Cells behind a sequence's last that ggml's kernel may read (masked): the arena ends with so
   // many spare cells.
@@ -42,17 +47,32 @@ class AttentionOp {
     int64_t n_rows = 0;  // padded
     int group = 1;       // query heads packed as rows
     int64_t lead = 0;    // masked cells before the sequence's first, where the view begins
+    // What the graph reads and writes.
+    int64_t first_row = 0;
+    int64_t n_queries = 0;
+    int64_t first_cell = 0;  // of the view
   };
-  Status upload_masks();
+  // Shapes and places of the segments' masks, without tensors.
+  [[nodiscard]] std::vector<Mask> shapes() const;
+  Status make_masks(std::vector<Mask> masks);
+  void upload_masks();
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
+  static bool same_layout(const Mask& a, const Mask& b);
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                           ggml_tensor* v_arena);
+  // [head_dim, heads, rows] of queries [head_dim, rows, heads].
+  ggml_tensor* attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
+                      ggml_tensor* mask) const;
+  [[nodiscard]] bool has_flash_attention(ggml_type kv_type) const;
 
   GraphRunner& graphs_;
   AttentionShape shape_;
   int64_t view_cells_ = 1;  // on a multiple of so many cells a view of the arena may begin
   std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
+  bool flash_ = true;                    // the device has it for this size of heads
+  bool tiled_ = false;  // the kernel may be the CPU's, which is another one for few rows
   std::vector<AttentionSegment> segments_;
+  uint64_t layout_ = 0;
   std::vector<Mask> masks_;
   std::unique_ptr<Graph> mask_tensors_;  // holds them, as long as a graph may read them
   ggml_backend_buffer_t mask_buffer_ = nullptr;

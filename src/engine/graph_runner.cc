@@ -12,6 +12,7 @@ namespace {
 // So much is held for graphs that may still run before waiting for them.
 constexpr size_t kMaxHeldBytes = 64 << 20;
 constexpr size_t kStagingBytes = 8 << 20;
+constexpr size_t kMaxStagingBytes = 128 << 20;
 constexpr size_t kStagingAlignment = 64;
 
 }  // namespace
@@ -109,11 +110,13 @@ Status GraphRunner::compute(const Graph& g) {
 std::byte* GraphRunner::stage(size_t n_bytes) {
   if (!staging_made_) {
     staging_made_ = true;
-    Result<HostBuffer> made = HostBuffer::make(device_, kStagingBytes, "the inputs of steps");
+    staging_bytes_ = std::min(std::max(kStagingBytes, wanted_bytes_), kMaxStagingBytes);
+    Result<HostBuffer> made = HostBuffer::make(device_, staging_bytes_, "the inputs of steps");
     if (made.ok()) staging_ = std::move(made).value();
   }
   const size_t begin = (staged_bytes_ + kStagingAlignment - 1) & ~(kStagingAlignment - 1);
-  if (staging_.data() == nullptr || begin + n_bytes > kStagingBytes) return nullptr;
+  wanted_bytes_ = std::max(wanted_bytes_, begin + n_bytes);
+  if (staging_.data() == nullptr || begin + n_bytes > staging_bytes_) return nullptr;
   staged_bytes_ = begin + n_bytes;
   return staging_.data() + begin;
 }
@@ -144,6 +147,13 @@ void GraphRunner::synchronize() {
   held_.clear();
   held_bytes_ = 0;
   staged_bytes_ = 0;
+  // Too small for a step's inputs: the next one gets more.
+  if (staging_.data() != nullptr && wanted_bytes_ > staging_bytes_ &&
+      staging_bytes_ < kMaxStagingBytes) {
+    wanted_bytes_ *= 2;
+    staging_ = {};
+    staging_made_ = false;
+  }
 }
 
 }  // namespace hcache::engine

@@ -13,8 +13,8 @@ Stage::Stage(const model::Model& model, const EngineOptions& options, StageOptio
       graphs_(*options_.device, *options_.queues.compute),
       arena_(model, engine_options_, options_.begin, options_.end, graphs_, *options_.queues.copy) {
   for (int i = 0; i < options_.n_groups; ++i) {
-    attention_.push_back(std::make_unique<AttentionOp>(model.hparams(), graphs_,
-                                                       options_.own_attention, arena_.row_bytes()));
+    attention_.push_back(std::make_unique<AttentionOp>(
+        model.hparams(), graphs_, options_.own_attention, options, arena_.row_bytes()));
   }
 }
 
@@ -62,6 +62,12 @@ Status Stage::load(StepState& step) {
     HCACHE_RETURN_IF_ERROR(attention_[i]->set_batch(step.placed[i].attention));
   }
   return {};
+}
+
+uint64_t Stage::attention_layout() const {
+  uint64_t sum = 0;  // each only ever grows
+  for (const auto& attention : attention_) sum += attention->layout();
+  return sum;
 }
 
 void Stage::spill_rows() {

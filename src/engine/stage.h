@@ -75,6 +75,9 @@ class Stage {
   [[nodiscard]] GraphRunner& graphs() { return graphs_; }
   [[nodiscard]] KvArena& arena() { return arena_; }
   [[nodiscard]] AttentionOp& attention(int group) { return *attention_[group]; }
+  [[nodiscard]] const EngineOptions& engine_options() const { return engine_options_; }
+  // AttentionOp::layout() of all groups together.
+  [[nodiscard]] uint64_t attention_layout() const;
 
   [[nodiscard]] ggml_tensor* rows() const { return rows_; }                    // F32 [n_embd, n]
   [[nodiscard]] ggml_tensor* positions() const { return positions_; }          // I32 [n]

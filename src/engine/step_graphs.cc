@@ -22,8 +22,9 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
                    .x_size = step.x.size()};
   Last& last = last_[stage.index()];
   GraphRunner& graphs = stage.graphs();
-  const bool own_attention = stage.attention(0).ours();
-  if (last.graph == nullptr || last.n_allocated != graphs.n_allocated() || !(last.key == key)) {
+  const uint64_t attention = stage.attention_layout();
+  if (last.graph == nullptr || last.n_allocated != graphs.n_allocated() || !(last.key == key) ||
+      last.attention != attention) {
     last.graph.reset();
     auto g = std::make_unique<Graph>(graphs, most_nodes(stage, step, end - begin));
     ggml_tensor* logits =
@@ -38,13 +39,10 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
                .positions = ggml_view_1d(g->ctx, stage.positions(), step.n_rows, 0),
                .order = stage.order(g->ctx, step.n_rows)});
     HCACHE_RETURN_IF_ERROR(graphs.allocate(*g));
-    last = {std::move(g), key, graphs.n_allocated(), logits};
+    last = {std::move(g), key, graphs.n_allocated(), attention, logits};
   }
   ggml_tensor* logits = last.logits;
-  const Status status = graphs.run(*last.graph);
-  // ggml's attention is built for this step's segments and masks.
-  if (!own_attention) last.graph.reset();
-  HCACHE_RETURN_IF_ERROR(status);
+  HCACHE_RETURN_IF_ERROR(graphs.run(*last.graph));
   return logits;
 }
 
@@ -213,7 +211,9 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   const int64_t n = step.n_rows;
   const int64_t width = model.hparams().n_embd_kv();
   ggml_tensor* cells = ggml_view_1d(ctx, stage.cells(sequences_.group_of(layer)), n, 0);
-  k = ggml_reshape_2d(ctx, k, width, n);
+  range.g.add(cells);
+  // Rotation, view and writing next to each other are one kernel on CUDA.
+  k = ggml_view_2d(ctx, k, width, n, ggml_row_size(k->type, width), 0);
   v = ggml_reshape_2d(ctx, v, width, n);
   range.g.add(ggml_set_rows(ctx, stage.arena().k(layer), k, cells));
   range.g.add(ggml_set_rows(ctx, stage.arena().v(layer), v, cells));

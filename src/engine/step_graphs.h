@@ -67,6 +67,7 @@ class StepGraphs {
     std::unique_ptr<Graph> graph;
     Key key;
     uint64_t n_allocated = 0;  // the runner's; another graph has its memory otherwise
+    uint64_t attention = 0;    // layouts of the stage's
     ggml_tensor* logits = nullptr;
   };
   // What the layers of one graph share.

@@ -86,6 +86,7 @@ Status StepRunner::add_segments(std::span<const BatchItem> items, StepState& ste
 // Embeddings, positions and wanted outputs of the segments' rows.
 Status StepRunner::add_rows(std::span<const BatchItem> items, StepState& step) {
   const int64_t n_embd = model_.hparams().n_embd;
+  step.x.swap(spare_x_);  // for its memory
   step.x.resize(static_cast<size_t>(step.n_rows * n_embd));
   step.positions.reserve(step.n_rows);
   for (size_t i = 0; i < items.size(); ++i) {
@@ -277,6 +278,7 @@ Result<Logits> StepRunner::finish(StepState& step) {
   }
   tap_.poll(false);
   end_step(step);
+  spare_x_.swap(step.x);
   spare_logits_.swap(logits_);
   logits_.swap(step.logits);
   Logits logits;

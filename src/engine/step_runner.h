@@ -65,6 +65,7 @@ class StepRunner {
   StepGraphs graphs_;
   SharedLayers shared_;
   std::vector<float> logits_;        // of the step that was finished last
+  std::vector<float> spare_x_;       // memory for another step's rows
   std::vector<float> spare_logits_;  // memory for another step's
 };
 

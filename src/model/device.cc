@@ -316,11 +316,15 @@ void Device::set_n_threads(int n_threads) {
   threadpool_ = next;
 }
 
+bool Device::is_of(const char* backend) const {
+  return strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev_)), backend) == 0;
+}
+
+bool Device::may_use_cpu_kernels() const { return is_cpu_ || is_of("RPC"); }
+
 // Vulkan binds what a shader reads at aligned offsets, and ggml's attention shader takes no rest.
 size_t Device::read_alignment() const {
-  const bool binds =
-      strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev_)), "Vulkan") == 0;
-  return binds ? ggml_backend_buft_get_alignment(buffer_type()) : 1;
+  return is_of("Vulkan") ? ggml_backend_buft_get_alignment(buffer_type()) : 1;
 }
 
 ggml_backend_buffer_type_t Device::buffer_type() const {

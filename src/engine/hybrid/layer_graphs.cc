@@ -145,7 +145,8 @@ Status LayerGraphs::set_piece(const Forward& forward) {
   }
   while (static_cast<int>(attention_.size()) <= piece.index) {
     attention_.push_back(std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(),
-                                                       own_attention_, stage_.arena().row_bytes()));
+                                                       own_attention_, stage_.engine_options(),
+                                                       stage_.arena().row_bytes()));
   }
   if (!forward.wanted.empty()) stage_.graphs().set(stage_.output_rows(), forward.wanted);
   return attention_[piece.index]->set_batch(

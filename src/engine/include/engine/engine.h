@@ -34,6 +34,8 @@ enum class AttentionKind {
   kAuto,  // ours where it applies (CPU, F16 KV), else ggml's
   kOurs,  // kUnimplemented where it does not apply
   kGgml,  // ggml's flash attention: with it our logits equal libllama's bit for bit
+  // ggml's products and softmax, which devices get whose flash attention lacks the size of heads.
+  kScores,
 };
 
 struct EngineOptions {

@@ -45,6 +45,9 @@ class Device {
   void set_n_threads(int n_threads);
 
   [[nodiscard]] bool is_cpu() const { return is_cpu_; }
+  // Whether its products may be those of ggml's CPU kernels, whose bits depend on how many rows
+  // they are given: on the CPU, and on RPC servers, which may be one.
+  [[nodiscard]] bool may_use_cpu_kernels() const;
   // True when tensor->data of this device's buffers may be read and written by the host directly.
   [[nodiscard]] bool host_visible() const { return host_visible_; }
 
@@ -68,6 +71,8 @@ class Device {
 
  private:
   Device() = default;
+  [[nodiscard]] bool is_of(const char* backend) const;
+
   std::string name_;
   int n_threads_ = 1;
   bool is_cpu_ = false;
