@@ -45,7 +45,10 @@ def third_party(*args: str) -> list[str]:
 
 
 def peer_programs(device: str) -> dict[str, Path]:
-    """llama.cpp's programs by their names, built for this kind of device."""
+    """llama.cpp's programs by their names, built for this kind of device: those in HCACHE_PEER_DIR, where
+    they were built on another machine, or else of `make peer`."""
+    if folder := os.environ.get("HCACHE_PEER_DIR"):
+        return {path.name: path for path in Path(folder).iterdir()}
     options = []
     if device.startswith("cuda"):
         options = ["--cuda", os.environ.get("HCACHE_CUDA_ARCHS", "90")]

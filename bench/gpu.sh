@@ -5,21 +5,24 @@
 # in host memory, against llama-server with what fits of the layers there and K and V on either side.
 #
 #   bench/gpu.sh                                      cuda:0; one JSON under bench/results/
-#   bench/gpu.sh --batch --json FILE                  the batch (host memory: 48 GiB and more)
+#   bench/gpu.sh --batch --json FILE                  the batch (host memory: 80 GiB and more)
 #   PRESET=vulkan bench/gpu.sh                        vulkan:0
 #   PRESET=release DEVICE=cpu bench/gpu.sh --quick    tries the script without a GPU
 #   PRESET=release DEVICE=cpu bench/gpu.sh --batch --quick --weights disk
 #   PRESET=vulkan scripts/run_on_lavapipe.sh bench/gpu.sh --quick    and without a CPU's shortcuts
 #
-# LAYERS and other options of bench/bars.py and bench/batch_bar.py make it smaller: LAYERS=2 bench/gpu.sh --bars 1
+# PROGRAM names a program that was built elsewhere, and HCACHE_PEER_DIR the folder of llama.cpp's llama-bench
+# and llama-server: then nothing is built here. LAYERS and other options of bench/bars.py and
+# bench/batch_bar.py make it smaller: LAYERS=2 bench/gpu.sh --bars 1
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${PRESET:-cuda}
 device=${DEVICE:-$preset:0}
 
-scripts/build.sh "$preset" hcache
+program=${PROGRAM:-build/$preset/bin/hcache}
+[ -n "${PROGRAM:-}" ] || scripts/build.sh "$preset" hcache
 export HCACHE_CUDA_ARCHS=${HCACHE_CUDA_ARCHS:-90}  # of llama.cpp's programs too
-common=(--program "build/$preset/bin/hcache" --device "$device" ${LAYERS:+--layers "$LAYERS"})
+common=(--program "$program" --device "$device" ${LAYERS:+--layers "$LAYERS"})
 if [ "${1:-}" != --batch ]; then
   exec python3 bench/bars.py --gpu "${common[@]}" "$@"
 fi
@@ -28,5 +31,5 @@ case " $* " in
   *" --quick "*) shape=() ;;
   *) shape=(--shape llama-30b --layers 0 --type q8_0) ;;
 esac
-exec python3 bench/batch_bar.py --weights host --device-memory 24GiB --cache-memory 16GiB --buffer 8192 \
-  --peer-slots 16,32,64 "${shape[@]}" "${common[@]}" "$@"
+exec python3 bench/batch_bar.py --weights host --device-memory 24GiB --cache-memory 32GiB --buffer 8192 \
+  --step-tokens 8192 --graph-tokens 512 --peer-slots 32,64 "${shape[@]}" "${common[@]}" "$@"
