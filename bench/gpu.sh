@@ -12,8 +12,10 @@
 #   PRESET=vulkan scripts/run_on_lavapipe.sh bench/gpu.sh --quick    and without a CPU's shortcuts
 #
 # PROGRAM names a program that was built elsewhere, and HCACHE_PEER_DIR the folder of llama.cpp's llama-bench
-# and llama-server: then nothing is built here. LAYERS and other options of bench/bars.py and
-# bench/batch_bar.py make it smaller: LAYERS=2 bench/gpu.sh --bars 1
+# and llama-server: then nothing is built here. LAYERS and the options of bench/bars.py and
+# bench/batch_bar.py want less of the device:
+#
+#   LAYERS=2 bench/gpu.sh --bars 1
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${PRESET:-cuda}

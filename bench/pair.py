@@ -4,6 +4,8 @@
     bench/pair.py --other build/package/bin/hcache      a package's build against the native one
     bench/pair.py --other OLD/bin/hcache --restore 512,2048,4096 --reps 7
                                                         time to first token of restored conversations
+    bench/pair.py --restore 1024,4096 --links none --encrypted
+                                                        the same from an encrypted store, over a plain one
     bench/pair.py --quick                               the program against itself: proves the script
 
 Without --restore, prefill and decoding are compared in tokens per second, --program's build being the
@@ -14,7 +16,8 @@ With --restore, conversations of those lengths are restored by every method with
 paper's link, from the disk. --other's build is the base: printed are the medians of the paired ratios
 program / other and their upper bound. The machine's costs are measured once, by the other program, so
 that both plan alike. With --at-most R the exit code is 1 where a median is larger; it is also 1 where a
-restored KV cache differs from the prefilled one by a bit.
+restored KV cache differs from the prefilled one by a bit. With --encrypted --program's store has a key,
+and --other is the same build unless it is named.
 
 How a process' memory happens to lie makes it percents faster or slower for as long as it lives. So the
 repetitions are spread over --processes processes of each build, started in one order and in the other.
@@ -43,12 +46,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--restore", metavar="LENGTHS", help="compare restores of so many tokens")
     parser.add_argument("--methods", default="plan,hidden,kv", help="of the restores")
     parser.add_argument("--links", default="none,paper", help="of the restores")
+    parser.add_argument("--encrypted", action="store_true", help="--program restores from an encrypted store")
     parser.add_argument("--at-most", type=float, metavar="R", help="largest median ratio of times")
     args = parser.parse_args()
     if args.quick:
         args.other = args.other or args.program
         args.prompt, args.gen, args.reps, args.processes = "64", 8, 2, 2
         args.restore = args.restore and "128"
+    if args.encrypted:
+        args.other = args.other or args.program
+        if not args.restore:
+            parser.error("--encrypted compares restores: give --restore")
     if args.other is None:
         parser.error("--other names the program to compare with")
     args.model = args.model or lib.default_model()
@@ -106,12 +114,16 @@ def pair_restores(args: argparse.Namespace) -> tuple[dict, list[dict], bool]:
     args.program, args.work = args.other, folders[1]
     lib.Hcache(args).measure_costs(args.model)
     shutil.copytree(folders[1], folders[0])
+    keys: tuple[list, list] = ([], [])
+    if args.encrypted:
+        lib.Hcache(args).run("store", "new-key", "-o", folders[0] / "key")
+        keys[0].extend(["--encrypt-key-file", folders[0] / "key"])
     for history in args.restore.split(","):
         def start(which: int, reps: int, history: str = history) -> lib.Paced:
             args.program, args.work = programs[which], folders[which]
             return lib.Paced(lib.Hcache(args), "restore", "-m", args.model, "--history", history,
                              "--new", 50, "--greedy", 2, "--decoded", 2, "--methods", args.methods,
-                             "--link", args.links, "--reps", reps)
+                             "--link", args.links, "--reps", reps, *keys[which])
 
         first, other = take_turns(args, start)
         machine = first[0]["machine"]

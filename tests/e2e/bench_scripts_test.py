@@ -108,6 +108,9 @@ class BenchScripts(unittest.TestCase):
 
     def test_pair(self):
         self.assertIn("decode 8", self.run_script("bench/pair.py", "--quick", "--work", self.work))
+        self.assertIn("128 kv none", self.run_script(
+            "bench/pair.py", "--quick", "--restore", "1024", "--links", "none", "--encrypted", "--work",
+            self.work))
         self.assertIn("128 plan paper", self.run_script("bench/pair.py", "--quick", "--restore", "512",
                                                         "--work", self.work))
 

@@ -326,6 +326,57 @@ TEST(GgmlAttention, CompanyChangesNoAnswer) {
   EXPECT_TRUE(same_rows(rows, expected));
 }
 
+// A step's graph is kept as long as attention has the shape it had: over the end of a padded
+// extent, from one sequence to another and back, alone and together.
+TEST(GgmlAttention, KeptGraphsFitTheStepsThatFollow) {
+  const model::Model& model = llama_tiny();
+  constexpr int kPrompt = 245;
+  constexpr int kSteps = 24;
+  for (const AttentionKind kind : {AttentionKind::kGgml, AttentionKind::kScores}) {
+    EngineOptions options = small_arena(1024);
+    options.max_batch_rows = kPrompt + kSteps;
+    options.attention = kind;
+    std::vector<Tokens> tokens;
+    std::vector<std::vector<Row>> at_once;
+    std::vector<std::vector<Row>> alone;
+    for (unsigned i = 0; i < 2; ++i) {
+      tokens.push_back(random_tokens(model, kPrompt + kSteps, 7 + i));
+      const std::unique_ptr<Engine> engine = make_engine(model, options);
+      at_once.push_back(append(*engine, new_sequence(*engine), tokens[i], kPrompt + kSteps));
+      const SeqId seq = new_sequence(*engine);
+      append(*engine, seq, std::span(tokens[i]).first(kPrompt), kPrompt);
+      alone.push_back(append(*engine, seq, std::span(tokens[i]).subspan(kPrompt), 1));
+    }
+    const std::unique_ptr<Engine> engine = make_engine(model, options);
+    std::vector<SeqId> seqs;
+    for (const Tokens& each : tokens) {
+      seqs.push_back(new_sequence(*engine));
+      append(*engine, seqs.back(), std::span(each).first(kPrompt), kPrompt);
+    }
+    std::vector<std::vector<Row>> rows(2);
+    for (int step = 0; rows[0].size() < kSteps || rows[1].size() < kSteps; ++step) {
+      std::vector<BatchItem> items;
+      std::vector<size_t> which;
+      for (size_t i = 0; i < 2; ++i) {
+        const bool has_turn = step % 3 == 2 || static_cast<size_t>(step % 3) == i;
+        if (!has_turn || rows[i].size() == kSteps) continue;
+        items.push_back(
+            {.seq = seqs[i], .tokens = std::span(tokens[i]).subspan(kPrompt + rows[i].size(), 1)});
+        which.push_back(i);
+      }
+      const Logits logits = engine->decode(items).value();
+      for (size_t j = 0; j < which.size(); ++j) {
+        rows[which[j]].emplace_back(logits.rows[j].begin(), logits.rows[j].end());
+      }
+    }
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_TRUE(same_rows(rows[i], alone[i])) << "sequence " << i;
+      const std::vector<Row> last(at_once[i].end() - kSteps, at_once[i].end());
+      EXPECT_LT(mean_kl(last, rows[i]), 5e-4) << "sequence " << i;
+    }
+  }
+}
+
 TEST(GgmlAttention, LayersMayBeCutAndStepsInterleave) {
   const model::Model& model = llama_tiny();
   EngineOptions options = small_arena(512);
