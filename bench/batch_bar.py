@@ -217,7 +217,8 @@ def main() -> None:
     rows = [[f"llama-server {p['options']}",
              f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]] for p in peers]
     print(lib.table(["", "tokens/s"], [["hcache batch", f"{ours['tokens_per_s']:.2f}"], *rows]))
-    print(f"{results['ratio'] or 0:.2f} times llama-server, {results['of_bound'] or 0:.2f} of the lower bound")
+    print(f"{results['ratio'] or 0:.2f} times llama-server, "
+          f"{results['of_bound'] or 0:.2f} of the lower bound")
     lib.write_results(args.json_file or (args.work / "batch_bar.json"), results)
 
 
