@@ -55,11 +55,12 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
     plan_->set_batch(segments_);
     return {};
   }
-  std::vector<Mask> masks = shapes();
-  if (!std::equal(masks.begin(), masks.end(), masks_.begin(), masks_.end(), same_layout)) {
-    if (Status status = make_masks(std::move(masks)); !status.ok()) {
+  std::vector<Layout> layouts;
+  for (const AttentionSegment& s : segments_) layouts.push_back(layout_of(s));
+  if (layouts != layouts_) {
+    if (Status status = make_masks(std::move(layouts)); !status.ok()) {
       segments_.clear();
-      masks_.clear();
+      layouts_.clear();
       return status;
     }
   }
@@ -67,39 +68,31 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
   return {};
 }
 
-bool AttentionOp::same_layout(const Mask& a, const Mask& b) {
-  return a.n_kv == b.n_kv && a.n_rows == b.n_rows && a.group == b.group &&
-         a.first_row == b.first_row && a.n_queries == b.n_queries && a.first_cell == b.first_cell;
+AttentionOp::Layout AttentionOp::layout_of(const AttentionSegment& s) const {
+  const bool prefill = s.n_rows > 1;
+  const int64_t lead = s.first_cell % view_cells_;
+  const int group = prefill && tiled_ ? shape_.n_head / shape_.n_head_kv : 1;
+  const int64_t n_rows = static_cast<int64_t>(s.n_rows) * group;
+  return {.first_row = s.first_row,
+          .n_queries = s.n_rows,
+          .first_cell = s.first_cell - lead,
+          .n_kv = round_up(lead + s.n_past + s.n_rows, kKvPadding),
+          .group = group,
+          .n_rows = prefill && tiled_ ? std::max(n_rows, kTiledRows) : n_rows};
 }
 
-std::vector<AttentionOp::Mask> AttentionOp::shapes() const {
-  std::vector<Mask> masks;
-  for (const AttentionSegment& s : segments_) {
-    Mask mask;
-    const bool prefill = s.n_rows > 1;
-    mask.group = prefill && tiled_ ? shape_.n_head / shape_.n_head_kv : 1;
-    mask.lead = s.first_cell % view_cells_;
-    mask.n_kv = round_up(mask.lead + s.n_past + s.n_rows, kKvPadding);
-    mask.n_rows = static_cast<int64_t>(s.n_rows) * mask.group;
-    if (prefill && tiled_) mask.n_rows = std::max(mask.n_rows, kTiledRows);
-    mask.first_row = s.first_row;
-    mask.n_queries = s.n_rows;
-    mask.first_cell = s.first_cell - mask.lead;
-    masks.push_back(mask);
-  }
-  return masks;
-}
-
-Status AttentionOp::make_masks(std::vector<Mask> masks) {
+Status AttentionOp::make_masks(std::vector<Layout> layouts) {
   ++layout_;
-  mask_tensors_ = std::make_unique<Graph>(graphs_, masks.size());
-  masks_ = std::move(masks);
+  layouts_ = std::move(layouts);
+  mask_tensors_ = std::make_unique<Graph>(graphs_, layouts_.size());
+  masks_.clear();
   size_t n_bytes = 0;
   const size_t alignment = ggml_backend_buft_get_alignment(graphs_.device().buffer_type());
-  for (Mask& mask : masks_) {
-    mask.tensor = ggml_new_tensor_2d(mask_tensors_->ctx, GGML_TYPE_F16, mask.n_kv, mask.n_rows);
+  for (const Layout& layout : layouts_) {
+    masks_.push_back(
+        ggml_new_tensor_2d(mask_tensors_->ctx, GGML_TYPE_F16, layout.n_kv, layout.n_rows));
     n_bytes +=
-        round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
+        round_up(static_cast<int64_t>(ggml_nbytes(masks_.back())), static_cast<int64_t>(alignment));
   }
   if (n_bytes > mask_capacity_) {
     graphs_.synchronize();
@@ -115,13 +108,11 @@ Status AttentionOp::make_masks(std::vector<Mask> masks) {
 
   auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(mask_buffer_));
   size_t offset = 0;
-  for (const Mask& mask : masks_) {
-    if (ggml_backend_tensor_alloc(mask_buffer_, mask.tensor, base + offset) !=
-        GGML_STATUS_SUCCESS) {
+  for (ggml_tensor* mask : masks_) {
+    if (ggml_backend_tensor_alloc(mask_buffer_, mask, base + offset) != GGML_STATUS_SUCCESS) {
       return internal_error("attention mask does not fit its buffer");
     }
-    offset +=
-        round_up(static_cast<int64_t>(ggml_nbytes(mask.tensor)), static_cast<int64_t>(alignment));
+    offset += round_up(static_cast<int64_t>(ggml_nbytes(mask)), static_cast<int64_t>(alignment));
   }
   return {};
 }
@@ -130,17 +121,18 @@ void AttentionOp::upload_masks() {
   const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0F);
   const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY);
   for (size_t i = 0; i < masks_.size(); ++i) {
-    const Mask& mask = masks_[i];
+    const Layout& layout = layouts_[i];
     const AttentionSegment& s = segments_[i];
+    const int64_t lead = s.first_cell - layout.first_cell;
     // Padding rows see the first key alone, so that no row is fully masked.
-    std::vector<ggml_fp16_t> values(static_cast<size_t>(mask.n_kv * mask.n_rows), hidden);
-    for (int64_t row = 0; row < mask.n_rows; ++row) {
-      const int64_t token = row / mask.group;
+    std::vector<ggml_fp16_t> values(static_cast<size_t>(layout.n_kv * layout.n_rows), hidden);
+    for (int64_t row = 0; row < layout.n_rows; ++row) {
+      const int64_t token = row / layout.group;
       const int64_t visible = token < s.n_rows ? s.n_past + token + 1 : 1;
-      std::fill_n(values.begin() + row * mask.n_kv + mask.lead, visible, zero);
+      std::fill_n(values.begin() + row * layout.n_kv + lead, visible, zero);
     }
     // In the compute queue, behind graphs that still read the masks of another step.
-    graphs_.set(mask.tensor, values);
+    graphs_.set(masks_[i], values);
   }
 }
 
@@ -194,53 +186,56 @@ ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor*
   return ggml_cont(ctx, ggml_permute(ctx, out, 0, 2, 1, 3));
 }
 
-// One flash attention per sequence on views of its extent. In prefill on CPUs the query heads that
-// share a KV head are packed as rows of one head, which changes no bit of the tiled kernel's
-// result.
+// One attention per sequence on views of its extent.
 ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                                      ggml_tensor* v_arena) {
   const int64_t dim = shape_.head_dim_k;
-  const int64_t n_head = shape_.n_head;
-  const int64_t n_head_kv = shape_.n_head_kv;
-  const auto arena_view = [&](ggml_tensor* arena, const Mask& mask) {
-    return ggml_view_3d(ctx, arena, dim, mask.n_kv, n_head_kv, arena->nb[1],
-                        ggml_row_size(arena->type, dim),
-                        static_cast<size_t>(mask.first_cell) * arena->nb[1]);
-  };
-
   ggml_tensor* result = nullptr;
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    const AttentionSegment& s = segments_[i];
-    const Mask& mask = masks_[i];
-    const int64_t group = mask.group;
-    const int64_t packed_heads = n_head / group;
-    ggml_tensor* rows = ggml_view_3d(ctx, q, dim, n_head, s.n_rows, q->nb[1], q->nb[2],
-                                     static_cast<size_t>(s.first_row) * q->nb[2]);
-    const int64_t padding = mask.n_rows - group * s.n_rows;
-    if (group == 1 && padding == 0) {
-      ggml_tensor* out = attend(ctx, ggml_permute(ctx, rows, 0, 2, 1, 3), arena_view(k_arena, mask),
-                                arena_view(v_arena, mask), mask.tensor);
-      out = ggml_reshape_2d(ctx, out, dim * n_head, s.n_rows);
-      result = result == nullptr ? out : ggml_concat(ctx, result, out, 1);
-      continue;
+  for (size_t i = 0; i < layouts_.size(); ++i) {
+    const Layout& layout = layouts_[i];
+    const auto arena_view = [&](ggml_tensor* arena) {
+      return ggml_view_3d(ctx, arena, dim, layout.n_kv, shape_.n_head_kv, arena->nb[1],
+                          ggml_row_size(arena->type, dim),
+                          static_cast<size_t>(layout.first_cell) * arena->nb[1]);
+    };
+    ggml_tensor* queries = ggml_view_3d(ctx, q, dim, shape_.n_head, layout.n_queries, q->nb[1],
+                                        q->nb[2], static_cast<size_t>(layout.first_row) * q->nb[2]);
+    ggml_tensor* out = nullptr;
+    if (layout.n_rows == layout.n_queries) {
+      out = attend(ctx, ggml_permute(ctx, queries, 0, 2, 1, 3), arena_view(k_arena),
+                   arena_view(v_arena), masks_[i]);
+      out = ggml_reshape_2d(ctx, out, dim * shape_.n_head, layout.n_queries);
+    } else {
+      out =
+          attend_packed(ctx, layout, queries, arena_view(k_arena), arena_view(v_arena), masks_[i]);
     }
-    // [dim, group, packed_heads, rows] -> [dim, group * rows, packed_heads]
-    ggml_tensor* packed = ggml_cont(ctx, rows);
-    packed = ggml_reshape_4d(ctx, packed, dim, group, packed_heads, s.n_rows);
-    packed = ggml_cont(ctx, ggml_permute(ctx, packed, 0, 1, 3, 2));
-    packed = ggml_reshape_3d(ctx, packed, dim, group * s.n_rows, packed_heads);
-    if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
-
-    ggml_tensor* out =
-        attend(ctx, packed, arena_view(k_arena, mask), arena_view(v_arena, mask), mask.tensor);
-    // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
-    ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, s.n_rows, out->nb[1],
-                                         out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);
-    unpacked = ggml_cont(ctx, ggml_permute(ctx, unpacked, 0, 2, 1, 3));
-    unpacked = ggml_reshape_2d(ctx, unpacked, dim * n_head, s.n_rows);
-    result = result == nullptr ? unpacked : ggml_concat(ctx, result, unpacked, 1);
+    result = result == nullptr ? out : ggml_concat(ctx, result, out, 1);
   }
   return result;
+}
+
+// In prefill on CPUs the query heads that share a KV head are packed as rows of one head, which
+// changes no bit of the tiled kernel's result.
+ggml_tensor* AttentionOp::attend_packed(ggml_context* ctx, const Layout& layout, ggml_tensor* q,
+                                        ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask) const {
+  const int64_t dim = shape_.head_dim_k;
+  const int64_t n = layout.n_queries;
+  const int64_t group = layout.group;
+  const int64_t packed_heads = shape_.n_head / group;
+  // [dim, group, packed_heads, rows] -> [dim, group * rows, packed_heads]
+  ggml_tensor* packed = ggml_cont(ctx, q);
+  packed = ggml_reshape_4d(ctx, packed, dim, group, packed_heads, n);
+  packed = ggml_cont(ctx, ggml_permute(ctx, packed, 0, 1, 3, 2));
+  packed = ggml_reshape_3d(ctx, packed, dim, group * n, packed_heads);
+  const int64_t padding = layout.n_rows - group * n;
+  if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
+
+  ggml_tensor* out = attend(ctx, packed, k, v, mask);
+  // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
+  ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, n, out->nb[1],
+                                       out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);
+  unpacked = ggml_cont(ctx, ggml_permute(ctx, unpacked, 0, 2, 1, 3));
+  return ggml_reshape_2d(ctx, unpacked, dim * shape_.n_head, n);
 }
 
 }  // namespace hcache::engine

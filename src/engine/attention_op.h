@@ -41,25 +41,27 @@ class AttentionOp {
   static constexpr int64_t kKvPadding = 256;
 
  private:
-  struct Mask {
-    ggml_tensor* tensor = nullptr;  // F16 [n_kv, rows]
-    int64_t n_kv = 0;
-    int64_t n_rows = 0;  // padded
-    int group = 1;       // query heads packed as rows
-    int64_t lead = 0;    // masked cells before the sequence's first, where the view begins
-    // What the graph reads and writes.
-    int64_t first_row = 0;
+  // Of a segment, what its part of a graph is made of: as long as it is equal the part fits.
+  struct Layout {
+    int64_t first_row = 0;  // of the step's queries
     int64_t n_queries = 0;
-    int64_t first_cell = 0;  // of the view
+    int64_t first_cell =
+        0;               // of the view of the arena; those before the sequence's first are masked
+    int64_t n_kv = 0;    // cells of it
+    int group = 1;       // query heads packed as rows
+    int64_t n_rows = 0;  // of the mask: packed and padded
+    friend bool operator==(const Layout&, const Layout&) = default;
   };
-  // Shapes and places of the segments' masks, without tensors.
-  [[nodiscard]] std::vector<Mask> shapes() const;
-  Status make_masks(std::vector<Mask> masks);
+  [[nodiscard]] Layout layout_of(const AttentionSegment& segment) const;
+  // Tensors for masks of these layouts.
+  Status make_masks(std::vector<Layout> layouts);
   void upload_masks();
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
-  static bool same_layout(const Mask& a, const Mask& b);
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                           ggml_tensor* v_arena);
+  // [n_embd, queries] of one segment's queries [head_dim, n_head, queries].
+  ggml_tensor* attend_packed(ggml_context* ctx, const Layout& layout, ggml_tensor* q,
+                             ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask) const;
   // [head_dim, heads, rows] of queries [head_dim, rows, heads].
   ggml_tensor* attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                       ggml_tensor* mask) const;
@@ -73,7 +75,8 @@ class AttentionOp {
   bool tiled_ = false;  // the kernel may be the CPU's, which is another one for few rows
   std::vector<AttentionSegment> segments_;
   uint64_t layout_ = 0;
-  std::vector<Mask> masks_;
+  std::vector<Layout> layouts_;          // of segments_
+  std::vector<ggml_tensor*> masks_;      // F16 [n_kv, n_rows] each
   std::unique_ptr<Graph> mask_tensors_;  // holds them, as long as a graph may read them
   ggml_backend_buffer_t mask_buffer_ = nullptr;
   size_t mask_capacity_ = 0;

@@ -34,7 +34,8 @@ GraphRunner::GraphRunner(model::Device& device, ComputeQueue& queue)
     : device_(device),
       queue_(queue),
       allocator_(ggml_gallocr_new(device.buffer_type())),
-      sizer_(ggml_gallocr_new(device.buffer_type())) {}
+      sizer_(ggml_gallocr_new(device.buffer_type())),
+      staging_bytes_(kStagingBytes) {}
 
 GraphRunner::~GraphRunner() {
   synchronize();
@@ -110,12 +111,11 @@ Status GraphRunner::compute(const Graph& g) {
 std::byte* GraphRunner::stage(size_t n_bytes) {
   if (!staging_made_) {
     staging_made_ = true;
-    staging_bytes_ = std::min(std::max(kStagingBytes, wanted_bytes_), kMaxStagingBytes);
     Result<HostBuffer> made = HostBuffer::make(device_, staging_bytes_, "the inputs of steps");
     if (made.ok()) staging_ = std::move(made).value();
   }
   const size_t begin = (staged_bytes_ + kStagingAlignment - 1) & ~(kStagingAlignment - 1);
-  wanted_bytes_ = std::max(wanted_bytes_, begin + n_bytes);
+  wanted_bytes_ += n_bytes + kStagingAlignment;
   if (staging_.data() == nullptr || begin + n_bytes > staging_bytes_) return nullptr;
   staged_bytes_ = begin + n_bytes;
   return staging_.data() + begin;
@@ -148,9 +148,9 @@ void GraphRunner::synchronize() {
   held_bytes_ = 0;
   staged_bytes_ = 0;
   // Too small for a step's inputs: the next one gets more.
-  if (staging_.data() != nullptr && wanted_bytes_ > staging_bytes_ &&
-      staging_bytes_ < kMaxStagingBytes) {
-    wanted_bytes_ *= 2;
+  const size_t wanted = std::min(std::exchange(wanted_bytes_, 0), kMaxStagingBytes);
+  if (staging_.data() != nullptr && wanted > staging_bytes_) {
+    staging_bytes_ = wanted;
     staging_ = {};
     staging_made_ = false;
   }

@@ -95,9 +95,9 @@ class GraphRunner {
   std::vector<Graph::Memory> held_;  // may still be read, until the next synchronize()
   size_t held_bytes_ = 0;
   HostBuffer staging_;  // what set() was given and the queue may still read
-  size_t staging_bytes_ = 0;
+  size_t staging_bytes_;
   size_t staged_bytes_ = 0;  // of staging_, until the next synchronize()
-  size_t wanted_bytes_ = 0;  // that would have been staged between two of them
+  size_t wanted_bytes_ = 0;  // that would have been staged since the last one
   bool staging_made_ = false;
 };
 

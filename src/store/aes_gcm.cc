@@ -15,8 +15,7 @@
 namespace hcache::store {
 namespace {
 
-std::uint8_t* bytes_of(std::byte* data) { return reinterpret_cast<std::uint8_t*>(data); }
-const std::uint8_t* bytes_of(const void* data) { return static_cast<const std::uint8_t*>(data); }
+std::uint8_t* writable(std::byte* data) { return reinterpret_cast<std::uint8_t*>(data); }
 
 EVP_CIPHER_CTX* begin(const AesGcm::Key& key, const PageSeal& seal, bool encrypt,
                       std::string_view of) {
@@ -82,7 +81,7 @@ void AesGcm::encrypt(std::string_view of, std::span<const std::byte> in, std::by
 #ifdef HCACHE_IPSEC_MB
   if (prepared_ != nullptr) {
     gcm_context_data context;
-    IMB_AES256_GCM_ENC(manager(), &prepared_->key, &context, bytes_of(out), bytes_of(in.data()),
+    IMB_AES256_GCM_ENC(manager(), &prepared_->key, &context, writable(out), bytes_of(in.data()),
                        in.size(), seal->nonce.data(), bytes_of(of.data()), of.size(),
                        seal->tag.data(), seal->tag.size());
     return;
@@ -90,7 +89,7 @@ void AesGcm::encrypt(std::string_view of, std::span<const std::byte> in, std::by
 #endif
   EVP_CIPHER_CTX* c = begin(key_, *seal, true, of);
   int n = 0;
-  auto* to = bytes_of(out);
+  std::uint8_t* to = writable(out);
   if (EVP_CipherUpdate(c, to, &n, bytes_of(in.data()), static_cast<int>(in.size())) != 1 ||
       EVP_CipherFinal_ex(c, to + n, &n) != 1 ||
       EVP_CIPHER_CTX_ctrl(c, EVP_CTRL_AEAD_GET_TAG, static_cast<int>(seal->tag.size()),
@@ -101,7 +100,7 @@ void AesGcm::encrypt(std::string_view of, std::span<const std::byte> in, std::by
 
 bool AesGcm::decrypt(std::string_view of, const PageSeal& seal,
                      std::span<std::byte> in_place) const {
-  std::uint8_t* data = bytes_of(in_place.data());
+  std::uint8_t* data = writable(in_place.data());
   std::array<std::uint8_t, 16> tag = seal.tag;
 #ifdef HCACHE_IPSEC_MB
   if (prepared_ != nullptr) {

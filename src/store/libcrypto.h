@@ -4,11 +4,16 @@
 #include <fmt/format.h>
 #include <openssl/evp.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "base/status.h"
 
 namespace hcache::store {
+
+inline const std::uint8_t* bytes_of(const void* data) {
+  return static_cast<const std::uint8_t*>(data);
+}
 
 // The calling thread's.
 inline EVP_CIPHER_CTX* cipher_of_thread() {

@@ -23,8 +23,6 @@ constexpr std::size_t kStoreIdRandom = 8;  // of its bytes; the rest says which 
 constexpr std::uint8_t kFirstToken = 1;
 constexpr std::uint8_t kChecksum = 2;
 
-const std::uint8_t* bytes_of(const void* data) { return static_cast<const std::uint8_t*>(data); }
-
 // A key for one purpose.
 Key derive(const Key& from, std::string_view purpose, std::span<const std::uint8_t> more = {}) {
   std::string input(purpose);

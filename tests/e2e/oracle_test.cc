@@ -148,7 +148,7 @@ struct Bounds {
 bool on_cuda() { return hcache::testing::test_device().starts_with("cuda"); }
 
 Bounds bounds(ggml_type weights) {
-  if (on_cuda()) return {1.5, 2e-3};
+  if (on_cuda() && weights == GGML_TYPE_F16) return {1.5, 2e-3};
   switch (weights) {
     case GGML_TYPE_F32: return {5e-3, 1e-6};
     case GGML_TYPE_F16: return {2e-2, 1e-5};
