@@ -99,6 +99,7 @@ def run_batch(args, prefix: list, name: str, options: list) -> dict:
             answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
     summary["answers"] = answers
     summary["tokens_per_s"] = (summary["prompt_tokens"] + summary["reply_tokens"]) / summary["seconds"]
+    lib.say(f"hcache, {name}: {summary['tokens_per_s']:.2f} tokens/s")
     return summary
 
 
@@ -176,6 +177,7 @@ def peer(args, info: dict, slots: int, placement: list) -> dict:
             return result | {"failed": str(error)}
     token_s = max(0.0, more_s - few_s) / (more - few)
     seconds = math.ceil(args.requests / slots) * (few_s + token_s * (args.tokens - few))
+    lib.say(f"llama-server: waves of {few_s:.1f} and {more_s:.1f} s, all in {seconds:.1f} s")
     return result | {"few_s": few_s, "more_s": more_s, "token_s": token_s, "seconds": seconds,
                      "tokens_per_s": args.requests * (args.prompt + args.tokens) / seconds}
 

@@ -25,6 +25,11 @@ uint64_t SlowQueue::give(std::function<void()> work) {
   return ++n_given_;
 }
 
+uint64_t SlowQueue::n_given() const {
+  const MutexLock lock(mutex_);
+  return n_given_;
+}
+
 bool SlowQueue::done(uint64_t number) const {
   const MutexLock lock(mutex_);
   return n_done_ >= number;

@@ -34,6 +34,7 @@ class SlowQueue : public engine::ComputeQueue {
 
   // For the copy queue. Gives the work's number, counted from 1.
   uint64_t give(std::function<void()> work);
+  [[nodiscard]] uint64_t n_given() const;
   [[nodiscard]] bool done(uint64_t number) const;
   void wait(uint64_t number);
 
@@ -62,8 +63,9 @@ class SlowCopyQueue : public engine::CopyQueue {
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override;
   Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) override;
   // All is done in the order in which it is given.
-  Mark mark_compute() override { return 0; }
+  Mark mark_compute() override { return queue_.n_given(); }
   void after_compute(Mark /*mark*/) override {}
+  void wait_compute(Mark mark) override { queue_.wait(mark); }
   void before_compute(Ticket /*ticket*/) override {}
   void wait(Ticket ticket) override { queue_.wait(ticket); }
   bool done(Ticket ticket) override { return queue_.done(ticket); }

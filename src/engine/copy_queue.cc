@@ -43,6 +43,7 @@ class HostCopyQueue : public CopyQueue {
   // Computing is through when it returns.
   Mark mark_compute() override { return 0; }
   void after_compute(Mark /*mark*/) override {}
+  void wait_compute(Mark /*mark*/) override {}
   void before_compute(Ticket ticket) override { wait(ticket); }
   void wait(Ticket ticket) override {
     if (ticket > done_) run();
@@ -150,6 +151,7 @@ class SynchronousCopyQueue : public CopyQueue {
     ggml_backend_synchronize(device_.compute());
     reached_ = last_mark_;
   }
+  void wait_compute(Mark mark) override { after_compute(mark); }
   void before_compute(Ticket /*ticket*/) override {}
   void wait(Ticket /*ticket*/) override {}
   bool done(Ticket /*ticket*/) override { return true; }
@@ -195,6 +197,9 @@ class EventCopyQueue : public CopyQueue {
   // The event of an old mark stands for a later one by now: waiting for that is safe as well.
   void after_compute(Mark mark) override {
     if (mark > 0) ggml_backend_event_wait(device_.copy(), marks_[mark % kMarks]);
+  }
+  void wait_compute(Mark mark) override {
+    if (mark > 0) ggml_backend_event_synchronize(marks_[mark % kMarks]);
   }
   void before_compute(Ticket ticket) override {
     for (const Pending& p : pending_) {

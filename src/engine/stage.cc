@@ -91,6 +91,11 @@ void Stage::pass_rows_to(Stage& next, StepState& step) {
   next.rows_owner_ = &step;
 }
 
+void Stage::wait_for_step_before() {
+  const CopyQueue::Mark before = std::exchange(not_waited_for_, queue().mark_compute());
+  queue().wait_compute(before);
+}
+
 void Stage::forget(const StepState& step) {
   if (loaded_ == &step) loaded_ = nullptr;
   if (rows_owner_ == &step) rows_owner_ = nullptr;

@@ -60,6 +60,9 @@ class Stage {
   void spill_rows();
   // Nothing of the step is needed any more.
   void forget(const StepState& step);
+  // Waits for what was computed before the last call of this: a step whose results nobody reads
+  // runs on while the host prepares the next one, but the host is never two steps ahead.
+  void wait_for_step_before();
   // positions() was overwritten.
   void inputs_overwritten() { loaded_ = nullptr; }
   void set_rows_owner(StepState* step) { rows_owner_ = step; }
@@ -112,7 +115,8 @@ class Stage {
   const StepState* loaded_ = nullptr;  // whose inputs the device holds
   uint64_t loaded_epoch_ = 0;          // and as of which placed_epoch
   const StepState* computed_last_ = nullptr;
-  StepState* rows_owner_ = nullptr;  // the step between two layer ranges whose rows rows_ holds
+  CopyQueue::Mark not_waited_for_ = 0;  // behind the last step that finished without waiting
+  StepState* rows_owner_ = nullptr;     // the step between two layer ranges whose rows rows_ holds
 };
 
 // The stages of an engine, in the layers' order; where devices share every layer, in the order of

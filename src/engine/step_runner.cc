@@ -274,7 +274,12 @@ Result<Logits> StepRunner::finish(StepState& step) {
   // The logits come out of the last stage, which has had its rows from the others. Those may have
   // gone on to another step by now, which is not waited for.
   for (const auto& stage : stages_) {
-    if (stage->end() == n_layer || stage->computed_last(step)) stage->graphs().synchronize();
+    if (stage->end() != n_layer && !stage->computed_last(step)) continue;
+    if (step.output_rows.empty() && stage->graphs().is_async()) {
+      stage->wait_for_step_before();
+    } else {
+      stage->graphs().synchronize();
+    }
   }
   tap_.poll(false);
   end_step(step);

@@ -110,6 +110,14 @@ void WeightStream::upload(size_t index, LayerPart part) {
   slot.has_rest = slot.has_rest || wants_rest;
 }
 
+void WeightStream::upload_and_wait(size_t index, LayerPart part) {
+  Env& env = *weights_->env;
+  const int64_t start_ns = env.monotonic_ns();
+  upload(index, part);
+  queue_.wait(slot_of(index).ticket);
+  upload_ns_ += env.monotonic_ns() - start_ns;
+}
+
 size_t WeightStream::unit_of(int layer, LayerPart part) const {
   const auto index = static_cast<size_t>(layer - first_);
   return weights_->halves ? 2 * index + (part == LayerPart::kFeedForward ? 1 : 0) : index;
@@ -141,7 +149,9 @@ Status WeightStream::acquire(int layer, LayerPart wanted) {
     HCACHE_RETURN_IF_ERROR(status);
   }
   if (uploads_) {
-    if (!is_there(index, part)) upload(index, part);
+    if (!is_there(index, part)) {
+      read_ahead_ ? upload(index, part) : upload_and_wait(index, part);
+    }
     queue_.before_compute(slot_of(index).ticket);
     // Beside this layer's graphs.
     const bool has_image = has_next && (reader_ == nullptr || reader_->ready(next, part));
@@ -168,6 +178,7 @@ WeightStats WeightStream::stats() const {
   stats.layers = layers_;
   stats.bytes = uploaded_;
   stats.wait_s = static_cast<double>(wait_ns_) * 1e-9;
+  stats.upload_s = static_cast<double>(upload_ns_) * 1e-9;
   if (reader_ == nullptr) return stats;
   const WeightReader::Counters read = reader_->counters();
   stats.bytes = read.bytes_read;

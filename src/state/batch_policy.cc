@@ -125,8 +125,10 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
   }
   const engine::WeightStats weights = engine->weights().stats();
   if (load_weights_s != nullptr && weights.bytes > 0) {
-    // The mean of all layers: those that stay on the device take no time.
-    *load_weights_s = weights.read_s / static_cast<double>(weights.bytes) *
+    // The mean of all layers: those that stay on the device take no time. What is read from a disk
+    // is uploaded beside that, and sooner.
+    const double brought_s = weights.read_s > 0 ? weights.read_s : weights.upload_s;
+    *load_weights_s = brought_s / static_cast<double>(weights.bytes) *
                       static_cast<double>(model.streamed()->n_bytes()) / n_layer;
   }
   return samples;
@@ -174,13 +176,6 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
                             &measured.sizes, &costs.load_weights_s));
   measured.load_kv = points(kv, &BatchSample::read_kv_tokens, &BatchSample::load_kv_s);
   costs.load_kv = fit_small(measured.load_kv);
-  if (model.streamed() != nullptr && model.streamed()->place == model::WeightPlace::kHost) {
-    // These are no reads of files: they come over the link that K and V come over.
-    const double layer_bytes = static_cast<double>(model.streamed()->n_bytes()) / costs.n_layer;
-    const double token_bytes =
-        static_cast<double>(measured.sizes.kv_bytes) / (engine::kBlockTokens * costs.n_layer);
-    costs.load_weights_s = costs.load_kv.slope * layer_bytes / token_bytes;
-  }
   // One row each: what grows with the context is attention. From memory, so that nothing is waited
   // for between two of them.
   engine::HybridOptions resident = sampled;

@@ -192,6 +192,47 @@ TEST(Pipeline, FinishWaitsForItsOwnStep) {
   EXPECT_EQ(progress.done, progress.given);
 }
 
+// Of a prompt in pieces the last one's logits alone are wanted: the host prepares a piece while the
+// one before it is computed, and is never two ahead.
+TEST(Step, RunsOnWhileTheNextIsPreparedIfNobodyReadsIt) {
+  const std::unique_ptr<LoadedModel> loaded =
+      on_cpus(tiny_model_path("llama", 2, GGML_TYPE_Q8_0), {1});
+  const Tokens tokens = random_tokens(*loaded->model, 40, 7);
+  Row expected;
+  SavedRows saved;
+  for (const bool reads : {true, false}) {
+    for (const bool captures : {false, true}) {
+      Progress progress;
+      RecordingSink sink;
+      const std::unique_ptr<Engine> engine = late_engine(*loaded->model, progress);
+      if (captures) HCACHE_EXPECT_OK(engine->set_capture(&sink, tap(*engine, kTapHidden)));
+      const SeqId seq = new_sequence(*engine);
+      for (size_t first = 0; first < tokens.size(); first += 10) {
+        const bool read = reads || first + 10 == tokens.size();
+        const std::vector<BatchItem> piece = {{.seq = seq,
+                                               .tokens = std::span(tokens).subspan(first, 10),
+                                               .output = read ? Output::kLast : Output::kNone}};
+        auto step = engine->decode(piece);
+        HCACHE_EXPECT_OK(step.status());
+        // What is captured of a step is fetched behind it, which this device does at once.
+        const int running = progress.given[0] - progress.done[0];
+        EXPECT_EQ(running, read || captures ? 0 : 1) << first;
+        if (first + 10 < tokens.size()) continue;
+        if (expected.empty()) expected = copy(*step).front();
+        EXPECT_TRUE(same_bits(copy(*step).front(), expected));
+      }
+      HCACHE_EXPECT_OK(engine->set_capture(nullptr, {}));
+      if (!captures) continue;
+      ASSERT_EQ(sink.saved.size(), 1U);
+      if (saved.layers.empty()) saved = sink.saved.begin()->second;
+      for (size_t layer = 0; layer < saved.layers.size(); ++layer) {
+        EXPECT_EQ(saved.layers[layer].hidden.size(), tokens.size());
+        EXPECT_EQ(sink.saved.begin()->second.layers[layer].hidden, saved.layers[layer].hidden);
+      }
+    }
+  }
+}
+
 TEST(Pipeline, CapturesWhatStepsOneAfterAnotherCapture) {
   const std::unique_ptr<LoadedModel> loaded =
       on_cpus(tiny_model_path("llama", 2, GGML_TYPE_Q8_0), {1, 2});

@@ -111,6 +111,11 @@ class LateCopyQueue : public CopyQueue {
     for (auto& [tensor, bytes] : taken->second) sources_[tensor] = std::move(bytes);
     marks_.erase(marks_.begin(), std::next(taken));
   }
+  void wait_compute(Mark mark) override {
+    if (const auto given = given_.find(mark); given != given_.end()) {
+      compute_->run_to(given->second);
+    }
+  }
   void before_compute(Ticket ticket) override {
     run_up_to(ticket);
     for (auto it = finished_uploads_.begin(); it != finished_uploads_.end();) {

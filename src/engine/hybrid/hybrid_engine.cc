@@ -72,6 +72,7 @@ struct HybridEngine::Impl {
   Status commit(std::span<const StepMember> members);
   // Reads arrive in the buffers themselves.
   [[nodiscard]] bool in_place() const { return model.device().is_cpu() && !async_compute; }
+  [[nodiscard]] bool waits() const { return async_compute && options.waits_for_graphs; }
   // Blocks whose rows are all there go to their places.
   Status complete_blocks(RequestId id, Request& request);
 
@@ -146,7 +147,7 @@ Status HybridEngine::Impl::create(const MakeQueues& make_queues) {
                     .ring = *ring,
                     .least_rows = least,
                     .times_graphs = !async_compute || options.waits_for_graphs,
-                    .waits = async_compute && options.waits_for_graphs,
+                    .waits = waits(),
                     .far = !in_place()});
   std::vector<ggml_type> act_types;
   for (int layer = 0; layer < layout.n_layer; ++layer) {
@@ -181,6 +182,7 @@ Status HybridEngine::Impl::create_stage(const MakeQueues& make_queues) {
   HCACHE_RETURN_IF_ERROR(made.back()->allocate());
   stages = std::make_unique<Stages>(std::move(made));
   HCACHE_ASSIGN_OR_RETURN(weights, WeightStream::open(model, *queue, async_compute));
+  if (waits()) weights->set_read_ahead(false);  // which uploads and graphs would be timed with
   types = std::make_unique<HiddenTypes>(model, engine_options, *stages, *weights);
   return {};
 }

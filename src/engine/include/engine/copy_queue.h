@@ -31,6 +31,9 @@ class CopyQueue {
   virtual void after_compute(Mark mark) = 0;
   // The same, behind everything up to now.
   void after_compute() { after_compute(mark_compute()); }
+  // Blocks until the compute queue has done what it had been given when `mark` was taken, and maybe
+  // more.
+  virtual void wait_compute(Mark mark) = 0;
   // Work given to the compute queue from now on starts behind the copies up to `ticket`.
   virtual void before_compute(Ticket ticket) = 0;
   // Blocks until all copies up to `ticket` are done.

@@ -193,7 +193,8 @@ class Engine {
   // K and V of `layer`, and ends the step (no logits).
   Status finish_with_kv(Step& step, int layer);
   // Ends the step after its last layer: sequences grow, captured rows go to the sink, logits are
-  // copied to the host.
+  // copied to the host. A step of which no logits are wanted may still be computing when this
+  // returns, on a device that computes asynchronously; the one before it is not.
   Result<Logits> finish(Step& step);
   // prepare + all layers + finish.
   Result<Logits> decode(std::span<const BatchItem> items);

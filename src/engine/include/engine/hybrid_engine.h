@@ -107,8 +107,8 @@ struct HybridOptions {
   size_t disk_bytes = 0;
   std::string disk_dir;  // of the files, which have no name once they are open
 
-  // Waits for each graph and each upload, so that samples tell what they take on devices that
-  // compute asynchronously too: to measure costs, since nothing overlaps then.
+  // Waits for each graph and each upload, weights' too, so that samples tell what they take on
+  // devices that compute asynchronously too: to measure costs, since nothing overlaps then.
   bool waits_for_graphs = false;
 
   HybridDecisions decisions{};

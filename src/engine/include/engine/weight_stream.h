@@ -43,6 +43,7 @@ struct WeightStats {
   uint64_t read_errors = 0;  // reads that failed, or found the file changed
   double wait_s = 0;         // the engine's thread waited for reads
   double read_s = 0;         // reads were under way; 0 where nothing is read
+  double upload_s = 0;       // uploads that were waited for, for want of reading ahead
 };
 
 class WeightStream {
@@ -76,7 +77,8 @@ class WeightStream {
   void release(int layer);
 
   // Whether layers are brought before they are acquired (default). Off for measurements of what
-  // computing takes: a layer then stays in its slot until another one needs that.
+  // computing takes: a layer then stays in its slot until another one needs that, and has been
+  // uploaded, not only before later graphs, when acquire() returns.
   void set_read_ahead(bool on) { read_ahead_ = on; }
 
   [[nodiscard]] WeightStats stats() const;
@@ -106,6 +108,7 @@ class WeightStream {
   // Begins to bring the part of a unit whose slot is free.
   void begin(size_t index, model::LayerPart part);
   void upload(size_t index, model::LayerPart part);
+  void upload_and_wait(size_t index, model::LayerPart part);
   [[nodiscard]] bool is_there(size_t index, model::LayerPart part);
   // The unit that uses this one's slot next.
   [[nodiscard]] size_t next_in_slot(size_t index) const;
@@ -126,6 +129,7 @@ class WeightStream {
   std::atomic<uint64_t> uploaded_ = 0;    // bytes, where nothing is read
   std::atomic<uint64_t> layers_ = 0;
   std::atomic<int64_t> wait_ns_ = 0;
+  std::atomic<int64_t> upload_ns_ = 0;  // of uploads that were waited for
 };
 
 // Holds a layer's weights for a scope.
