@@ -16,7 +16,7 @@ build=(
   # libraries; the build of tests is configured always
   libsqlite3-dev liburing-dev libnuma-dev libxxhash-dev libb2-dev nlohmann-json3-dev libcli11-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libfmt-dev libgtest-dev libgmock-dev libssl-dev
-  libcurl4-openssl-dev
+  libcurl4-openssl-dev libzstd-dev
 )
 # for x86-64 alone
 [ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] && build+=(libipsec-mb-dev)

@@ -383,6 +383,7 @@ Result<Json> store_json(const RestoreBenchArgs& args, state::Runtime& runtime) {
       static_cast<double>(std::max<uint64_t>(stat.tokens, 1));
   return Json{{"save", args.runtime.save},
               {"schedule", runtime.save_plan().schedule},
+              {"packed", runtime.save_plan().packed},
               {"tokens", stat.tokens},
               {"page_bytes", stat.page_bytes},
               {"allocated_bytes", stat.allocated_bytes},
@@ -401,6 +402,8 @@ Status bench_restore(RestoreBenchArgs args) {
   const int64_t longest = *std::max_element(args.histories.begin(), args.histories.end());
   args.runtime.ctx = 2 * (longest + args.new_tokens + args.greedy + 64);
   const Scratch scratch(args.runtime);
+  // What is saved knows of the link, if there is only one.
+  if (args.links.size() == 1) args.runtime.link = args.links.front();
   ProgressLine line;
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line));

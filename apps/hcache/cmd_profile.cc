@@ -74,21 +74,23 @@ Status profile(const ProfileArgs& args) {
                       {"load_kv_ms", p.layer.load_kv.at(n) * 1e3},
                       {"recompute_ms", policy::prefill_layer_s(p.layer, n, 0, batch) * 1e3}});
     }
-    HCACHE_RETURN_IF_ERROR(write_json({{"model", model.path()},
-                                       {"device", describe_devices(model)},
-                                       {"threads", model.device().n_threads()},
-                                       {"key", p.key},
-                                       {"layers", model.hparams().n_layer},
-                                       {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
-                                       {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
-                                       {"read_bytes_per_s", p.read_bytes_per_s},
-                                       {"gemm_flops_per_s", p.gemm_flops_per_s},
-                                       {"compute_scale", p.compute_scale},
-                                       {"paper_link_bytes_per_s", state::paper_link_bytes_per_s(p)},
-                                       {"finish_ms", p.finish_s * 1e3},
-                                       {"layer_costs", rows},
-                                       {"costs", costs_json(runtime->costs(), p)}},
-                                      ""));
+    HCACHE_RETURN_IF_ERROR(write_json(
+        {{"model", model.path()},
+         {"device", describe_devices(model)},
+         {"threads", model.device().n_threads()},
+         {"key", p.key},
+         {"layers", model.hparams().n_layer},
+         {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
+         {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
+         {"read_bytes_per_s", p.read_bytes_per_s},
+         {"gemm_flops_per_s", p.gemm_flops_per_s},
+         {"packing", {{"ratio", p.packing.ratio}, {"unpack_row_s", p.packing.unpack_row_s}}},
+         {"compute_scale", p.compute_scale},
+         {"paper_link_bytes_per_s", state::paper_link_bytes_per_s(p)},
+         {"finish_ms", p.finish_s * 1e3},
+         {"layer_costs", rows},
+         {"costs", costs_json(runtime->costs(), p)}},
+        ""));
     return runtime->close();
   }
   fmt::print("model         {} ({} layers)\n", model.path(), model.hparams().n_layer);
@@ -99,6 +101,11 @@ Status profile(const ProfileArgs& args) {
              p.read_bytes_per_s > 0 ? format_rate(p.read_bytes_per_s) : "not measured yet");
   fmt::print("state         {} bytes of hidden, {} of KV per token and layer\n",
              p.layer.hidden_bytes, p.layer.kv_bytes);
+  if (p.packing.ratio > 0) {
+    const double bytes_per_s = static_cast<double>(p.layer.kv_bytes) / p.packing.unpack_row_s;
+    fmt::print("packing       to {:.1f} % of K and V's bytes, unpacked at {}\n",
+               100 * p.packing.ratio, format_rate(bytes_per_s));
+  }
   fmt::print("paper's link  {} (--link paper)\n\n", format_rate(state::paper_link_bytes_per_s(p)));
   std::vector<std::vector<std::string>> rows = {{"tokens", "from hidden", "from KV", "recompute"}};
   for (const int64_t n : kRows) {

@@ -89,6 +89,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.read_only_store = args.no_save;
   HCACHE_ASSIGN_OR_RETURN(o.save, policy::parse_save_mode(args.save));
   o.state_type = args.state_type;
+  HCACHE_ASSIGN_OR_RETURN(o.pack, policy::parse_pack_mode(args.pack));
   o.saver.direct = args.saver == "direct";
   o.salt = args.salt;
   return o;

@@ -52,6 +52,11 @@ struct RuntimeArgs : Options {
                             "what is saved of each layer; plan: what restoring will want");
   std::string state_type = choice(&state_type, "--state-type", "native", "native|f32|f16|bf16|q8",
                                   "type of saved hidden states; native loses nothing");
+  std::string pack = choice(&pack, "--pack", "auto",
+                            {{"auto", "where restores come earlier by it, by the disks' speed"},
+                             {"on", "wherever it makes them smaller"},
+                             {"off", "as the KV cache has them"}},
+                            "whether saved K and V are packed, without loss");
   std::string saver = choice(&saver, "--saver", "background", "background|direct",
                              "write behind the computation, or in its path (for comparison)");
   std::string salt =

@@ -57,6 +57,13 @@ CostCurve CostCurve::scaled(double factor) const {
   return curve;
 }
 
+CostCurve CostCurve::with_row_s(double seconds) const {
+  CostCurve curve = *this;
+  for (Point& p : curve.points_) p.seconds += seconds * static_cast<double>(p.rows);
+  curve.per_row_s_ += seconds;
+  return curve;
+}
+
 namespace {
 
 Status check_curve(const CostCurve& curve, const char* name) {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "packed_kv.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -19,10 +20,19 @@ static_assert(kBlockTokens == store::kChunkTokens, "a chunk of the store is a bl
 
 constexpr size_t kGroupChunks = 8;  // read together, layer by layer, so that reads are long
 
-// The encoding of a layer's page that blocks of a kind take.
-std::optional<store::Encoding> encoding_of(const HybridEngine& engine, BlockKind kind, int layer) {
-  if (kind == BlockKind::kKv) return store::Encoding::kKv;
-  return hidden_encoding(engine.activation_type(layer));
+// The page of a layer that blocks of a kind take; null: there is none that fits.
+const store::PageInfo* page_of(const HybridEngine& engine, const store::ChunkInfo& info,
+                               BlockKind kind, int layer) {
+  const auto encoding = kind == BlockKind::kKv ? std::optional(store::Encoding::kKv)
+                                               : hidden_encoding(engine.activation_type(layer));
+  if (!encoding) return nullptr;
+  const store::PageInfo* page = info.find_state(static_cast<uint16_t>(layer), *encoding);
+  if (page == nullptr) return nullptr;
+  const size_t n_bytes = kBlockTokens * engine.row_bytes(kind, layer);
+  const bool fits = page->encoding == store::Encoding::kKvPacked
+                        ? page->bytes < n_bytes && packable_bytes(engine.options().kv_type) > 0
+                        : page->bytes == n_bytes;
+  return fits ? page : nullptr;
 }
 
 bool has_all_layers(const HybridEngine& engine, const store::ChunkInfo& info, BlockKind kind) {
@@ -30,11 +40,7 @@ bool has_all_layers(const HybridEngine& engine, const store::ChunkInfo& info, Bl
   if (kind == BlockKind::kKv && (info.k_type != kv_type || info.v_type != kv_type)) return false;
   if (kind == BlockKind::kAct && !engine.can_keep_activations()) return false;
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    const auto encoding = encoding_of(engine, kind, layer);
-    if (!encoding) return false;
-    const store::PageInfo* page = info.find_page(static_cast<uint16_t>(layer), *encoding);
-    if (page == nullptr || page->bytes != kBlockTokens * engine.row_bytes(kind, layer))
-      return false;
+    if (page_of(engine, info, kind, layer) == nullptr) return false;
   }
   return true;
 }
@@ -83,7 +89,7 @@ class BlockRestoreImpl final : public BlockRestore {
 
   // Begins the blocks of the next chunks and their reads; without any more, it is done.
   Status next_group();
-  Status take(const store::PageView& view);
+  Status take(store::PageView view);
   Status end_group();
   void end() {
     done_ = true;
@@ -104,6 +110,8 @@ class BlockRestoreImpl final : public BlockRestore {
   const BlockRestoreRun run_;
   const int64_t start_ns_;
   std::unique_ptr<store::PageReader> reader_;
+  KvPacker packer_;
+  std::vector<std::byte> unpacked_;  // the page that is being taken
   size_t n_chunks_ = 0;
   size_t begin_ = 0;  // of the group, in chunks
   std::vector<BlockKind> kinds_;
@@ -130,10 +138,10 @@ Status BlockRestoreImpl::next_group() {
     kinds_.push_back(*kind_of(engine_, run_.match->chunks[begin_ + i]));
   for (int layer = 0; layer < engine_.n_layer(); ++layer) {
     for (size_t i = 0; i < n; ++i) {
-      const store::Encoding encoding = *encoding_of(engine_, kinds_[i], layer);
+      const store::ChunkRef& chunk = run_.match->chunks[begin_ + i].chunk;
+      const store::Encoding encoding = page_of(engine_, chunk.info(), kinds_[i], layer)->encoding;
       targets_.push_back({.block = static_cast<int>(i), .layer = layer, .encoding = encoding});
-      pages.push_back(
-          {run_.match->chunks[begin_ + i].chunk, static_cast<uint16_t>(layer), encoding});
+      pages.push_back({chunk, static_cast<uint16_t>(layer), encoding});
       largest = std::max<uint64_t>(largest, kBlockTokens * engine_.row_bytes(kinds_[i], layer));
     }
   }
@@ -146,9 +154,16 @@ Status BlockRestoreImpl::next_group() {
   return reader_->submit(pages);
 }
 
-Status BlockRestoreImpl::take(const store::PageView& view) {
+Status BlockRestoreImpl::take(store::PageView view) {
   const Target& target = targets_[n_taken_++];
   const auto block = static_cast<size_t>(target.block);
+  // K rows, then V rows; or activation rows alone.
+  std::span<const std::byte> from = view.bytes;
+  if (view.status.ok() && target.encoding == store::Encoding::kKvPacked) {
+    unpacked_.resize(kBlockTokens * engine_.row_bytes(BlockKind::kKv, target.layer));
+    view.status = packer_.unpack(view.bytes, unpacked_);
+    from = unpacked_;
+  }
   if (!view.status.ok()) {
     damaged_ = true;
     ++record_.damaged_pages;
@@ -160,8 +175,6 @@ Status BlockRestoreImpl::take(const store::PageView& view) {
                       .remote = view.origin == store::PageOrigin::kRemote});
     }
   } else if (!damaged_) {
-    // K rows, then V rows; or activation rows alone.
-    std::span<const std::byte> from = view.bytes;
     for (int part = 0; !from.empty(); ++part) {
       const std::span<std::byte> to = engine_.known_page(run_.id, target.block, target.layer, part);
       if (to.empty() || to.size() > from.size()) {
@@ -209,7 +222,7 @@ Result<bool> BlockRestoreImpl::advance(bool wait) {
       HCACHE_ASSIGN_OR_RETURN(view, reader_->try_next());
     }
     if (!view) return false;
-    HCACHE_RETURN_IF_ERROR(take(*view));
+    HCACHE_RETURN_IF_ERROR(take(std::move(*view)));
   }
   return true;
 }

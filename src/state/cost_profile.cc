@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <map>
 #include <vector>
 
 #include "compute_scale.h"
+#include "packed_kv.h"
 #include "state/restorer.h"
 
 namespace hcache::state {
@@ -34,7 +36,10 @@ constexpr double kUploadGuess = 1e10;    // bytes/s to a device that was not mea
 constexpr double kReadStartS = 1e-3;     // opening a reader until its first request is out
 constexpr double kObservedWeight = 0.3;  // of the latest restore in the average
 constexpr double kMinObservedS = 0.02;   // of projecting: less says little about its speed
-constexpr double kMaxSurprise = 2;       // times the prediction: more is counted as this
+constexpr int64_t kTokenStride = 769;    // between the tokens whose K and V are packed; a prime
+constexpr int kPackedLayers = 8;
+constexpr int kUnpackings = 5;      // of a page; the fastest counts
+constexpr double kMaxSurprise = 2;  // times the prediction: more is counted as this
 
 // Several timings of one thing, in seconds.
 class Samples {
@@ -404,7 +409,7 @@ double CostProfile::longest_prefill_s(int64_t rows, int64_t history) const {
 }
 
 // Raised when what a profile measures changes, our own kernels included.
-constexpr int kProfileVersion = 3;
+constexpr int kProfileVersion = 4;
 
 std::string profile_key(const Engine& engine, const std::string& content_digest,
                         const StateTypes& state_types) {
@@ -443,6 +448,56 @@ std::string profile_key(const Engine& engine, const std::string& content_digest,
       model.streamed() == nullptr ? "" : " weights=plain");
 }
 
+namespace {
+
+// Pages of tokens from all over the vocabulary, of a few layers, packed and unpacked.
+Result<policy::KvPacking> pack_sample(Env& env, Engine& engine, engine::SeqId seq, int64_t n_rows) {
+  std::vector<int32_t> tokens;
+  const int32_t n_vocab = engine.model().hparams().n_vocab;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    tokens.push_back(static_cast<int32_t>((i * kTokenStride) % n_vocab));
+  }
+  const BatchItem item{.seq = seq, .tokens = tokens};
+  HCACHE_RETURN_IF_ERROR(engine.decode({&item, 1}).status());
+
+  const size_t element_bytes = packable_bytes(engine.options().kv_type);
+  const size_t half = engine.kv_row_bytes() * static_cast<size_t>(n_rows);
+  std::vector<std::byte> page(2 * half);
+  KvPacker packer;
+  size_t n_packed = 0;
+  size_t n_bytes = 0;
+  double fastest_s = std::numeric_limits<double>::infinity();
+  const int stride = std::max(1, engine.n_layer() / kPackedLayers);
+  for (int layer = 0; layer < engine.n_layer(); layer += stride) {
+    HCACHE_RETURN_IF_ERROR(
+        engine.read_kv(seq, layer, 0, static_cast<int>(n_rows), page.data(), page.data() + half));
+    const std::vector<std::byte> packed =
+        packer.pack(page, element_bytes, static_cast<size_t>(n_rows));
+    n_bytes += page.size();
+    n_packed += packed.empty() ? page.size() : packed.size();
+    for (int i = 0; !packed.empty() && i < kUnpackings; ++i) {
+      const int64_t begin_ns = env.monotonic_ns();
+      HCACHE_RETURN_IF_ERROR(packer.unpack(packed, page));
+      fastest_s = std::min(fastest_s, static_cast<double>(env.monotonic_ns() - begin_ns) * 1e-9);
+    }
+  }
+  if (n_packed == n_bytes) return policy::KvPacking{};
+  return policy::KvPacking{.ratio = static_cast<double>(n_packed) / static_cast<double>(n_bytes),
+                           .unpack_row_s = fastest_s / static_cast<double>(n_rows)};
+}
+
+Result<policy::KvPacking> measure_packing(Env& env, Engine& engine) {
+  const int64_t n_rows = std::min({int64_t{store::kChunkTokens}, engine.arena_free_cells(),
+                                   int64_t{engine.options().max_batch_rows}});
+  if (packable_bytes(engine.options().kv_type) == 0 || n_rows < 1) return policy::KvPacking{};
+  HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
+  Result<policy::KvPacking> packing = pack_sample(env, engine, seq, n_rows);
+  HCACHE_RETURN_IF_ERROR(engine.release_sequence(seq));
+  return packing;
+}
+
+}  // namespace
+
 Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::string& key,
                                          const StateTypes& state_types,
                                          const ProgressFn& progress) {
@@ -462,6 +517,7 @@ Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::st
     if (range.begin == 0) profile.gemm_flops_per_s = measurement.gemm_flops_per_s();
     profile.finish_s = measurement.finish_s();  // the last one's
   }
+  HCACHE_ASSIGN_OR_RETURN(profile.packing, measure_packing(env, engine));
   profile.layer = profile.stages.front().layer;
   profile.upload_bytes_per_s = profile.stages.front().upload_bytes_per_s;
   if (profile.stages.size() == 1) profile.stages.clear();

@@ -15,7 +15,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kFormatVersion = 2;
+constexpr int kFormatVersion = 3;
 
 json to_json(const policy::CostCurve& curve) {
   if (curve.points().empty()) {
@@ -92,8 +92,10 @@ Result<CostProfile> parse_profile(const std::string& text) {
     p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
     p.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
     p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
-    for (const double value :
-         {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
+    p.packing.ratio = j.at("packing").at("ratio").get<double>();
+    p.packing.unpack_row_s = j.at("packing").at("unpack_row_s").get<double>();
+    for (const double value : {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s,
+                               p.gemm_flops_per_s, p.packing.ratio, p.packing.unpack_row_s}) {
       if (!is_rate(value)) return data_loss("a figure below zero");
     }
     if (!(p.compute_scale >= 1 / kMaxComputeScale && p.compute_scale <= kMaxComputeScale)) {
@@ -131,6 +133,7 @@ Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& pr
   j["read_bytes_per_s"] = profile.read_bytes_per_s;
   j["upload_bytes_per_s"] = profile.upload_bytes_per_s;
   j["gemm_flops_per_s"] = profile.gemm_flops_per_s;
+  j["packing"] = {{"ratio", profile.packing.ratio}, {"unpack_row_s", profile.packing.unpack_row_s}};
   for (const StageCosts& stage : profile.stages) {
     json one = to_json(stage.layer);
     one["layers"] = stage.n_layers;

@@ -5,6 +5,8 @@
 #include <array>
 #include <bit>
 
+#include "packed_kv.h"
+
 namespace hcache::state {
 namespace {
 
@@ -85,10 +87,18 @@ std::optional<store::ElementType> element_type(ggml_type type) {
 
 std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type,
                                 store::Encoding encoding) {
-  if (encoding == store::Encoding::kKv) return 2 * ggml_row_size(kv_type, hparams.n_embd_kv());
+  if (store::is_kv(encoding)) return 2 * ggml_row_size(kv_type, hparams.n_embd_kv());
   const std::optional<ggml_type> type = hidden_type(encoding);
   if (!type || hparams.n_embd % ggml_blck_size(*type) != 0) return std::nullopt;
   return ggml_row_size(*type, hparams.n_embd);
+}
+
+bool page_fits(const model::HParams& hparams, ggml_type kv_type, store::Encoding encoding,
+               size_t n_tokens, size_t n_bytes) {
+  const std::optional<size_t> row = row_bytes(hparams, kv_type, encoding);
+  if (!row) return false;
+  if (encoding != store::Encoding::kKvPacked) return n_bytes == *row * n_tokens;
+  return packable_bytes(kv_type) > 0 && n_bytes < *row * n_tokens;
 }
 
 Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& engine) {

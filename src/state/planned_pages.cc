@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "packed_kv.h"
 #include "policy/read_order.h"
 #include "state/identity.h"
 
@@ -40,9 +41,12 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
   for (const store::PageInfo& page : info.pages) {
     if (page.layer != layer) continue;
     const size_t n_tokens = info.tokens.size();
-    if (method == Method::kKv && page.encoding == store::Encoding::kKv) {
+    if (method == Method::kKv && store::is_kv(page.encoding)) {
       const auto type = element_type(engine.options().kv_type);
-      const bool fits = page.bytes == 2 * engine.kv_row_bytes() * n_tokens;
+      const size_t n_bytes = 2 * engine.kv_row_bytes() * n_tokens;
+      const bool fits = page.encoding == store::Encoding::kKv
+                            ? page.bytes == n_bytes
+                            : page.bytes < n_bytes && packable_bytes(engine.options().kv_type) > 0;
       if (info.k_type == type && info.v_type == type && fits) return &page;
     }
     if (method == Method::kHidden && store::is_hidden(page.encoding)) {
@@ -54,6 +58,26 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
     }
   }
   return nullptr;
+}
+
+policy::PackedShare packed_share(Engine& engine, const store::Match& match, int64_t max_rows) {
+  double packed = 0;
+  double unpacked = 0;  // bytes of the same pages
+  double all = 0;
+  for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
+    const store::ChunkInfo& info = span.chunk->chunk.info();
+    const auto page_bytes = static_cast<double>(2 * engine.kv_row_bytes() * info.tokens.size());
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      const store::PageInfo* page = usable_page(engine, info, layer, Method::kKv);
+      if (page == nullptr) continue;
+      all += page_bytes;
+      if (page->encoding != store::Encoding::kKvPacked) continue;
+      packed += page->bytes;
+      unpacked += page_bytes;
+    }
+  }
+  if (unpacked == 0) return {};
+  return {.share = unpacked / all, .ratio = packed / unpacked};
 }
 
 policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,

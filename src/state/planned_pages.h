@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/packing.h"
 #include "policy/restore_plan.h"
 #include "policy/restore_record.h"
 #include "store/store.h"
@@ -30,6 +31,10 @@ struct TierSlowness {
 // `max_rows` cuts it (the last token is always computed).
 [[nodiscard]] policy::Availability availability(engine::Engine& engine, const store::Match& match,
                                                 int64_t max_rows, const TierSlowness& slowness);
+
+// How much of the match's K and V is packed, and how far.
+[[nodiscard]] policy::PackedShare packed_share(engine::Engine& engine, const store::Match& match,
+                                               int64_t max_rows);
 
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {

@@ -10,12 +10,25 @@ namespace {
 
 void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
   const bool known = std::any_of(write.pages.begin(), write.pages.end(), [&](const auto& other) {
-    return other.layer == page.layer && other.encoding == page.encoding;
+    const bool both_kv = store::is_kv(other.encoding) && store::is_kv(page.encoding);
+    return other.layer == page.layer && (both_kv || other.encoding == page.encoding);
   });
   if (!known && !page.bytes.empty()) write.pages.push_back(page);
 }
 
 }  // namespace
+
+void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, KvPacker* packer) {
+  const size_t element_bytes = packable_bytes(kv_type);
+  if (element_bytes == 0) return;
+  for (ReadyChunk& chunk : chunks) {
+    for (PageBuffer& page : chunk.layers) {
+      if (!page.kv.empty()) {
+        page.packed_kv = packer->pack(page.kv, element_bytes, chunk.tokens.size());
+      }
+    }
+  }
+}
 
 std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
                                          store::ElementType kv_type) {
@@ -42,7 +55,11 @@ std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
       if (!page.hidden.empty()) {
         add_page(write, {layer, *hidden_encoding(page.hidden_type), page.hidden});
       }
-      add_page(write, {layer, store::Encoding::kKv, page.kv});
+      if (!page.packed_kv.empty()) {
+        add_page(write, {layer, store::Encoding::kKvPacked, page.packed_kv});
+      } else {
+        add_page(write, {layer, store::Encoding::kKv, page.kv});
+      }
     }
   }
   return batch;

@@ -12,6 +12,7 @@
 
 #include "base/ids.h"
 #include "engine/engine.h"
+#include "packed_kv.h"
 #include "store/store.h"
 
 namespace hcache::state {
@@ -20,7 +21,8 @@ namespace hcache::state {
 struct PageBuffer {
   ggml_type hidden_type = GGML_TYPE_COUNT;
   std::vector<std::byte> hidden;
-  std::vector<std::byte> kv;  // K rows, and V rows from the middle on
+  std::vector<std::byte> kv;         // K rows, and V rows from the middle on
+  std::vector<std::byte> packed_kv;  // the same, packed; empty: it is saved as it is
 };
 
 // A chunk on its way into the store; owns everything that its ChunkWrite points to.
@@ -34,6 +36,9 @@ struct ReadyChunk {
   std::vector<int32_t> tokens;
   std::vector<PageBuffer> layers;  // exactly tokens.size() rows
 };
+
+// Packs the pages of K and V that get shorter by it.
+void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, KvPacker* packer);
 
 // What the store is to put. Sequences with the same tokens give the same chunk, which then has the
 // pages of all of them. Refers to the chunks.

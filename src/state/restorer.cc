@@ -8,8 +8,10 @@
 #include <utility>
 
 #include "new_tokens.h"
+#include "packed_kv.h"
 #include "planned_pages.h"
 #include "restore_lanes.h"
+#include "restore_timer.h"
 #include "state/identity.h"
 
 namespace hcache::state {
@@ -76,6 +78,7 @@ class RestorationImpl : public Restoration {
   void next_page(Lane& lane);
   // Leading layers with all of their rows; what is next is in the one behind them.
   [[nodiscard]] int restored_layers() const;
+  Status unpack(const PlannedPage& page);
   // Makes view_ the next lane's page.
   Result<Fetched> fetch_page(const PlannedPage& page, const Slice& slice);
   Result<bool> wait_for_page(const Slice& slice);
@@ -111,37 +114,6 @@ class RestorationImpl : public Restoration {
   Status finish();  // nothing of the ring is read any more
   void abandon();   // the sequence is empty again and nothing reads the ring
 
-  // Runs an engine call and counts its time as compute.
-  template <typename F>
-  auto timed(F&& call) {
-    const int64_t start = env_.monotonic_ns();
-    auto result = call();
-    record_.compute_busy_s += elapsed(start);
-    return result;
-  }
-  // The same for layers [begin, end) of the restore.
-  template <typename F>
-  auto timed_layers(int begin, int end, F&& call) {
-    const double begin_s = elapsed(start_ns_);
-    auto result = timed(std::forward<F>(call));
-    for (int layer = begin; layer < end; ++layer) {
-      policy::RestoredLayer& times = record_.layers[layer];
-      if (times.compute_end_s == 0) times.compute_begin_s = begin_s;
-      times.compute_end_s = elapsed(start_ns_);
-    }
-    return result;
-  }
-  // The same for rows of one layer that are projected.
-  template <typename F>
-  auto timed_projection(int layer, F&& call) {
-    const double before_s = record_.compute_busy_s;
-    auto result = timed_layers(layer, layer + 1, std::forward<F>(call));
-    record_.project_busy_s += record_.compute_busy_s - before_s;
-    return result;
-  }
-  [[nodiscard]] double elapsed(int64_t since_ns) const {
-    return static_cast<double>(env_.monotonic_ns() - since_ns) * 1e-9;
-  }
   [[nodiscard]] bool recomputes() const {
     return plan_.recompute_layers > 0 && recomputed_rows_ < rows_;
   }
@@ -153,7 +125,6 @@ class RestorationImpl : public Restoration {
   const policy::Plan& plan_;
 
   Phase phase_ = Phase::kWorking;
-  int64_t start_ns_ = 0;
   bool reserved_ = false;
   int64_t rows_ = 0;  // that are restored: the plan's, or without those of its last chunk
   int64_t recomputed_rows_ = 0;
@@ -170,20 +141,25 @@ class RestorationImpl : public Restoration {
   // Of the next lane's page alone, which was damaged: it reads another encoding of it.
   std::unique_ptr<store::PageReader> spare_;
   std::optional<store::PageView> view_;  // of the next lane's page
+  KvPacker packer_;
+  std::vector<std::byte> unpacked_;  // view_'s page, if it was packed
+  SpareBuffers buffers_;
   struct Held {
     Engine::Ticket ticket = 0;
     size_t index = 0;
+    std::vector<std::byte> unpacked;
   };
   std::deque<Held> held_;  // pages of reader_ that the device may still be reading
   bool too_damaged_ = false;
   bool no_room_ = false;      // for the new tokens behind the restored ones
   double busy_at_end_s_ = 0;  // of compute, when the last layer was restored
   policy::RestoreRecord record_;
+  RestoreTimer timer_{env_, record_};
   std::vector<size_t> device_of_;  // per layer, in record_.devices
 };
 
 Status RestorationImpl::open() {
-  start_ns_ = env_.monotonic_ns();
+  timer_.start();
   rows_ = plan_.restored_tokens;
   HCACHE_ASSIGN_OR_RETURN(PlannedPages pages,
                           planned_pages(engine_, run_.match, plan_, run_.devices_at_once));
@@ -205,6 +181,7 @@ Status RestorationImpl::release_done(bool all) {
       HCACHE_RETURN_IF_ERROR(engine_.wait(held_.front().ticket));
     }
     reader_->release(held_.front().index);
+    buffers_.give_back(std::move(held_.front().unpacked));
     held_.pop_front();
   }
   return {};
@@ -235,8 +212,9 @@ Result<RestorationImpl::Fetched> RestorationImpl::fetch_page(const PlannedPage& 
   if (!there) return Fetched::kWaiting;
   if (view_->status.ok()) {
     note_read(*page.info);
-    return Fetched::kReady;
+    view_->status = unpack(page);
   }
+  if (view_->status.ok()) return Fetched::kReady;
   ++record_.damaged_pages;
   if (run_.on_damage) {
     run_.on_damage({.chunk = page.chunk->info().id,
@@ -261,7 +239,7 @@ void RestorationImpl::note_read(const store::PageInfo& page) {
   record_.devices[device_of_[page.layer]].pages += bytes;
   if (view_->origin == store::PageOrigin::kMemory) return;
   const auto since_start = [&](int64_t ns) {
-    return static_cast<double>(std::max<int64_t>(ns - start_ns_, 0)) * 1e-9;
+    return static_cast<double>(std::max<int64_t>(ns - timer_.start_ns(), 0)) * 1e-9;
   };
   policy::RestoredLayer& times = record_.layers[page.layer];
   if (times.io_end_s == 0) times.io_begin_s = since_start(view_->read_begin_ns);
@@ -269,15 +247,25 @@ void RestorationImpl::note_read(const store::PageInfo& page) {
   times.io_end_s = std::max(times.io_end_s, since_start(view_->read_end_ns));
 }
 
+// Makes view_'s bytes the page as the arena has it.
+Status RestorationImpl::unpack(const PlannedPage& page) {
+  if (page.info->encoding != store::Encoding::kKvPacked) return {};
+  const int layer = page.info->layer;
+  unpacked_ = buffers_.take(2 * engine_.kv_row_bytes() * page.chunk->info().tokens.size());
+  const Status status = timer_.timed_layers(
+      layer, layer + 1, [&] { return packer_.unpack(view_->bytes, unpacked_); });
+  view_->bytes = unpacked_;
+  return status;
+}
+
 Status RestorationImpl::load(Lane& lane, const PlannedPage& page) {
   const int layer = lane.layer;
   const size_t row_bytes = engine_.kv_row_bytes();
   const std::byte* k = view_->bytes.data() + page.row * row_bytes;
   const std::byte* v = k + page.chunk->info().tokens.size() * row_bytes;
-  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_layers(layer, layer + 1, [&] {
-                            return engine_.load_kv(run_.seq, layer, page.begin,
-                                                   static_cast<int>(page.n_rows), k, v);
-                          }));
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timer_.timed_layers(layer, layer + 1, [&] {
+    return engine_.load_kv(run_.seq, layer, page.begin, static_cast<int>(page.n_rows), k, v);
+  }));
   HCACHE_RETURN_IF_ERROR(
       engine_.move_positions(run_.seq, layer, page.begin, page.n_rows, page.moved));
   return leave_page(lane, ticket);
@@ -292,11 +280,10 @@ Status RestorationImpl::stage(Lane& lane, const PlannedPage& page, int64_t slice
   const int64_t n = std::min(slice_rows - staged.rows, page.n_rows - lane.row);
   const std::byte* rows =
       view_->bytes.data() + (page.row + lane.row) * engine_.hidden_row_bytes(type);
-  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timed_projection(lane.layer, [&] {
-                            return engine_.stage_hidden(run_.seq, lane.layer,
-                                                        static_cast<int>(staged.rows),
-                                                        static_cast<int>(n), type, rows);
-                          }));
+  HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timer_.timed_projection(lane.layer, [&] {
+    return engine_.stage_hidden(run_.seq, lane.layer, static_cast<int>(staged.rows),
+                                static_cast<int>(n), type, rows);
+  }));
   staged.rows += n;
   lane.row += n;
   if (lane.row == page.n_rows) HCACHE_RETURN_IF_ERROR(leave_page(lane, ticket));
@@ -308,7 +295,7 @@ Status RestorationImpl::stage(Lane& lane, const PlannedPage& page, int64_t slice
 Status RestorationImpl::project(Lane& lane) {
   if (lane.staged.rows == 0) return {};
   const StagedRows staged = std::exchange(lane.staged, {});
-  return timed_projection(lane.layer, [&] {
+  return timer_.timed_projection(lane.layer, [&] {
     return engine_.project_staged(run_.seq, lane.layer, staged.begin, static_cast<int>(staged.rows),
                                   staged.type);
   });
@@ -321,7 +308,8 @@ Status RestorationImpl::leave_page(Lane& lane, Engine::Ticket ticket) {
     spare_->release(view_->index);
     spare_.reset();
   } else {
-    held_.push_back({ticket, view_->index});
+    held_.push_back({ticket, view_->index, std::move(unpacked_)});
+    unpacked_.clear();
   }
   next_page(lane);
   return {};
@@ -401,14 +389,14 @@ Status RestorationImpl::recompute_rows(int64_t n) {
   HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
   const double before_s = record_.compute_busy_s;
   const int64_t start = env_.monotonic_ns();
-  HCACHE_RETURN_IF_ERROR(timed_layers(0, layers, [&]() -> Status {
+  HCACHE_RETURN_IF_ERROR(timer_.timed_layers(0, layers, [&]() -> Status {
     HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layers - 1));
     return engine_.finish_with_kv(step, layers - 1);
   }));
   if (layers > 1) record_.project_busy_s += record_.compute_busy_s - before_s;
   recomputed_rows_ += n;
   beside_ = lanes_.size() > 1;
-  recompute_row_s_ = elapsed(start) / static_cast<double>(n);
+  recompute_row_s_ = timer_.elapsed(start) / static_cast<double>(n);
   return {};
 }
 
@@ -522,7 +510,7 @@ Status RestorationImpl::compute_page(const Repair& repair) {
                          .first_pos = page.begin + row,
                          .output = BatchItem::Output::kNone};
     HCACHE_ASSIGN_OR_RETURN(Step step, engine_.prepare({&item, 1}));
-    HCACHE_RETURN_IF_ERROR(timed_layers(layer, layer + 1, [&]() -> Status {
+    HCACHE_RETURN_IF_ERROR(timer_.timed_layers(layer, layer + 1, [&]() -> Status {
       HCACHE_RETURN_IF_ERROR(engine_.run_layers(step, 0, layer));
       return engine_.finish_with_kv(step, layer);
     }));
@@ -578,8 +566,8 @@ Result<bool> RestorationImpl::begin_to_follow(int64_t most_rows) {
 Result<bool> RestorationImpl::follow() {
   if (!following_ || following_->layers() == restored_layers()) return false;
   const int64_t start = env_.monotonic_ns();
-  HCACHE_RETURN_IF_ERROR(timed([&] { return following_->run_layer(); }));
-  follow_layer_s_ = elapsed(start);
+  HCACHE_RETURN_IF_ERROR(timer_.timed([&] { return following_->run_layer(); }));
+  follow_layer_s_ = timer_.elapsed(start);
   return true;
 }
 
@@ -594,7 +582,7 @@ Result<bool> RestorationImpl::follow_beside(const Slice& slice, double left_s) {
 }
 
 Status RestorationImpl::end_follow() {
-  HCACHE_ASSIGN_OR_RETURN(logits_, timed([&] { return following_->finish(); }));
+  HCACHE_ASSIGN_OR_RETURN(logits_, timer_.timed([&] { return following_->finish(); }));
   following_.reset();
   return {};
 }
@@ -628,7 +616,7 @@ Result<bool> RestorationImpl::work(const Slice& slice, double left_s) {
   }
   const bool restored = restored_layers() == engine_.n_layer();
   if (restored && record_.restore_s == 0) {
-    record_.restore_s = elapsed(start_ns_);
+    record_.restore_s = timer_.elapsed();
     busy_at_end_s_ = record_.compute_busy_s;
   }
   if (alone || (restored && may_follow(slice))) {
@@ -668,7 +656,7 @@ Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
       phase_ = Phase::kWaitingForIo;
       return phase_;
     }
-    const double unit_s = elapsed(begin) - used_s;
+    const double unit_s = timer_.elapsed(begin) - used_s;
     used_s += unit_s;
     // One that was held up counts for a few units, cheap ones between dear ones don't hide these.
     unit_s_ = std::max(unit_s, unit_s_ / 2);

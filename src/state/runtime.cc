@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "device_ring.h"
+#include "packed_kv.h"
 #include "planned_pages.h"
 #include "state/identity.h"
 
@@ -69,7 +70,7 @@ class RuntimeImpl : public Runtime {
   const SaltId& salt() const override { return salt_.id; }
   policy::RestoreCosts costs() const override {
     if (!engine_) return {};
-    return prices(env_.nominal_read_bytes_per_s());
+    return packed(prices(env_.nominal_read_bytes_per_s()), packed_by_plan());
   }
 
  private:
@@ -80,10 +81,21 @@ class RuntimeImpl : public Runtime {
   Status open_store();
   // What restores cost over a link of so many bytes/s at most; 0: the disks alone bound it.
   [[nodiscard]] policy::RestoreCosts prices(double max_read_bytes_per_s) const;
+  // The same where so much of K and V is packed.
+  [[nodiscard]] policy::RestoreCosts packed(const policy::RestoreCosts& prices,
+                                            const policy::PackedShare& share) const {
+    return policy::with_packed(prices, share, profile_.packing.unpack_row_s);
+  }
+  // What the save plan packs, if it does.
+  [[nodiscard]] policy::PackedShare packed_by_plan() const {
+    if (!save_plan_.packed) return {};
+    return {.share = 1, .ratio = profile_.packing.ratio > 0 ? profile_.packing.ratio : 1};
+  }
   Status open_direct_storage(store::StoreOptions* options);
   Status open_profile();
   Status measure_profile();
   Status choose_save_plan();
+  Status choose_packing(const policy::SaveRequest& request, bool was_packed);
   void keep_hidden_where_lossless();
   // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
   [[nodiscard]] bool completes(const store::ChunkInfo& chunk) const;
@@ -186,8 +198,11 @@ bool RuntimeImpl::wants_batch() const {
 }
 
 Status RuntimeImpl::open_saver() {
-  HCACHE_ASSIGN_OR_RETURN(
-      saver_, Saver::create(env_, *store_, *model_, options_.engine.kv_type, options_.saver));
+  SaverOptions options = options_.saver;
+  // The batch engine has no profile to choose by.
+  options.pack_kv = engine_ ? save_plan_.packed : options_.pack == policy::PackMode::kOn;
+  HCACHE_ASSIGN_OR_RETURN(saver_,
+                          Saver::create(env_, *store_, *model_, options_.engine.kv_type, options));
   return {};
 }
 
@@ -311,6 +326,7 @@ Status RuntimeImpl::choose_save_plan() {
   const std::string path =
       join_path(profile_dir(), fmt::format("save-{}.json", to_hex(fingerprint_)));
   std::optional<policy::SavePlan> previous;
+  bool was_packed = false;
   if (const Result<std::string> text = read_whole_file(env_, path); text.ok()) {
     const auto json = nlohmann::json::parse(*text, nullptr, false);
     if (json.is_object() && json.contains("layers") && json["layers"].is_array()) {
@@ -319,6 +335,7 @@ Status RuntimeImpl::choose_save_plan() {
         const int mask = layer.is_number_integer() ? layer.get<int>() : policy::kNoEncoding;
         previous->layers.push_back(static_cast<policy::Encoding>(mask & policy::kHasBoth));
       }
+      was_packed = json.value("packed", false);
     }
   }
   policy::SaveRequest request;
@@ -329,6 +346,7 @@ Status RuntimeImpl::choose_save_plan() {
   HCACHE_ASSIGN_OR_RETURN(save_plan_,
                           policy::plan_save(prices(0), request, previous ? &*previous : nullptr));
   keep_hidden_where_lossless();
+  HCACHE_RETURN_IF_ERROR(choose_packing(request, was_packed));
   tap_.clear();
   nlohmann::json layers = nlohmann::json::array();
   for (const policy::Encoding encoding : save_plan_.layers) {
@@ -339,7 +357,32 @@ Status RuntimeImpl::choose_save_plan() {
     layers.push_back(static_cast<int>(encoding));
   }
   if (options_.save != policy::SaveMode::kPlan) return {};
-  return write_whole_file(env_, path, nlohmann::json{{"layers", layers}}.dump());
+  const nlohmann::json chosen = {{"layers", layers}, {"packed", save_plan_.packed}};
+  return write_whole_file(env_, path, chosen.dump());
+}
+
+// By the link that restores will have, --link included.
+Status RuntimeImpl::choose_packing(const policy::SaveRequest& request, bool was_packed) {
+  const bool can_pack = packable_bytes(options_.engine.kv_type) > 0;
+  bool pack = can_pack && options_.pack == policy::PackMode::kOn;
+  if (options_.pack == policy::PackMode::kAuto) {
+    HCACHE_ASSIGN_OR_RETURN(pack,
+                            policy::packing_pays(prices(env_.nominal_read_bytes_per_s()), request,
+                                                 save_plan_.layers, profile_.packing, was_packed));
+  }
+  if (options_.pack == policy::PackMode::kOn && !can_pack) {
+    log::warn("K and V are saved as they are: {} can't be packed",
+              ggml_type_name(options_.engine.kv_type));
+  }
+  if (!pack) return {};
+  save_plan_.packed = true;
+  const policy::RestoreCosts plain = prices(0);
+  const policy::RestoreCosts smaller = packed(plain, packed_by_plan());
+  for (int32_t l = 0; l < plain.n_layer; ++l) {
+    if ((save_plan_.layers[static_cast<size_t>(l)] & policy::kHasKv) == 0) continue;
+    save_plan_.bytes_per_token -= plain.layer(l).kv_bytes - smaller.layer(l).kv_bytes;
+  }
+  return {};
 }
 
 // A layer whose K and V weights have no type of hidden states in common is saved as K and V.
@@ -366,7 +409,7 @@ bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
       return false;
     }
     if ((tap_[i] & engine::kTapKv) != 0 &&
-        chunk.find_page(layer, store::Encoding::kKv) == nullptr) {
+        chunk.find_state(layer, store::Encoding::kKv) == nullptr) {
       return false;
     }
   }
@@ -402,7 +445,8 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   if (save && partial != 0 && !completes(chunk_before(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
-  policy::RestoreCosts prices = costs();
+  policy::RestoreCosts prices = packed(this->prices(env_.nominal_read_bytes_per_s()),
+                                       packed_share(*engine_, match, max_rows));
   prices.compute_share = options.compute_share;
   TierSlowness slowness;
   if (store_ && (options_.dram_bytes > 0 || !options_.remote.url.empty())) {

@@ -86,8 +86,13 @@ using Command = std::variant<Begin, Tokens, Fork, Cut, Captured, ReadyChunk, End
 class SaverImpl : public Saver {
  public:
   SaverImpl(Env& env, store::Store& store, std::unique_ptr<HostRing> ring, ggml_type kv_type,
-            const SaverOptions& options)
-      : env_(env), store_(store), options_(options), ring_(std::move(ring)), kv_type_(kv_type) {
+            size_t kv_token_bytes, const SaverOptions& options)
+      : env_(env),
+        store_(store),
+        options_(options),
+        kv_token_bytes_(kv_token_bytes),
+        ring_(std::move(ring)),
+        kv_type_(kv_type) {
     if (!options_.direct) worker_ = std::thread([this] { work(); });
   }
   SaverImpl(const SaverImpl&) = delete;
@@ -205,6 +210,7 @@ class SaverImpl : public Saver {
   Env& env_;
   store::Store& store_;
   const SaverOptions options_;
+  const size_t kv_token_bytes_;  // of a layer
 
   mutable Mutex mutex_;
   CondVar wake_;
@@ -225,6 +231,7 @@ class SaverImpl : public Saver {
   std::atomic<size_t> ready_bytes_ = 0;  // stats() reads it
   int64_t ready_since_ns_ = 0;
   ggml_type kv_type_;
+  KvPacker packer_;
 
   std::thread worker_;
 };
@@ -447,7 +454,13 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
     }
     std::vector<PageBuffer>& layers = sequence.open.layers;
     if (layers.size() <= page.layer) layers.resize(page.layer + 1U);
-    const std::span<const std::byte> from = view.bytes;
+    std::span<const std::byte> from = view.bytes;
+    std::vector<std::byte> unpacked;
+    if (page.encoding == store::Encoding::kKvPacked) {
+      unpacked.resize(kv_token_bytes_ * info.tokens.size());
+      HCACHE_RETURN_IF_ERROR(packer_.unpack(from, unpacked));
+      from = unpacked;
+    }
     if (store::is_hidden(page.encoding)) {
       const size_t row = from.size() / n_in_chunk;
       layers[page.layer].hidden_type = *hidden_type(page.encoding);
@@ -576,6 +589,7 @@ void SaverImpl::add_ready(ReadyChunk chunk) {
 
 // A put for each owner: one whose quota is used up does not keep others from being saved.
 void SaverImpl::write_ready() {
+  if (options_.pack_kv) pack_pages(ready_, kv_type_, &packer_);
   std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
     return a.salt.owner < b.salt.owner;
   });
@@ -646,8 +660,9 @@ Result<std::unique_ptr<Saver>> Saver::create(Env& env, store::Store& store,
                                              const SaverOptions& options) {
   HCACHE_ASSIGN_OR_RETURN(
       auto ring, HostRing::create(model.pinning_device().host_buffer_type(), options.ring_bytes));
+  const size_t kv_token_bytes = 2 * ggml_row_size(kv_type, model.hparams().n_embd_kv());
   return std::unique_ptr<Saver>(
-      std::make_unique<SaverImpl>(env, store, std::move(ring), kv_type, options));
+      std::make_unique<SaverImpl>(env, store, std::move(ring), kv_type, kv_token_bytes, options));
 }
 
 }  // namespace hcache::state

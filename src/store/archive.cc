@@ -18,6 +18,7 @@ namespace {
 constexpr std::string_view kMagic = "HCACHESN";
 constexpr std::string_view kEnd = "HCACHEND";
 constexpr std::uint32_t kArchiveVersion = 1;
+constexpr std::uint32_t kPackedArchiveVersion = 2;  // of a file with packed pages
 constexpr std::size_t kCheckBytes = 8;
 constexpr std::size_t kHeadFixedBytes = 64;
 constexpr std::size_t kChunkFixedBytes = 8;
@@ -76,7 +77,13 @@ class ArchiveWriter {
 };
 
 void write_head(const ArchiveHead& head, std::span<const MatchedChunk> chunks, ArchiveWriter* w) {
-  w->text(kMagic).number(kArchiveVersion).number(static_cast<std::uint32_t>(chunks.size()));
+  const bool packed = std::any_of(chunks.begin(), chunks.end(), [](const MatchedChunk& chunk) {
+    const std::vector<PageInfo>& pages = chunk.chunk.info().pages;
+    return std::any_of(pages.begin(), pages.end(),
+                       [](const PageInfo& page) { return page.encoding == Encoding::kKvPacked; });
+  });
+  w->text(kMagic).number(packed ? kPackedArchiveVersion : kArchiveVersion);
+  w->number(static_cast<std::uint32_t>(chunks.size()));
   w->number(file_bytes(head, chunks));
   w->text({reinterpret_cast<const char*>(head.fingerprint.bytes.data()),
            head.fingerprint.bytes.size()});
@@ -159,9 +166,9 @@ Status read_head(Reader* in, std::size_t size, ArchiveHead* head, std::uint32_t*
     return invalid_argument("this is no session file");
   }
   const auto version = in->number<std::uint32_t>();
-  if (version != kArchiveVersion) {
+  if (version < kArchiveVersion || version > kPackedArchiveVersion) {
     return invalid_argument(fmt::format("the session file has format {}; this program knows {}",
-                                        version, kArchiveVersion));
+                                        version, kPackedArchiveVersion));
   }
   *n_chunks = in->number<std::uint32_t>();
   const auto bytes = in->number<std::uint64_t>();
@@ -207,7 +214,7 @@ Status read_page_entry(Reader* in, const ArchiveChunk& chunk, const PageInfo* be
     return in->wrong("its pages are not in order");
   }
   const bool typed = chunk.k_type != ElementType::kNone && chunk.v_type != ElementType::kNone;
-  if (page->encoding == Encoding::kKv && !typed) return in->wrong("kv pages without types");
+  if (is_kv(page->encoding) && !typed) return in->wrong("kv pages without types");
   return {};
 }
 

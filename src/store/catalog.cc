@@ -35,11 +35,10 @@ CREATE TABLE session(
   record INTEGER NOT NULL DEFAULT 0);
 )sql";
 // From format 1, which has no records.
-constexpr const char* kUpgrade = R"sql(
+constexpr const char* kAddRecords = R"sql(
 ALTER TABLE chunk ADD COLUMN record INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE session ADD COLUMN record INTEGER NOT NULL DEFAULT 0;
 )sql";
-constexpr std::uint32_t kFirstFormatWithRecords = 2;
 
 // `meta`'s second account of the format and the store's id: SQLite's own header has no check.
 std::string encode_header(std::uint32_t format, const StoreId& store) {
@@ -133,7 +132,7 @@ Result<std::unique_ptr<Catalog>> Catalog::open(Env& env, const CatalogOptions& o
   HCACHE_ASSIGN_OR_RETURN(catalog->writer_, catalog->connect(options, false));
   HCACHE_RETURN_IF_ERROR(catalog->create(env, options));
   HCACHE_RETURN_IF_ERROR(catalog->read_header());
-  if (catalog->format_ < kFormatVersion) HCACHE_RETURN_IF_ERROR(catalog->upgrade());
+  HCACHE_RETURN_IF_ERROR(catalog->upgrade());
   if (options.vfs.empty()) {
     HCACHE_ASSIGN_OR_RETURN(catalog->reader_, catalog->connect(options, true));
   }
@@ -182,16 +181,20 @@ Status Catalog::create(Env& env, const CatalogOptions& options) {
     Statement put(c, "INSERT INTO meta(key, value) VALUES('store', ?1)");
     if (!put.bind_id(id).run()) return false;
     store_id_ = id;
-    return true;
+    return write_open_mark(c);
   });
 }
 
 Status Catalog::upgrade() {
-  format_ = kFormatVersion;
-  return change_schema(kUpgrade, [] { return true; });
+  const std::uint32_t wanted = seal_.on() ? kSealedFormatVersion : kFormatVersion;
+  const std::uint32_t found = std::exchange(format_, wanted);
+  if (found == wanted) return {};
+  if (found >= kFirstFormatWithRecords) return change_schema("", [] { return true; });
+  // As after a crash: every row lacks its record.
+  return change_schema(kAddRecords, [this] { return write_open_mark(*writer_); });
 }
 
-// Runs the statements, writes the headers, and marks the catalog as open, all or nothing.
+// Runs the statements and writes the headers, all or nothing.
 Status Catalog::change_schema(const char* sql, const std::function<bool()>& more) {
   Connection& c = *writer_;
   const std::string header =
@@ -200,9 +203,9 @@ Status Catalog::change_schema(const char* sql, const std::function<bool()>& more
   if (c.exec("BEGIN IMMEDIATE") != SQLITE_OK) return error(c, "create its schema");
   bool ok = c.exec(sql) == SQLITE_OK && c.exec(header.c_str()) == SQLITE_OK && more();
   if (ok) {
-    Statement put(c, "INSERT OR REPLACE INTO meta(key, value) VALUES('header', ?1), (?2, x'01')");
+    Statement put(c, "INSERT OR REPLACE INTO meta(key, value) VALUES('header', ?1)");
     const std::string text = encode_header(format_, store_id_);
-    ok = put.bind_blob(text).bind_text(kOpenKey).run();
+    ok = put.bind_blob(text).run();
   }
   if (ok) ok = c.exec("COMMIT") == SQLITE_OK;
   if (ok) {
@@ -249,7 +252,14 @@ Status Catalog::read_header() {
     return unimplemented(fmt::format("the store of {} has format {}; this program knows {}", path_,
                                      version, kSealedFormatVersion));
   }
-  return seal_.fits(store_id_, version == kSealedFormatVersion, path_);
+  return seal_.fits(store_id_, is_sealed_format(format_), path_);
+}
+
+// The row that a writer leaves behind if it dies.
+bool Catalog::write_open_mark(Connection& c) {
+  c.mutex.assert_held();
+  Statement s(c, "INSERT OR REPLACE INTO meta(key, value) VALUES(?1, x'01')");
+  return s.bind_text(kOpenKey).run();
 }
 
 Result<bool> Catalog::mark_open() {
@@ -261,10 +271,7 @@ Result<bool> Catalog::mark_open() {
     if (s.failed()) return error(c, "read whether it is open");
     if (marked) return true;
   }
-  {
-    Statement s(c, "INSERT INTO meta(key, value) VALUES(?1, x'01')");
-    if (!s.bind_text(kOpenKey).run()) return error(c, "mark it as open");
-  }
+  if (!write_open_mark(c)) return error(c, "mark it as open");
   // In the database itself: the log may be lost with what it says.
   const int rc =
       sqlite3_wal_checkpoint_v2(c.db, nullptr, SQLITE_CHECKPOINT_PASSIVE, nullptr, nullptr);

@@ -169,6 +169,8 @@ class Catalog {
   Catalog() = default;
   [[nodiscard]] Status create(Env& env, const CatalogOptions& options);
   [[nodiscard]] Status upgrade();
+  // The connection's mutex is held.
+  [[nodiscard]] static bool write_open_mark(Connection& c);
   [[nodiscard]] Status change_schema(const char* sql, const std::function<bool()>& more);
   [[nodiscard]] Status read_header();
   [[nodiscard]] Status error(const Connection& c, const char* what) const;

@@ -13,8 +13,8 @@ void add_missing_pages(const ChunkRecord& there, ChunkRecord* here) {
   ChunkInfo& info = here->info;
   for (std::size_t i = 0; i < there.info.pages.size(); ++i) {
     const PageInfo& page = there.info.pages[i];
-    if (info.find_page(page.layer, page.encoding) != nullptr) continue;
-    if (page.encoding == Encoding::kKv) {
+    if (info.find_state(page.layer, page.encoding) != nullptr) continue;
+    if (is_kv(page.encoding)) {
       // All kv pages of a chunk have the same types.
       const bool other = info.k_type != ElementType::kNone &&
                          (info.k_type != there.info.k_type || info.v_type != there.info.v_type);

@@ -345,7 +345,9 @@ bool parse_segment_name(std::string_view name, std::uint32_t* segment) {
   return parse_number(name.substr(kPrefix.size(), 8), 10, segment) && *segment > 0;
 }
 
-bool valid_encoding(std::uint8_t value) { return (value >= 1 && value <= 6) || value == 16; }
+bool valid_encoding(std::uint8_t value) {
+  return (value >= 1 && value <= 6) || value == 16 || value == 17;
+}
 bool valid_element_type(std::uint8_t value) { return value <= 6; }
 
 std::string_view encoding_name(Encoding encoding) {
@@ -357,6 +359,7 @@ std::string_view encoding_name(Encoding encoding) {
     case Encoding::kHiddenQ8_1: return "hidden-q8_1";
     case Encoding::kHiddenQ8_K: return "hidden-q8_k";
     case Encoding::kKv: return "kv";
+    case Encoding::kKvPacked: return "kv-packed";
   }
   return "unknown";
 }
@@ -381,6 +384,12 @@ const PageInfo* ChunkInfo::find_page(std::uint16_t layer, Encoding encoding) con
                                    });
   if (at == pages.end() || at->layer != layer || at->encoding != encoding) return nullptr;
   return &*at;
+}
+
+const PageInfo* ChunkInfo::find_state(std::uint16_t layer, Encoding encoding) const {
+  const PageInfo* page = find_page(layer, encoding);
+  if (page != nullptr || !is_kv(encoding)) return page;
+  return find_page(layer, encoding == Encoding::kKv ? Encoding::kKvPacked : Encoding::kKv);
 }
 
 }  // namespace hcache::store

@@ -16,8 +16,13 @@
 
 namespace hcache::store {
 
-inline constexpr std::uint32_t kFormatVersion = 2;        // of the store
-inline constexpr std::uint32_t kSealedFormatVersion = 3;  // of one that is encrypted
+inline constexpr std::uint32_t kFormatVersion = 4;        // of the store
+inline constexpr std::uint32_t kSealedFormatVersion = 5;  // of one that is encrypted
+inline constexpr std::uint32_t kFirstFormatWithRecords = 2;
+// Older ones differ in which encodings they may have.
+[[nodiscard]] constexpr bool is_sealed_format(std::uint32_t version) {
+  return version == 3 || version == kSealedFormatVersion;
+}
 // Of the layouts of segment headers and disk files, which the store's second format has kept.
 inline constexpr std::uint32_t kFileFormat = 1;
 inline constexpr std::uint32_t kSealedFileFormat = 2;

@@ -23,7 +23,7 @@ Status check_write(const ChunkWrite& write, std::uint64_t max_page_bytes) {
       return bad(fmt::format("a page of {} bytes for {} tokens (at most {} bytes)", bytes, n,
                              max_page_bytes));
     }
-    if (page.encoding == Encoding::kKv &&
+    if (is_kv(page.encoding) &&
         (write.k_type == ElementType::kNone || write.v_type == ElementType::kNone)) {
       return bad("kv pages without types");
     }
@@ -47,7 +47,7 @@ Status add_pages(const ChunkWrite& write, Draft* chunk, std::vector<PageInfo>* w
     const PageInfo page_info{page.layer, page.encoding,
                              static_cast<std::uint32_t>(page.bytes.size())};
     wanted->push_back(page_info);
-    if (page.encoding == Encoding::kKv) {
+    if (is_kv(page.encoding)) {
       const bool kv_before = info.k_type != ElementType::kNone;
       if (kv_before && (info.k_type != write.k_type || info.v_type != write.v_type)) {
         return invalid_argument(
@@ -56,7 +56,7 @@ Status add_pages(const ChunkWrite& write, Draft* chunk, std::vector<PageInfo>* w
       info.k_type = write.k_type;
       info.v_type = write.v_type;
     }
-    if (chunk->exists && info.find_page(page.layer, page.encoding) != nullptr) continue;
+    if (chunk->exists && info.find_state(page.layer, page.encoding) != nullptr) continue;
     entries.push_back({page_info, {}, page.bytes});
   }
   std::sort(entries.begin(), entries.end(),
@@ -88,7 +88,7 @@ std::uint64_t new_bytes(const Draft& draft) {
 
 bool covers(const ChunkInfo& have, std::span<const PageInfo> wanted) {
   return std::all_of(wanted.begin(), wanted.end(), [&](const PageInfo& page) {
-    return have.find_page(page.layer, page.encoding) != nullptr;
+    return have.find_state(page.layer, page.encoding) != nullptr;
   });
 }
 

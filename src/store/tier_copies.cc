@@ -42,7 +42,7 @@ void TierCopies::evicted(std::span<const ChunkRecord> victims) {
     TierWrite write;
     for (std::size_t i = 0; i < victim.places.size(); ++i) {
       const PageInfo& page = victim.info.pages[i];
-      if (there && there->info.find_page(page.layer, page.encoding) != nullptr) continue;
+      if (there && there->info.find_state(page.layer, page.encoding) != nullptr) continue;
       auto bytes = segments_.read_page(victim, i);
       if (bytes) write.pages.push_back({page, victim.places[i].checksum, std::move(bytes)});
     }

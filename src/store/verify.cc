@@ -88,7 +88,7 @@ bool StoreImpl::record_intact(const RecordRef& ref) {
 }
 
 void StoreImpl::verify_records(VerifyReport* report) {
-  if (catalog_->format() < kFormatVersion) return;  // it has none
+  if (catalog_->format() < kFirstFormatWithRecords) return;  // it has none
   std::vector<ChunkId> chunks;
   std::vector<std::string> names;
   const Status scanned = catalog_->scan([&](ChunkRow&& row) {

@@ -100,6 +100,14 @@ class BenchScripts(unittest.TestCase):
                         self.work / "sweep.json")
         self.assertEqual(self.results("sweep.json")["summary"]["links"], 3)
 
+    def test_packing(self):
+        self.run_script("bench/packing.py", "--quick", "--work", self.work)
+        found = self.results("packing.json")
+        self.assertEqual(len(found["rows"]), 2)
+        for row in found["rows"]:
+            self.assertLess(row["on"]["share_of_kv"], 0.88)
+            self.assertEqual(row["off"]["share_of_kv"], 1)
+
     def test_sim_check(self):
         self.run_script("bench/sim_check.py", "--quick", "--work", self.work, "--json",
                         self.work / "check.json")

@@ -171,6 +171,20 @@ class Cli(unittest.TestCase):
                       self.hcache("run", "-m", MODEL, "--state-dir", self.state, *place,
                                   "--override-tensor", "ffn_=cpu", "-p", "x", code=8))
 
+    def test_packed_state_is_an_eighth_smaller_and_the_same(self):
+        shares = {}
+        for pack in ("off", "on"):
+            out = json.loads(self.hcache(
+                "bench", "restore", "-m", MODEL, "--state-dir", self.state, "--history", "256", "--save",
+                "kv", "--methods", "kv", "--pack", pack, "--greedy", "8", "--reps", "1", "--json", "-"))
+            store, fidelity = out["store"], out["rows"][0]["fidelity"]
+            self.assertEqual(store["packed"], pack == "on")
+            self.assertTrue(fidelity["kv_identical"])
+            self.assertEqual(fidelity["greedy_agree"], fidelity["greedy_total"])
+            shares[pack] = store["page_bytes"] / (store["tokens"] * store["kv_f16_bytes_per_token"])
+        self.assertEqual(shares["off"], 1)
+        self.assertLess(shares["on"], 0.88)
+
     def test_several_devices_are_measured_once_they_agree(self):
         out = json.loads(self.hcache("bench", "pipeline", "-m", MODEL, "--quick", "--slow", "0",
                                      "--state-dir", self.state, "--json", "-"))

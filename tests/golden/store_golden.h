@@ -44,7 +44,7 @@ inline std::vector<std::int32_t> tokens() {
 // The page of a chunk's layer in an encoding: 5 bytes per row and tensor.
 inline std::vector<std::byte> page(std::size_t chunk, std::uint16_t layer, Encoding encoding,
                                    std::size_t rows) {
-  const std::size_t row_bytes = encoding == Encoding::kKv ? 10 : 5;
+  const std::size_t row_bytes = is_kv(encoding) ? 10 : 5;
   std::vector<std::byte> out(rows * row_bytes);
   for (std::size_t i = 0; i < out.size(); ++i) {
     out[i] = static_cast<std::byte>(i * 13 + chunk * 101 + layer * 29 +
@@ -53,13 +53,16 @@ inline std::vector<std::byte> page(std::size_t chunk, std::uint16_t layer, Encod
   return out;
 }
 
-// Layers 0 … 6 are in one hidden encoding each (layer 6 has none), layers 0 and 2 are kv as well.
-inline std::vector<std::pair<std::uint16_t, Encoding>> pages() {
+// Layers 0 … 5 are in one hidden encoding each, layers 0 and 2 are kv as well; `packed`: layers 1
+// and 6 are kv-packed.
+inline std::vector<std::pair<std::uint16_t, Encoding>> pages(bool packed) {
   std::vector<std::pair<std::uint16_t, Encoding>> out;
   for (std::uint16_t layer = 0; layer < 6; ++layer) {
     out.emplace_back(layer, static_cast<Encoding>(layer + 1));
     if (layer == 0 || layer == 2) out.emplace_back(layer, Encoding::kKv);
+    if (packed && layer == 1) out.emplace_back(layer, Encoding::kKvPacked);
   }
+  if (packed) out.emplace_back(6, Encoding::kKvPacked);
   return out;
 }
 

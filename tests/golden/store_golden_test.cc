@@ -21,7 +21,10 @@ class GoldenStoreTest : public ::testing::TestWithParam<std::string> {
     options_.dirs = {copy_ / "store/disk0", copy_ / "store/disk1"};
     if (encrypted()) options_.key = golden::key();
   }
-  [[nodiscard]] static bool encrypted() { return GetParam() == "store_v3"; }
+  [[nodiscard]] static bool encrypted() {
+    return GetParam() == "store_v3" || GetParam() == "store_v5";
+  }
+  [[nodiscard]] static bool packed() { return GetParam() >= "store_v4"; }
 
   TempDir copy_;
   StoreOptions options_;
@@ -46,8 +49,8 @@ TEST_P(GoldenStoreTest, ReadsBackAndGoesOn) {
       EXPECT_EQ(info.first_position, c * 64);
       EXPECT_EQ(info.k_type, ElementType::kQ8_0);
       EXPECT_EQ(info.v_type, ElementType::kF16);
-      EXPECT_EQ(info.pages.size(), golden::pages().size());
-      for (const auto& [layer, encoding] : golden::pages()) {
+      EXPECT_EQ(info.pages.size(), golden::pages(packed()).size());
+      for (const auto& [layer, encoding] : golden::pages(packed())) {
         const std::vector<PageRequest> request = {{match->chunks[c].chunk, layer, encoding}};
         ASSERT_OK((*reader)->submit(request));
         const auto view = (*reader)->next();
@@ -78,7 +81,7 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
   {
     const auto store = open_store(Env::real(), options_);
     ASSERT_NE(store, nullptr);
-    EXPECT_EQ(store->stat()->format_version, encrypted() ? 3U : 2U);
+    EXPECT_EQ(store->stat()->format_version, encrypted() ? 5U : 4U);
   }
   ASSERT_TRUE(std::filesystem::remove(copy_ / "store/disk0/catalog.db"));
   const auto store = open_store(Env::real(), options_);
@@ -95,7 +98,8 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest,
-                         ::testing::Values("store_v1", "store_v2", "store_v3"));
+                         ::testing::Values("store_v1", "store_v2", "store_v3", "store_v4",
+                                           "store_v5"));
 
 class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
 
@@ -116,7 +120,7 @@ TEST_P(GoldenSessionTest, ReadsBack) {
     EXPECT_EQ(chunk.n_tokens, c == 0 ? 64U : 36U);
     EXPECT_EQ(chunk.k_type, ElementType::kQ8_0);
     EXPECT_EQ(chunk.v_type, ElementType::kF16);
-    const auto pages = golden::pages();
+    const auto pages = golden::pages(GetParam() == "session_v2.hcache");
     ASSERT_EQ(chunk.pages.size(), pages.size());
     for (std::size_t p = 0; p < pages.size(); ++p) {
       EXPECT_EQ(std::pair(chunk.pages[p].layer, chunk.pages[p].encoding), pages[p]);
@@ -127,7 +131,8 @@ TEST_P(GoldenSessionTest, ReadsBack) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, GoldenSessionTest, ::testing::Values("session_v1.hcache"));
+INSTANTIATE_TEST_SUITE_P(Formats, GoldenSessionTest,
+                         ::testing::Values("session_v1.hcache", "session_v2.hcache"));
 
 TEST(GoldenIds, AreFrozen) {
   EXPECT_EQ(to_hex(salt_id("")), "70a3aaa626ff5abd94a8c2de304d14c0");

@@ -5,11 +5,11 @@ hcache_test(serving_pipeline_test unit/serving_pipeline_test.cc
 target_include_directories(serving_pipeline_test PRIVATE ${CMAKE_SOURCE_DIR}/src/serving)
 hcache_test(serving_shared_test unit/serving_shared_test.cc
   LIBS hcache_serving hcache_model_tools hcache_test_rpc)
-hcache_test(serving_restore_test unit/serving_restore_test.cc DEVICE
+hcache_test(serving_restore_test unit/serving_restore_test.cc DEVICE PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
-hcache_test(serving_conversation_test unit/serving_conversation_test.cc
+hcache_test(serving_conversation_test unit/serving_conversation_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
-hcache_test(serving_batch_test unit/serving_batch_test.cc
+hcache_test(serving_batch_test unit/serving_batch_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
-hcache_test(serving_truncation_test unit/serving_truncation_test.cc
+hcache_test(serving_truncation_test unit/serving_truncation_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)

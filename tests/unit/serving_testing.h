@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <span>
@@ -64,6 +65,9 @@ inline RuntimeOptions tiny_runtime(const std::string& model, const std::string& 
   options.saver.ring_bytes = 16U << 20;
   options.save = policy::SaveMode::kAll;
   options.profile = even_profile();
+  // The tests that are run once more; see HcacheTest.cmake.
+  const bool packs = std::getenv("HCACHE_TEST_PACK") != nullptr;
+  options.pack = packs ? policy::PackMode::kOn : policy::PackMode::kOff;
   return options;
 }
 

@@ -156,7 +156,7 @@ TEST_F(ArchiveTest, IsRefusedWhenItLiesAboutSizes) {
     const char* words;
   };
   const std::vector<Lie> lies = {
-      {8, {2}, "format 2"},
+      {8, {3}, "format 3"},
       {kChunks, {2}, "its end"},
       {kChunks, {4}, "more chunks"},
       {kChunks, {0xff, 0xff, 0xff, 0xff}, "more chunks"},

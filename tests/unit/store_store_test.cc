@@ -179,6 +179,35 @@ TEST_F(StoreTest, MissingEncodingsAreAdded) {
   EXPECT_EQ(read_back(*store_, *match).good, 24U);
 }
 
+// Packed or not, they are the same K and V.
+TEST_F(StoreTest, KeepsOneFormOfKAndV) {
+  open();
+  const Encoding forms[] = {Encoding::kKv, Encoding::kKvPacked};
+  for (const Encoding first : forms) {
+    SCOPED_TRACE(encoding_name(first));
+    const auto tokens = tokens_of(100, static_cast<std::uint32_t>(first));
+    put(Chain(kModel, kSalt, tokens, {2, {first}, 36}));
+    for (const Encoding then : forms) {
+      const PutReport report = put(Chain(kModel, kSalt, tokens, {2, {then}, 36}));
+      EXPECT_EQ(report.chunks_known, 2U);
+    }
+    // A layer that lacks both may have either.
+    EXPECT_EQ(put(Chain(kModel, kSalt, tokens, {3, {Encoding::kKvPacked}, 36})).chunks_extended,
+              2U);
+    const auto match = store_->match(kModel, kSalt, tokens);
+    ASSERT_OK(match);
+    const ChunkInfo& info = match->chunks[0].chunk.info();
+    ASSERT_EQ(info.pages.size(), 3U);
+    EXPECT_EQ(info.pages[0].encoding, first);
+    EXPECT_EQ(info.pages[2].encoding, Encoding::kKvPacked);
+    EXPECT_EQ(info.find_state(0, Encoding::kKv), &info.pages[0]);
+    EXPECT_EQ(info.find_state(0, Encoding::kKvPacked), &info.pages[0]);
+    EXPECT_EQ(info.find_state(2, Encoding::kKv), &info.pages[2]);
+    EXPECT_EQ(info.find_state(2, Encoding::kHiddenF16), nullptr);
+    EXPECT_EQ(read_back(*store_, *match).good, 6U);
+  }
+}
+
 TEST_F(StoreTest, SaltsAndModelsAreIsolated) {
   open();
   const auto tokens = tokens_of(130);

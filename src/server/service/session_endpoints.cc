@@ -90,12 +90,12 @@ Status check_fits(Service& service, const store::Archive& archive) {
   const ggml_type kv_type = service.options().runtime.engine.kv_type;
   for (const store::ArchiveChunk& chunk : archive.chunks) {
     for (const store::PageWrite& page : chunk.pages) {
-      const bool is_kv = page.encoding == store::Encoding::kKv;
       const auto element = state::element_type(kv_type);
-      const auto row = state::row_bytes(hparams, kv_type, page.encoding);
-      const bool typed = !is_kv || (chunk.k_type == element && chunk.v_type == element);
-      if (page.layer >= hparams.n_layer || !row || !typed ||
-          page.bytes.size() != *row * chunk.n_tokens) {
+      const bool typed =
+          !store::is_kv(page.encoding) || (chunk.k_type == element && chunk.v_type == element);
+      const bool fits =
+          state::page_fits(hparams, kv_type, page.encoding, chunk.n_tokens, page.bytes.size());
+      if (page.layer >= hparams.n_layer || !typed || !fits) {
         return invalid_argument(fmt::format(
             "the session file has a page that this model can't have: layer {}, {}, {} bytes",
             page.layer, store::encoding_name(page.encoding), page.bytes.size()));

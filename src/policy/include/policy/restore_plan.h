@@ -45,6 +45,8 @@ class CostCurve {
   [[nodiscard]] double at(int64_t rows) const;
   // The same curve with every second multiplied by factor (a contended or faster device).
   [[nodiscard]] CostCurve scaled(double factor) const;
+  // The same with so much more for each row.
+  [[nodiscard]] CostCurve with_row_s(double seconds) const;
   [[nodiscard]] const std::vector<Point>& points() const { return points_; }  // empty if affine
   [[nodiscard]] double base_s() const { return base_s_; }
   [[nodiscard]] double per_row_s() const { return per_row_s_; }

@@ -50,6 +50,7 @@ struct SavePlan {
   int64_t kv_bytes_per_token = 0;  // what saving KV everywhere would take
   Prediction predicted;            // of the best restore from what this plan saves
   std::string schedule;            // "H:26 KV:6", "RE:4 H:28"; kAll: "H+KV:32"
+  bool packed = false;             // K and V are (policy/packing.h), which the bytes know of
 };
 
 // previous may be null. In kPlan mode no layer is saved as hidden when that takes more bytes than

@@ -15,6 +15,7 @@
 #include "engine/engine.h"
 #include "model/model.h"
 #include "model/offload.h"
+#include "policy/packing.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
 #include "policy/truncation.h"
@@ -51,7 +52,8 @@ struct RuntimeOptions {
   // from tokens but in layer 0, so all other layers are saved.
   bool truncates = false;
   policy::SaveMode save = policy::SaveMode::kPlan;
-  std::string state_type = "native";  // see parse_state_type
+  std::string state_type = "native";                // see parse_state_type
+  policy::PackMode pack = policy::PackMode::kAuto;  // K and V that are saved
   SaverOptions saver;
   std::string salt;  // cache salt: isolates tenants
   // Planned with instead of a measured profile (experiments, tests); it is neither kept nor

@@ -23,6 +23,7 @@ struct SaverOptions {
   size_t batch_bytes = 64U << 20;    // stage two writes at most so much at once
   int64_t flush_interval_ms = 1000;  // full chunks are written at the latest after this
   bool direct = false;               // write in the step's path (the paper's Fig. 14)
+  bool pack_kv = false;              // pages of K and V, where that makes them shorter
 };
 
 struct SaverStats {

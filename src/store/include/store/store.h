@@ -69,6 +69,9 @@ enum class Encoding : std::uint8_t {
   kHiddenQ8_K = 6,
   // All K rows, then all V rows, exactly as the arena holds them. Types in ChunkInfo.
   kKv = 16,
+  // The same page, compressed (state/packed_kv.h): read whole or not at all. Of a layer a chunk has
+  // K and V in one of both.
+  kKvPacked = 17,
 };
 
 // Element types of K and V rows. Numbers are on disk: frozen.
@@ -84,12 +87,15 @@ enum class ElementType : std::uint8_t {
 
 [[nodiscard]] std::string_view encoding_name(Encoding encoding);  // "hidden-q8_1", "kv"
 [[nodiscard]] std::string_view element_type_name(ElementType type);
-[[nodiscard]] inline bool is_hidden(Encoding e) { return e != Encoding::kKv; }
+[[nodiscard]] inline bool is_kv(Encoding e) {
+  return e == Encoding::kKv || e == Encoding::kKvPacked;
+}
+[[nodiscard]] inline bool is_hidden(Encoding e) { return !is_kv(e); }
 
 struct PageInfo {
   std::uint16_t layer = 0;
   Encoding encoding = Encoding::kKv;
-  std::uint32_t bytes = 0;  // a multiple of the chunk's number of tokens
+  std::uint32_t bytes = 0;  // as stored; a multiple of the chunk's number of tokens
 };
 
 // Which state the tokens of a chain have: that of one fingerprint, unless its sequence was cut
@@ -127,6 +133,8 @@ struct ChunkInfo {
   std::vector<PageInfo> pages;  // sorted by (layer, encoding)
 
   [[nodiscard]] const PageInfo* find_page(std::uint16_t layer, Encoding encoding) const;
+  // The same, where of K and V either form will do.
+  [[nodiscard]] const PageInfo* find_state(std::uint16_t layer, Encoding encoding) const;
 };
 
 // A pinned chunk. Copies share the pin. Threading: as a shared_ptr. Must not outlive the Store.
@@ -161,7 +169,8 @@ struct Match {
 struct PageWrite {
   std::uint16_t layer = 0;
   Encoding encoding = Encoding::kKv;
-  // Row by row, equally long rows; kKv: K rows then V rows. Not empty; below 64 MiB.
+  // Row by row, equally long rows; kKv: K rows then V rows. Packed: a multiple of the number of
+  // rows all the same. Not empty; below 64 MiB.
   std::span<const std::byte> bytes;
 };
 

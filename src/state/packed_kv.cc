@@ -1,0 +1,137 @@
+#include "packed_kv.h"
+
+#include <zstd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+namespace hcache::state {
+namespace {
+
+constexpr std::byte kVersion{1};
+constexpr size_t kHeadBytes = 8;  // before the planes' lengths
+constexpr size_t kMaxElementBytes = 4;
+constexpr int kLevel = 1;  // higher ones find no more in noise
+
+uint32_t read_u32(const std::byte* from) {
+  uint32_t value = 0;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+void write_u32(std::byte* to, size_t value) {
+  const auto narrow = static_cast<uint32_t>(value);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
+// Byte `index` of every element.
+template <size_t kElementBytes>
+void take_plane(const std::byte* page, size_t n, size_t index, std::byte* plane) {
+  for (size_t i = 0; i < n; ++i) plane[i] = page[i * kElementBytes + index];
+}
+
+void take_plane(std::span<const std::byte> page, size_t element_bytes, size_t index,
+                std::byte* plane) {
+  const size_t n = page.size() / element_bytes;
+  element_bytes == 2 ? take_plane<2>(page.data(), n, index, plane)
+                     : take_plane<4>(page.data(), n, index, plane);
+}
+
+// All planes, one behind the other, back into elements.
+template <size_t kElementBytes>
+void put_planes(const std::array<const std::byte*, kMaxElementBytes>& planes, size_t n,
+                std::byte* page) {
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t b = 0; b < kElementBytes; ++b) page[i * kElementBytes + b] = planes[b][i];
+  }
+}
+
+}  // namespace
+
+size_t packable_bytes(ggml_type type) {
+  switch (type) {
+    case GGML_TYPE_F16:
+    case GGML_TYPE_BF16: return 2;
+    case GGML_TYPE_F32: return 4;
+    default: return 0;
+  }
+}
+
+struct KvPacker::Contexts {
+  struct Free {
+    void operator()(ZSTD_CCtx* context) const { ZSTD_freeCCtx(context); }
+    void operator()(ZSTD_DCtx* context) const { ZSTD_freeDCtx(context); }
+  };
+  std::unique_ptr<ZSTD_CCtx, Free> compress{ZSTD_createCCtx()};
+  std::unique_ptr<ZSTD_DCtx, Free> decompress{ZSTD_createDCtx()};
+};
+
+KvPacker::KvPacker() : contexts_(std::make_unique<Contexts>()) {}
+KvPacker::~KvPacker() = default;
+KvPacker::KvPacker(KvPacker&&) noexcept = default;
+KvPacker& KvPacker::operator=(KvPacker&&) noexcept = default;
+
+std::vector<std::byte> KvPacker::pack(std::span<const std::byte> page, size_t element_bytes,
+                                      size_t n_rows) {
+  const size_t plane_bytes = page.size() / element_bytes;
+  size_t end = kHeadBytes + 4 * element_bytes;
+  plane_.resize(plane_bytes);
+  std::vector<std::byte> packed(end + element_bytes * ZSTD_compressBound(plane_bytes));
+  packed[0] = kVersion;
+  packed[1] = static_cast<std::byte>(element_bytes);
+  write_u32(&packed[4], page.size());
+  for (size_t i = 0; i < element_bytes; ++i) {
+    take_plane(page, element_bytes, i, plane_.data());
+    size_t n = ZSTD_compressCCtx(contexts_->compress.get(), &packed[end], packed.size() - end,
+                                 plane_.data(), plane_bytes, kLevel);
+    if (ZSTD_isError(n) != 0 || n >= plane_bytes) {
+      n = plane_bytes;  // as it is
+      std::memcpy(&packed[end], plane_.data(), n);
+    }
+    write_u32(&packed[kHeadBytes + 4 * i], n);
+    end += n;
+  }
+  const size_t padded = (end + n_rows - 1) / n_rows * n_rows;
+  if (padded >= page.size()) return {};
+  packed.resize(end);
+  packed.resize(padded);  // with zeros
+  return packed;
+}
+
+Status KvPacker::unpack(std::span<const std::byte> packed, std::span<std::byte> page) {
+  const auto wrong = [](const char* what) {
+    return data_loss(std::string("a packed page is damaged: ") + what);
+  };
+  if (packed.size() < kHeadBytes || packed[0] != kVersion) return wrong("its head");
+  const auto element_bytes = static_cast<size_t>(packed[1]);
+  if (element_bytes != 2 && element_bytes != 4) return wrong("its elements");
+  size_t begin = kHeadBytes + 4 * element_bytes;
+  if (packed.size() < begin || read_u32(&packed[4]) != page.size() ||
+      page.size() % element_bytes != 0) {
+    return wrong("its length");
+  }
+  const size_t plane_bytes = page.size() / element_bytes;
+  plane_.resize(plane_bytes * element_bytes);
+  std::array<const std::byte*, kMaxElementBytes> planes{};
+  for (size_t i = 0; i < element_bytes; ++i) {
+    const size_t n = read_u32(&packed[kHeadBytes + 4 * i]);
+    if (n > packed.size() - begin) return wrong("the length of a plane");
+    if (n == plane_bytes) {
+      planes[i] = packed.data() + begin;
+    } else {
+      std::byte* plane = plane_.data() + i * plane_bytes;
+      const size_t got = ZSTD_decompressDCtx(contexts_->decompress.get(), plane, plane_bytes,
+                                             packed.data() + begin, n);
+      if (ZSTD_isError(got) != 0 || got != plane_bytes) return wrong("a plane");
+      planes[i] = plane;
+    }
+    begin += n;
+  }
+  element_bytes == 2 ? put_planes<2>(planes, plane_bytes, page.data())
+                     : put_planes<4>(planes, plane_bytes, page.data());
+  return {};
+}
+
+}  // namespace hcache::state

@@ -1,0 +1,35 @@
+// Fuzz target for packed pages of K and V: whatever is unpacked ends in an error or in a page.
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fuzz.h"
+#include "packed_kv.h"
+
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+
+std::string packed_seed(size_t element_bytes) {
+  std::vector<std::byte> page(kPageBytes);
+  for (size_t i = 0; i < page.size(); ++i) page[i] = static_cast<std::byte>(i * i % 7 + i % 3);
+  const std::vector<std::byte> packed = hcache::state::KvPacker().pack(page, element_bytes, 64);
+  return {reinterpret_cast<const char*>(packed.data()), packed.size()};
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static hcache::state::KvPacker packer;
+  // A copy of its own, so that a read behind its end is one behind an allocation's.
+  const std::vector<std::byte> packed(reinterpret_cast<const std::byte*>(data),
+                                      reinterpret_cast<const std::byte*>(data) + size);
+  std::vector<std::byte> page(kPageBytes);
+  packer.unpack(packed, page).ignore("no crash");
+  return 0;
+}
+
+std::vector<std::string> hcache::fuzz::seeds() { return {packed_seed(2), packed_seed(4)}; }
