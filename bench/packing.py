@@ -79,7 +79,8 @@ def main() -> None:
     machine = rows[0].pop("machine")
     for row in rows[1:]:
         row.pop("machine")
-    results = {"machine": machine, "quick": args.quick, "history": args.history, "new": args.new, "rows": rows,
+    results = {"machine": machine, "quick": args.quick, "history": args.history, "new": args.new,
+               "rows": rows,
                "worst_auto_over_best": max(row["auto_over_best"] for row in rows)}
     table = [[f"{r['link_bytes_per_s'] / 1e6:.0f}", *(f"{r[mode]['ttft_ms']:.0f}" for mode in MODES),
               f"{sum(r['auto']['packed'])} of {len(r['auto']['packed'])}", f"{r['on_over_off']:.3f}",
