@@ -16,7 +16,7 @@ endif()
 
 # Seconds after which a test hangs rather than works.
 set(HCACHE_TEST_TIMEOUT 600)
-if(HCACHE_SANITIZE STREQUAL "thread")
+if(HCACHE_SANITIZE)
   set(HCACHE_TEST_TIMEOUT 1800)
 endif()
 if(HCACHE_VULKAN)

@@ -23,9 +23,9 @@ void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, KvPacker* packe
   if (element_bytes == 0) return;
   for (ReadyChunk& chunk : chunks) {
     for (PageBuffer& page : chunk.layers) {
-      if (!page.kv.empty()) {
-        page.packed_kv = packer->pack(page.kv, element_bytes, chunk.tokens.size());
-      }
+      if (page.kv.empty()) continue;
+      page.packed_kv = packer->pack(page.kv, element_bytes, chunk.tokens.size());
+      if (!page.packed_kv.empty()) page.kv = {};
     }
   }
 }

@@ -22,7 +22,7 @@ struct PageBuffer {
   ggml_type hidden_type = GGML_TYPE_COUNT;
   std::vector<std::byte> hidden;
   std::vector<std::byte> kv;         // K rows, and V rows from the middle on
-  std::vector<std::byte> packed_kv;  // the same, packed; empty: it is saved as it is
+  std::vector<std::byte> packed_kv;  // instead of them: the same, packed
 };
 
 // A chunk on its way into the store; owns everything that its ChunkWrite points to.
