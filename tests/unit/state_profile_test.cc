@@ -47,6 +47,7 @@ CostProfile sample_profile() {
   p.compute_scale = 1.25;
   p.read_bytes_per_s = 1.7e9;
   p.gemm_flops_per_s = 1.9e11;
+  p.packing = {.ratio = 0.875, .unpack_row_s = 3e-7};
   return p;
 }
 
@@ -74,6 +75,8 @@ TEST(CostProfileFile, RoundTrips) {
   EXPECT_DOUBLE_EQ(q->read_bytes_per_s, p.read_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->upload_bytes_per_s, p.upload_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->gemm_flops_per_s, p.gemm_flops_per_s);
+  EXPECT_DOUBLE_EQ(q->packing.ratio, p.packing.ratio);
+  EXPECT_DOUBLE_EQ(q->packing.unpack_row_s, p.packing.unpack_row_s);
 }
 
 // Each device's layers have costs of their own, which plans are made with.
@@ -122,7 +125,7 @@ TEST(CostProfileFile, DamageIsToldFromAbsence) {
   };
   for (const std::string& text :
        {std::string(), std::string("{"), std::string("[]"), good.substr(0, good.size() / 2),
-        with("\"version\": 2", "\"version\": 99"),
+        with("\"version\": 3", "\"version\": 99"), with("\"ratio\": 0.875", "\"ratio\": -1"),
         with("\"compute_scale\": 1.25", "\"compute_scale\": 0"),
         with("\"finish_s\": 0.004", "\"finish_s\": -1"),
         with("\"kv_bytes\": 768", "\"kv_bytes\": \"x\""), with("threads=2", "threads=3"),
@@ -210,6 +213,9 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
   EXPECT_GE(p->layer.attn_per_key.at(128), 0);
   EXPECT_GE(p->finish_s, 0);
   EXPECT_GT(p->gemm_flops_per_s, 0);
+  EXPECT_GT(p->packing.ratio, 0.7);
+  EXPECT_LT(p->packing.ratio, 0.88);
+  EXPECT_GT(p->packing.unpack_row_s, 0);
 
   const policy::RestoreCosts costs = restore_costs(*p, *e, 0);
   EXPECT_TRUE(policy::validate(costs).ok()) << policy::validate(costs).to_string();
