@@ -335,7 +335,8 @@ Status RuntimeImpl::choose_save_plan() {
         const int mask = layer.is_number_integer() ? layer.get<int>() : policy::kNoEncoding;
         previous->layers.push_back(static_cast<policy::Encoding>(mask & policy::kHasBoth));
       }
-      was_packed = json.value("packed", false);
+      const auto packed = json.find("packed");
+      was_packed = packed != json.end() && packed->is_boolean() && packed->get<bool>();
     }
   }
   policy::SaveRequest request;
