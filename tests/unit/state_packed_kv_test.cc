@@ -1,11 +1,11 @@
 // Packed pages: the page again to the bit, and nothing but an error from anything else.
-#include "packed_kv.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 #include <random>
+
+#include "packed_kv.h"
 
 namespace hcache::state {
 namespace {
