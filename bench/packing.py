@@ -76,9 +76,7 @@ def main() -> None:
     for link in links:
         rows.append(at_link(args, hcache, model, link))
         lib.say(f"{link / 1e6:.0f} MB/s: packed over plain {rows[-1]['on_over_off']:.3f}")
-    machine = rows[0].pop("machine")
-    for row in rows[1:]:
-        row.pop("machine")
+    machine = [row.pop("machine") for row in rows][0]
     results = {"machine": machine, "quick": args.quick, "history": args.history, "new": args.new,
                "rows": rows,
                "worst_auto_over_best": max(row["auto_over_best"] for row in rows)}

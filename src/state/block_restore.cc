@@ -28,10 +28,8 @@ const store::PageInfo* page_of(const HybridEngine& engine, const store::ChunkInf
   if (!encoding) return nullptr;
   const store::PageInfo* page = info.find_state(static_cast<uint16_t>(layer), *encoding);
   if (page == nullptr) return nullptr;
-  const size_t n_bytes = kBlockTokens * engine.row_bytes(kind, layer);
-  const bool fits = page->encoding == store::Encoding::kKvPacked
-                        ? page->bytes < n_bytes && packable_bytes(engine.options().kv_type) > 0
-                        : page->bytes == n_bytes;
+  const bool fits = page_fits(page->encoding, engine.options().kv_type, page->bytes,
+                              kBlockTokens * engine.row_bytes(kind, layer));
   return fits ? page : nullptr;
 }
 

@@ -93,12 +93,9 @@ std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type
   return ggml_row_size(*type, hparams.n_embd);
 }
 
-bool page_fits(const model::HParams& hparams, ggml_type kv_type, store::Encoding encoding,
-               size_t n_tokens, size_t n_bytes) {
-  const std::optional<size_t> row = row_bytes(hparams, kv_type, encoding);
-  if (!row) return false;
-  if (encoding != store::Encoding::kKvPacked) return n_bytes == *row * n_tokens;
-  return packable_bytes(kv_type) > 0 && n_bytes < *row * n_tokens;
+bool page_fits(store::Encoding encoding, ggml_type kv_type, size_t n_bytes, size_t plain_bytes) {
+  if (encoding != store::Encoding::kKvPacked) return n_bytes == plain_bytes;
+  return packable_bytes(kv_type) > 0 && n_bytes < plain_bytes;
 }
 
 Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& engine) {

@@ -64,20 +64,19 @@ struct KvPacker::Contexts {
     void operator()(ZSTD_CCtx* context) const { ZSTD_freeCCtx(context); }
     void operator()(ZSTD_DCtx* context) const { ZSTD_freeDCtx(context); }
   };
-  std::unique_ptr<ZSTD_CCtx, Free> compress{ZSTD_createCCtx()};
-  std::unique_ptr<ZSTD_DCtx, Free> decompress{ZSTD_createDCtx()};
+  std::unique_ptr<ZSTD_CCtx, Free> compress;
+  std::unique_ptr<ZSTD_DCtx, Free> decompress;
 };
 
 KvPacker::KvPacker() : contexts_(std::make_unique<Contexts>()) {}
 KvPacker::~KvPacker() = default;
-KvPacker::KvPacker(KvPacker&&) noexcept = default;
-KvPacker& KvPacker::operator=(KvPacker&&) noexcept = default;
 
 std::vector<std::byte> KvPacker::pack(std::span<const std::byte> page, size_t element_bytes,
                                       size_t n_rows) {
   const size_t plane_bytes = page.size() / element_bytes;
   size_t end = kHeadBytes + 4 * element_bytes;
   plane_.resize(plane_bytes);
+  if (!contexts_->compress) contexts_->compress.reset(ZSTD_createCCtx());
   std::vector<std::byte> packed(end + element_bytes * ZSTD_compressBound(plane_bytes));
   packed[0] = kVersion;
   packed[1] = static_cast<std::byte>(element_bytes);
@@ -114,6 +113,7 @@ Status KvPacker::unpack(std::span<const std::byte> packed, std::span<std::byte> 
   }
   const size_t plane_bytes = page.size() / element_bytes;
   plane_.resize(plane_bytes * element_bytes);
+  if (!contexts_->decompress) contexts_->decompress.reset(ZSTD_createDCtx());
   std::array<const std::byte*, kMaxElementBytes> planes{};
   for (size_t i = 0; i < element_bytes; ++i) {
     const size_t n = read_u32(&packed[kHeadBytes + 4 * i]);

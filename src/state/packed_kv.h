@@ -22,13 +22,11 @@ namespace hcache::state {
 // Bytes of one element of a type whose pages can be packed; 0: they can't.
 [[nodiscard]] size_t packable_bytes(ggml_type type);
 
-// Threading: one thread at a time.
+// Makes what it works with when it is first asked to. Threading: one thread at a time.
 class KvPacker {
  public:
   KvPacker();
   ~KvPacker();
-  KvPacker(KvPacker&&) noexcept;
-  KvPacker& operator=(KvPacker&&) noexcept;
   KvPacker(const KvPacker&) = delete;
   KvPacker& operator=(const KvPacker&) = delete;
 

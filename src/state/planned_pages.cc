@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "packed_kv.h"
 #include "policy/read_order.h"
 #include "state/identity.h"
 
@@ -43,10 +42,8 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
     const size_t n_tokens = info.tokens.size();
     if (method == Method::kKv && store::is_kv(page.encoding)) {
       const auto type = element_type(engine.options().kv_type);
-      const size_t n_bytes = 2 * engine.kv_row_bytes() * n_tokens;
-      const bool fits = page.encoding == store::Encoding::kKv
-                            ? page.bytes == n_bytes
-                            : page.bytes < n_bytes && packable_bytes(engine.options().kv_type) > 0;
+      const bool fits = page_fits(page.encoding, engine.options().kv_type, page.bytes,
+                                  2 * engine.kv_row_bytes() * n_tokens);
       if (info.k_type == type && info.v_type == type && fits) return &page;
     }
     if (method == Method::kHidden && store::is_hidden(page.encoding)) {

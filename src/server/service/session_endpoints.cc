@@ -93,9 +93,9 @@ Status check_fits(Service& service, const store::Archive& archive) {
       const auto element = state::element_type(kv_type);
       const bool typed =
           !store::is_kv(page.encoding) || (chunk.k_type == element && chunk.v_type == element);
-      const bool fits =
-          state::page_fits(hparams, kv_type, page.encoding, chunk.n_tokens, page.bytes.size());
-      if (page.layer >= hparams.n_layer || !typed || !fits) {
+      const auto row = state::row_bytes(hparams, kv_type, page.encoding);
+      if (page.layer >= hparams.n_layer || !row || !typed ||
+          !state::page_fits(page.encoding, kv_type, page.bytes.size(), *row * chunk.n_tokens)) {
         return invalid_argument(fmt::format(
             "the session file has a page that this model can't have: layer {}, {}, {} bytes",
             page.layer, store::encoding_name(page.encoding), page.bytes.size()));

@@ -38,9 +38,10 @@ std::optional<store::ElementType> element_type(ggml_type type);
 std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type,
                                 store::Encoding encoding);
 
-// Whether a page of so many tokens can be one of this model's. Of a packed one little is known.
-[[nodiscard]] bool page_fits(const model::HParams& hparams, ggml_type kv_type,
-                             store::Encoding encoding, size_t n_tokens, size_t n_bytes);
+// Whether a page that is stored in n_bytes can be one that takes plain_bytes in the arena, whose
+// type is kv_type. Of a packed one no more is known before it is read.
+[[nodiscard]] bool page_fits(store::Encoding encoding, ggml_type kv_type, size_t n_bytes,
+                             size_t plain_bytes);
 
 // Per layer, the type that its hidden states are saved in. GGML_TYPE_COUNT: in none, the layer is
 // saved as K and V (see Engine::native_hidden_type).
