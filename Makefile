@@ -101,18 +101,15 @@ tsan: deps  ## Build and run the tests under the thread sanitizer
 cuda: deps  ## Build with ggml's CUDA backend (HCACHE_CUDA_ARCHS, default 90)
 	@scripts/build.sh cuda
 
-.PHONY: vulkan test-vulkan test-vulkan-bars
+.PHONY: vulkan test-vulkan
 vulkan: deps  ## Build with ggml's Vulkan backend, for GPUs of any vendor
 	@scripts/deps.sh vulkan
 	@scripts/build.sh vulkan hcache
-test-vulkan: deps  ## Run the tests of devices on Mesa's software device for Vulkan
+test-vulkan: deps  ## Run the tests of devices, and the bars of a GPU, on Mesa's software device for Vulkan
 	@scripts/deps.sh vulkan-test
-	@scripts/build.sh vulkan hcache device_tests
-	@HCACHE_TEST_DEVICE=vulkan:0 scripts/run_on_lavapipe.sh scripts/run_tests.sh vulkan -L device $(CTEST_FLAGS)
-test-vulkan-bars: deps  ## Run the bars of a GPU there, with tiny settings (about ten minutes)
-	@scripts/deps.sh vulkan-test
-	@scripts/build.sh vulkan hcache
-	@HCACHE_TEST_DEVICE=vulkan:0 scripts/run_on_lavapipe.sh scripts/run_tests.sh vulkan -L bars $(CTEST_FLAGS)
+	@scripts/build.sh vulkan-tested hcache device_tests
+	@HCACHE_TEST_DEVICE=vulkan:0 scripts/run_on_lavapipe.sh \
+	  scripts/run_tests.sh vulkan-tested -L 'device|bars' $(CTEST_FLAGS)
 
 .PHONY: print-model
 print-model: build-deps  ## Print the default model's path, fetching it if needed

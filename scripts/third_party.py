@@ -406,8 +406,10 @@ class VulkanBuild(Build):
         super().__init__(args, "vulkan")
         sdk = vulkan_sdk.find_sdk()
         self.places = [f"-D{name}={path}" for name, path in sdk.cmake_options().items()]
-        options = self.common_options() | {"GGML_VULKAN": "ON", "HCACHE_VULKAN_SDK": sdk.identity}
-        self.place(f"vulkan-{LLAMA_VERSION}-{self.key(options)}")
+        options = self.common_options() | {"GGML_VULKAN": "ON", "HCACHE_VULKAN_SDK": sdk.identity,
+                                           "HCACHE_VULKAN_SHADERS": args.shaders}
+        flavour = "vulkan" if args.shaders == "all" else f"vulkan-{args.shaders}"
+        self.place(f"{flavour}-{LLAMA_VERSION}-{self.key(options)}")
 
     def ensure(self):
         return super().ensure("hcache-vulkan", {"lib/libggml.a": "lib", "lib/libggml-vulkan.a": "lib"},
@@ -475,6 +477,9 @@ def main():
         sub = verbs.add_parser(verb, help=text)
         sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
+        if verb == "vulkan":
+            sub.add_argument("--shaders", choices=["all", "tested"], default="all",
+                             help="all, or only those that the tests of devices use")
         if verb in ("kernels", "vulkan"):
             continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")

@@ -105,11 +105,12 @@ struct Case {
 };
 
 std::vector<Case> all_cases() {
-  // Few weight types: a device in software compiles its shaders for each.
+  // Fewer weight types: a device in software compiles its shaders for each.
   if (!hcache::testing::on_cpu()) {
-    return {{{"llama", 4}, GGML_TYPE_F16},
-            {{"llama", 2}, GGML_TYPE_Q8_0},
-            {{"qwen2", 2}, GGML_TYPE_F16}};
+    return {{{"llama", 4}, GGML_TYPE_F16},  {{"llama", 2}, GGML_TYPE_Q8_0},
+            {{"llama", 1}, GGML_TYPE_Q4_K}, {{"qwen2", 2}, GGML_TYPE_F16},
+            {{"qwen3", 2}, GGML_TYPE_Q4_0}, {{"falcon", 1}, GGML_TYPE_Q8_0},
+            {{"falcon", 2}, GGML_TYPE_F32}};
   }
   std::vector<Case> out;
   for (const Shape& shape : kShapes) {

@@ -74,7 +74,9 @@ TEST_P(RestoreTest, ContinuesAsIfNeverInterrupted) {
 
 std::vector<Case> all_cases() {
   if (!hcache::testing::on_cpu()) {
-    return {{"llama", 4, GGML_TYPE_F16}, {"llama", 2, GGML_TYPE_Q8_0}};
+    return {{"llama", 4, GGML_TYPE_F16},  {"llama", 2, GGML_TYPE_Q8_0},
+            {"llama", 4, GGML_TYPE_Q4_K}, {"qwen2", 4, GGML_TYPE_F16},
+            {"qwen3", 2, GGML_TYPE_Q4_0}, {"falcon", 1, GGML_TYPE_F16}};
   }
   std::vector<Case> cases;
   const std::vector<std::pair<const char*, int>> shapes = {
