@@ -19,7 +19,8 @@ find_package(Threads REQUIRED)
 set(_third_party ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/scripts/third_party.py)
 # What decides about the library must re-run the configuration.
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-             ${CMAKE_SOURCE_DIR}/scripts/third_party.py ${CMAKE_SOURCE_DIR}/scripts/vulkan_sdk.py)
+             ${CMAKE_SOURCE_DIR}/scripts/third_party.py ${CMAKE_SOURCE_DIR}/scripts/vulkan_sdk.py
+             ${CMAKE_SOURCE_DIR}/scripts/tested_glslc.sh.in)
 
 # Runs third_party.py and returns what it prints; its progress and errors go to the terminal.
 function(_hcache_third_party out)

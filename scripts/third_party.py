@@ -308,7 +308,7 @@ class LlamaBuild(Build):
             options["GGML_CUDA_FA_QUANTS"] = "f16-f16;bf16-bf16;q8_0-q8_0"
         self.places = {}
         if args.vulkan:
-            sdk = vulkan_sdk.find_sdk()
+            sdk = vulkan_sdk.find_sdk(args.shaders)
             self.places = sdk.cmake_options()
             options["GGML_VULKAN"] = "ON"
             options["HCACHE_VULKAN_SDK"] = sdk.identity
@@ -317,7 +317,7 @@ class LlamaBuild(Build):
         if args.cuda:
             flavour += "-cuda"
         if args.vulkan:
-            flavour += "-vulkan"
+            flavour += vulkan_flavour(args)
         self.place(f"llama-{LLAMA_VERSION}-{target}-{flavour}-{digest}")
 
     def configure_and_compile(self, targets, progress, tools=False):
@@ -399,17 +399,19 @@ class KernelsBuild(Build):
         return super().ensure("hcache-kernels", {"libggml.a": "lib", "kernels": "."})
 
 
+def vulkan_flavour(args):
+    return "-vulkan" if args.shaders == "all" else f"-vulkan-{args.shaders}"
+
+
 class VulkanBuild(Build):
     """ggml's Vulkan backend, and a ggml that knows of it; the rest is the usual flavour's."""
 
     def __init__(self, args):
         super().__init__(args, "vulkan")
-        sdk = vulkan_sdk.find_sdk()
+        sdk = vulkan_sdk.find_sdk(args.shaders)
         self.places = [f"-D{name}={path}" for name, path in sdk.cmake_options().items()]
-        options = self.common_options() | {"GGML_VULKAN": "ON", "HCACHE_VULKAN_SDK": sdk.identity,
-                                           "HCACHE_VULKAN_SHADERS": args.shaders}
-        flavour = "vulkan" if args.shaders == "all" else f"vulkan-{args.shaders}"
-        self.place(f"{flavour}-{LLAMA_VERSION}-{self.key(options)}")
+        options = self.common_options() | {"GGML_VULKAN": "ON", "HCACHE_VULKAN_SDK": sdk.identity}
+        self.place(f"{vulkan_flavour(args)[1:]}-{LLAMA_VERSION}-{self.key(options)}")
 
     def ensure(self):
         return super().ensure("hcache-vulkan", {"lib/libggml.a": "lib", "lib/libggml-vulkan.a": "lib"},
@@ -477,9 +479,9 @@ def main():
         sub = verbs.add_parser(verb, help=text)
         sub.add_argument("--cc", default=os.environ.get("CC", "cc"), help="C compiler")
         sub.add_argument("--cxx", default=os.environ.get("CXX", "c++"), help="C++ compiler")
-        if verb == "vulkan":
+        if verb in ("peer", "vulkan"):
             sub.add_argument("--shaders", choices=["all", "tested"], default="all",
-                             help="all, or only those that the tests of devices use")
+                             help="Vulkan's: all, or only those that the tests of devices use")
         if verb in ("kernels", "vulkan"):
             continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")

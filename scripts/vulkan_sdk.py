@@ -5,13 +5,15 @@ headers are not: there newer ones are fetched from Debian's archive, from the mi
 configured for, by apt with a state of its own, and unpacked into the cache. Nothing is installed.
 """
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from build_cache import Failure
+from build_cache import Failure, cache_dir
 from debian_archive import RELEASE, Apt, fetched
 
 # VK_EXT_layer_settings, which ggml's C++ uses.
@@ -110,11 +112,30 @@ def add_compiler(root):
     script.chmod(0o755)
 
 
+def only_tested_shaders(sdk):
+    """The same with a compiler that passes over what the tests of devices don't use."""
+    template = Path(__file__).with_name("tested_glslc.sh.in")
+    text = template.read_text(encoding="utf-8").replace("@REAL_GLSLC@", str(sdk.glslc))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    script = cache_dir() / f"glslc-tested-{digest}"
+    if not script.exists():
+        scratch = script.with_suffix(f".{os.getpid()}")
+        scratch.write_text(text, encoding="utf-8")
+        scratch.chmod(0o755)
+        scratch.rename(script)
+    return replace(sdk, identity=f"{sdk.identity} tested-{digest}", glslc=script)
+
+
 # ---- What the build and the tests ask for ---------------------------------------------------
 
 
-def find_sdk():
-    """The system's, or Debian's in the cache."""
+def find_sdk(shaders="all"):
+    """The system's, or Debian's in the cache; for all shaders, or only for those that are `tested`."""
+    sdk = whole_sdk()
+    return only_tested_shaders(sdk) if shaders == "tested" else sdk
+
+
+def whole_sdk():
     installed = system_sdk()
     if installed is not None:
         return installed
