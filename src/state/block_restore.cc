@@ -115,8 +115,8 @@ class BlockRestoreImpl final : public BlockRestore {
   std::vector<BlockKind> kinds_;
   std::vector<Target> targets_;  // in the order of the group's reads
   size_t n_taken_ = 0;           // of them
+  size_t n_sound_ = 0;           // leading chunks of the group without a damaged page so far
   int64_t rows_ = 0;
-  bool damaged_ = false;
   bool done_ = false;
   policy::RestoreRecord record_;
 };
@@ -126,7 +126,8 @@ Status BlockRestoreImpl::next_group() {
   kinds_.clear();
   targets_.clear();
   n_taken_ = 0;
-  if (n == 0 || damaged_) {
+  n_sound_ = n;
+  if (n == 0) {
     end();
     return {};
   }
@@ -163,7 +164,7 @@ Status BlockRestoreImpl::take(store::PageView view) {
     from = unpacked_;
   }
   if (!view.status.ok()) {
-    damaged_ = true;
+    n_sound_ = std::min(n_sound_, block);
     ++record_.damaged_pages;
     if (run_.on_damage) {
       run_.on_damage({.chunk = run_.match->chunks[begin_ + block].chunk.info().id,
@@ -172,7 +173,7 @@ Status BlockRestoreImpl::take(store::PageView view) {
                       .status = view.status,
                       .remote = view.origin == store::PageOrigin::kRemote});
     }
-  } else if (!damaged_) {
+  } else if (block < n_sound_) {
     for (int part = 0; !from.empty(); ++part) {
       const std::span<std::byte> to = engine_.known_page(run_.id, target.block, target.layer, part);
       if (to.empty() || to.size() > from.size()) {
@@ -194,7 +195,8 @@ Status BlockRestoreImpl::take(store::PageView view) {
 }
 
 Status BlockRestoreImpl::end_group() {
-  const size_t n = damaged_ ? 0 : kinds_.size();
+  const size_t n = n_sound_;
+  const bool damaged = n < kinds_.size();
   const auto n_rows = static_cast<int64_t>(n) * kBlockTokens;
   HCACHE_RETURN_IF_ERROR(engine_.end_known(
       run_.id, run_.tokens.subspan(static_cast<size_t>(rows_), static_cast<size_t>(n_rows))));
@@ -202,7 +204,7 @@ Status BlockRestoreImpl::end_group() {
   for (size_t i = 0; i < n; ++i) {
     (kinds_[i] == BlockKind::kKv ? record_.kv_tokens : record_.hidden_tokens) += kBlockTokens;
   }
-  begin_ += kinds_.size();
+  begin_ = damaged ? n_chunks_ : begin_ + n;
   return next_group();
 }
 

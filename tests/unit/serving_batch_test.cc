@@ -213,5 +213,35 @@ TEST_F(ServingBatch, WhatTheOrdinaryEngineSavedABatchRestores) {
   }
 }
 
+// Chunks before a damaged one are taken, those behind it computed; and nothing is read wrong.
+TEST_F(ServingBatch, ADamagedPageEndsARestoreAtItsChunk) {
+  for (const policy::SaveMode mode : {policy::SaveMode::kKv, policy::SaveMode::kHidden}) {
+    const std::string name(policy::save_mode_name(mode));
+    SCOPED_TRACE(name);
+    const std::vector<int32_t> tokens = random_tokens(400, 9);
+    RuntimeOptions options = ordinary(name);
+    options.save = mode;
+    Said expected;
+    {
+      const auto serving = open(options);
+      ASSERT_NE(serving, nullptr);
+      expected = say(*serving, tokens, kAnswer);
+      EXPECT_TRUE(serving->close().ok());
+    }
+    const bool hidden = mode == policy::SaveMode::kHidden;
+    damage_page(options, tokens, 3, 1, hidden);
+    damage_page(options, tokens, 2, 1, hidden);
+    const auto hybrid = open(batch(policy::HybridMode::kKv, name));
+    ASSERT_NE(hybrid, nullptr);
+    const Said again = ask(*hybrid, tokens);
+    const scheduler::Outcome& outcome = again.outcome;
+    EXPECT_EQ(again.record().damaged_pages, 2U);
+    EXPECT_EQ(outcome.kv_tokens + outcome.hidden_tokens, 128);
+    EXPECT_EQ(again.logits, expected.logits);
+    EXPECT_EQ(again.answer, expected.answer);
+    EXPECT_TRUE(hybrid->close().ok());
+  }
+}
+
 }  // namespace
 }  // namespace hcache::serving

@@ -183,45 +183,6 @@ TEST_F(ConversationTest, DamagedPagesAreRecomputed) {
   EXPECT_EQ(restored.record.restored_tokens, static_cast<int64_t>(ref.all().size()) - 1);
 }
 
-// Flips a bit of one page on disk, found by its bytes. Gives back the page's size.
-size_t damage(const RuntimeOptions& options, const std::vector<int32_t>& tokens, size_t chunk,
-              uint16_t layer, bool hidden) {
-  std::vector<std::byte> page;
-  {
-    const auto serving = open(options);
-    state::Runtime& runtime = serving->runtime();
-    const auto match = runtime.store()->match(runtime.fingerprint(), own_salt("").id, tokens);
-    const store::ChunkRef& ref = match->chunks.at(chunk).chunk;
-    for (const store::PageInfo& info : ref.info().pages) {
-      if (info.layer != layer || store::is_hidden(info.encoding) != hidden) continue;
-      auto reader = runtime.store()->new_reader({});
-      const store::PageRequest request{ref, info.layer, info.encoding};
-      EXPECT_TRUE((*reader)->submit({&request, 1}).ok());
-      const auto view = (*reader)->next();
-      page.assign(view->bytes.begin(), view->bytes.end());
-      (*reader)->release(view->index);
-    }
-  }
-  EXPECT_FALSE(page.empty());
-  int found = 0;
-  for (const auto& entry :
-       std::filesystem::recursive_directory_iterator(options.state_dir + "/store")) {
-    if (!entry.is_regular_file()) continue;
-    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
-    std::vector<char> bytes(std::filesystem::file_size(entry.path()));
-    file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    const char* wanted = reinterpret_cast<const char*>(page.data());
-    const auto at = std::search(bytes.begin(), bytes.end(), wanted, wanted + page.size());
-    if (at == bytes.end()) continue;
-    ++found;
-    file.clear();
-    file.seekp(at - bytes.begin() + static_cast<std::ptrdiff_t>(page.size() / 2));
-    file.put(static_cast<char>(at[static_cast<std::ptrdiff_t>(page.size() / 2)] ^ 0x10));
-  }
-  EXPECT_EQ(found, 1);
-  return page.size();
-}
-
 // One damaged page of a long chain costs its own rows of its own layer: nothing else is read again
 // or computed again, and the next process finds the chain whole.
 TEST_F(ConversationTest, ADamagedPageCostsItsOwnRowsOnly) {
@@ -241,7 +202,7 @@ TEST_F(ConversationTest, ADamagedPageCostsItsOwnRowsOnly) {
         const Reference ref = first_process(400, 21);
         const How how{.mode = mode};
         const Restored sound = restore(options_, ref, how);
-        const size_t page = damage(options_, ref.all(), 2, layer, hidden);
+        const size_t page = damage_page(options_, ref.all(), 2, layer, hidden);
         const Restored restored = restore(options_, ref, how);
         expect_same(restored, ref);
         const policy::RestoreRecord& r = restored.record;
@@ -272,7 +233,7 @@ TEST_F(ConversationTest, ADamagedTailIsComputedAgain) {
   options_.save = policy::SaveMode::kKv;
   const Reference ref = first_process();
   const size_t tail = ref.all().size() / 64;
-  damage(options_, ref.all(), tail, 1, false);
+  damage_page(options_, ref.all(), tail, 1, false);
   const Restored restored = restore(options_, ref, {});
   expect_same(restored, ref);
   EXPECT_EQ(restored.record.damaged_pages, 1U);

@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <span>
@@ -199,6 +202,45 @@ inline Restored restore(const RuntimeOptions& options, const Reference& ref, con
   result.state = read_state(*serving, result.said.seq, static_cast<int>(ref.history.size()));
   EXPECT_TRUE(serving->close().ok());
   return result;
+}
+
+// Flips a bit of one page on disk, found by its bytes. Gives back the page's size.
+inline size_t damage_page(const RuntimeOptions& options, const std::vector<int32_t>& tokens,
+                          size_t chunk, uint16_t layer, bool hidden) {
+  std::vector<std::byte> page;
+  {
+    const auto serving = open(options);
+    state::Runtime& runtime = serving->runtime();
+    const auto match = runtime.store()->match(runtime.fingerprint(), own_salt("").id, tokens);
+    const store::ChunkRef& ref = match->chunks.at(chunk).chunk;
+    for (const store::PageInfo& info : ref.info().pages) {
+      if (info.layer != layer || store::is_hidden(info.encoding) != hidden) continue;
+      auto reader = runtime.store()->new_reader({});
+      const store::PageRequest request{ref, info.layer, info.encoding};
+      EXPECT_TRUE((*reader)->submit({&request, 1}).ok());
+      const auto view = (*reader)->next();
+      page.assign(view->bytes.begin(), view->bytes.end());
+      (*reader)->release(view->index);
+    }
+  }
+  EXPECT_FALSE(page.empty());
+  int found = 0;
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(options.state_dir + "/store")) {
+    if (!entry.is_regular_file()) continue;
+    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+    std::vector<char> bytes(std::filesystem::file_size(entry.path()));
+    file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    const char* wanted = reinterpret_cast<const char*>(page.data());
+    const auto at = std::search(bytes.begin(), bytes.end(), wanted, wanted + page.size());
+    if (at == bytes.end()) continue;
+    ++found;
+    file.clear();
+    file.seekp(at - bytes.begin() + static_cast<std::ptrdiff_t>(page.size() / 2));
+    file.put(static_cast<char>(at[static_cast<std::ptrdiff_t>(page.size() / 2)] ^ 0x10));
+  }
+  EXPECT_EQ(found, 1);
+  return page.size();
 }
 
 }  // namespace hcache::serving::testing

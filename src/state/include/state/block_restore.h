@@ -31,7 +31,7 @@ struct BlockRestoreRun {
   std::function<void(const PageFailure&)> on_damage;
 };
 
-// Rows up to the first damaged chunk's group are restored; the rest is left to the prefill.
+// Rows up to the first damaged chunk are restored; the rest is left to the prefill.
 // Threading: the engine's thread. What is passed, and what the run points to, must outlive it.
 class BlockRestore {
  public:
