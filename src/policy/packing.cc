@@ -37,13 +37,12 @@ Result<bool> packing_pays(const RestoreCosts& costs, const SaveRequest& request,
                           const std::vector<Encoding>& layers, const KvPacking& packing,
                           bool was_packed) {
   if (packing.ratio <= 0) return false;
-  RestoreRequest restore;
-  restore.available.runs.push_back({request.history, layers});
-  restore.new_tokens = request.new_tokens;
-  HCACHE_ASSIGN_OR_RETURN(const Plan plain, plan_restore(costs, restore));
+  HCACHE_ASSIGN_OR_RETURN(const Plan plain,
+                          plan_restore_of(costs, request, request.history, layers));
   const RestoreCosts packed_costs =
       with_packed(costs, {.share = 1, .ratio = packing.ratio}, packing.unpack_row_s);
-  HCACHE_ASSIGN_OR_RETURN(const Plan packed, plan_restore(packed_costs, restore));
+  HCACHE_ASSIGN_OR_RETURN(const Plan packed,
+                          plan_restore_of(packed_costs, request, request.history, layers));
   const double gain = plain.predicted.makespan_s - packed.predicted.makespan_s;
   return was_packed ? gain > 0 : gain > kMargin * plain.predicted.makespan_s;
 }

@@ -49,14 +49,6 @@ bool worth_saving(const RestoreCosts& costs, const std::vector<Encoding>& layers
   return true;
 }
 
-Result<Plan> best_restore(const RestoreCosts& costs, const SaveRequest& request, int64_t history,
-                          const std::vector<Encoding>& layers) {
-  RestoreRequest restore;
-  restore.available.runs.push_back({history, layers});
-  restore.new_tokens = request.new_tokens;
-  return plan_restore(costs, restore);
-}
-
 Result<SavePlan> describe(const RestoreCosts& costs, const SaveRequest& request,
                           std::vector<Encoding> layers) {
   SavePlan plan;
@@ -65,7 +57,7 @@ Result<SavePlan> describe(const RestoreCosts& costs, const SaveRequest& request,
   plan.kv_bytes_per_token =
       bytes_of(costs, std::vector<Encoding>(static_cast<size_t>(costs.n_layer), kHasKv));
   plan.schedule = save_schedule(layers);
-  HCACHE_ASSIGN_OR_RETURN(Plan restore, best_restore(costs, request, request.history, layers));
+  HCACHE_ASSIGN_OR_RETURN(Plan restore, plan_restore_of(costs, request, request.history, layers));
   plan.predicted = restore.predicted;
   plan.layers = std::move(layers);
   return plan;
@@ -91,7 +83,7 @@ Result<int32_t> unsaved_layers(const RestoreCosts& costs, const SaveRequest& req
     RestoreCosts faster = costs;
     faster.link.bytes_per_s *= link;
     for (int64_t history : {request.history, longer}) {
-      HCACHE_ASSIGN_OR_RETURN(Plan plan, best_restore(faster, request, history, everything));
+      HCACHE_ASSIGN_OR_RETURN(Plan plan, plan_restore_of(faster, request, history, everything));
       if (!plan.runs.empty()) unsaved = std::min(unsaved, plan.recompute_layers);
     }
   }
@@ -216,6 +208,14 @@ Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request
                            static_cast<double>(kept.bytes_per_token) * (1 - request.min_gain) &&
                        fresh.predicted.makespan_s <= slower * (1 + request.tolerance);
   return faster || smaller ? fresh : kept;
+}
+
+Result<Plan> plan_restore_of(const RestoreCosts& costs, const SaveRequest& request, int64_t history,
+                             const std::vector<Encoding>& layers) {
+  RestoreRequest restore;
+  restore.available.runs.push_back({history, layers});
+  restore.new_tokens = request.new_tokens;
+  return plan_restore(costs, restore);
 }
 
 }  // namespace hcache::policy

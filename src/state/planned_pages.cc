@@ -57,65 +57,77 @@ const store::PageInfo* usable_page(Engine& engine, const store::ChunkInfo& info,
   return nullptr;
 }
 
-policy::PackedShare packed_share(Engine& engine, const store::Match& match, int64_t max_rows) {
-  double packed = 0;
-  double unpacked = 0;  // bytes of the same pages
+namespace {
+
+// Bytes of K and V: of all usable pages, and of the packed ones as they are and unpacked.
+struct KvBytes {
   double all = 0;
-  for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
-    const store::ChunkInfo& info = span.chunk->chunk.info();
-    const auto page_bytes = static_cast<double>(2 * engine.kv_row_bytes() * info.tokens.size());
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      const store::PageInfo* page = usable_page(engine, info, layer, Method::kKv);
-      if (page == nullptr) continue;
-      all += page_bytes;
-      if (page->encoding != store::Encoding::kKvPacked) continue;
-      packed += page->bytes;
-      unpacked += page_bytes;
-    }
+  double packed = 0;
+  double unpacked = 0;
+
+  void add(const store::PageInfo& page, double plain_bytes) {
+    all += plain_bytes;
+    if (page.encoding != store::Encoding::kKvPacked) return;
+    packed += page.bytes;
+    unpacked += plain_bytes;
   }
-  if (unpacked == 0) return {};
-  return {.share = unpacked / all, .ratio = packed / unpacked};
+  [[nodiscard]] policy::PackedShare share() const {
+    if (unpacked == 0) return {};
+    return {.share = unpacked / all, .ratio = packed / unpacked};
+  }
+};
+
+policy::AvailableRun offered_run(Engine& engine, const ChunkSpan& span,
+                                 const TierSlowness& slowness, KvBytes* kv) {
+  policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
+  const store::ChunkInfo& info = span.chunk->chunk.info();
+  const auto kv_bytes = static_cast<double>(2 * engine.kv_row_bytes() * info.tokens.size());
+  std::vector<store::PageOrigin> origins;
+  if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
+  bool all_disk = true;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    int mask = policy::kNoEncoding;
+    double slowest = -1;  // of its pages, where one is here and another one there
+    const auto add = [&](const store::PageInfo* page, policy::Encoding encoding) {
+      if (page == nullptr) return;
+      mask |= encoding;
+      double factor = 1;
+      if (!origins.empty()) {
+        const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
+        if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
+        if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
+      }
+      slowest = std::max(slowest, factor);
+    };
+    add(usable_page(engine, info, layer, Method::kHidden), policy::kHasHidden);
+    const store::PageInfo* kv_page = usable_page(engine, info, layer, Method::kKv);
+    add(kv_page, policy::kHasKv);
+    if (kv_page != nullptr) kv->add(*kv_page, kv_bytes);
+    run.layers.push_back(static_cast<policy::Encoding>(mask));
+    run.slowness.push_back(slowest < 0 ? 1 : slowest);
+    all_disk = all_disk && run.slowness.back() == 1;
+  }
+  if (all_disk) run.slowness.clear();
+  return run;
 }
 
-policy::Availability availability(Engine& engine, const store::Match& match, int64_t max_rows,
-                                  const TierSlowness& slowness) {
-  policy::Availability result;
+}  // namespace
+
+Offer offer_of(Engine& engine, const store::Match& match, int64_t max_rows,
+               const TierSlowness& slowness) {
+  Offer offer;
+  std::vector<policy::AvailableRun>& runs = offer.available.runs;
+  KvBytes kv;
   for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
-    policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
-    const store::ChunkInfo& info = span.chunk->chunk.info();
-    std::vector<store::PageOrigin> origins;
-    if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
-    bool all_disk = true;
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      int mask = policy::kNoEncoding;
-      double slowest = -1;  // of its pages, where one is here and another one there
-      const auto add = [&](Method method, policy::Encoding encoding) {
-        const store::PageInfo* page = usable_page(engine, info, layer, method);
-        if (page == nullptr) return;
-        mask |= encoding;
-        double factor = 1;
-        if (!origins.empty()) {
-          const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
-          if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
-          if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
-        }
-        slowest = std::max(slowest, factor);
-      };
-      add(Method::kHidden, policy::kHasHidden);
-      add(Method::kKv, policy::kHasKv);
-      run.layers.push_back(static_cast<policy::Encoding>(mask));
-      run.slowness.push_back(slowest < 0 ? 1 : slowest);
-      all_disk = all_disk && run.slowness.back() == 1;
-    }
-    if (all_disk) run.slowness.clear();
-    if (!result.runs.empty() && result.runs.back().layers == run.layers &&
-        result.runs.back().slowness == run.slowness) {
-      result.runs.back().tokens += run.tokens;
+    policy::AvailableRun run = offered_run(engine, span, slowness, &kv);
+    if (!runs.empty() && runs.back().layers == run.layers && runs.back().slowness == run.slowness) {
+      runs.back().tokens += run.tokens;
     } else {
-      result.runs.push_back(std::move(run));
+      runs.push_back(std::move(run));
     }
   }
-  return result;
+  offer.packed = kv.share();
+  return offer;
 }
 
 namespace {

@@ -25,16 +25,17 @@ struct TierSlowness {
   double remote = 1;
 };
 
-// What the store offers of a match to this engine, as the planner wants it: runs of chunks with
-// equal encodings, layers x {hidden, kv}; encodings that this engine can't use are left out.
-// Pages in host memory or in the remote tier are marked so.
+// What the store offers of a match to this engine, as the planner wants it.
+struct Offer {
+  // Runs of chunks with equal encodings, layers x {hidden, kv}; encodings that this engine can't
+  // use are left out. Pages in host memory or in the remote tier are marked so.
+  policy::Availability available;
+  // How much of the K and V in it is packed, and how far.
+  policy::PackedShare packed;
+};
 // `max_rows` cuts it (the last token is always computed).
-[[nodiscard]] policy::Availability availability(engine::Engine& engine, const store::Match& match,
-                                                int64_t max_rows, const TierSlowness& slowness);
-
-// How much of the match's K and V is packed, and how far.
-[[nodiscard]] policy::PackedShare packed_share(engine::Engine& engine, const store::Match& match,
-                                               int64_t max_rows);
+[[nodiscard]] Offer offer_of(engine::Engine& engine, const store::Match& match, int64_t max_rows,
+                             const TierSlowness& slowness);
 
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {

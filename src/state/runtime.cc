@@ -446,15 +446,16 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   if (save && partial != 0 && !completes(chunk_before(max_rows).info())) max_rows -= partial;
 
   policy::RestoreRequest request;
-  policy::RestoreCosts prices = packed(this->prices(env_.nominal_read_bytes_per_s()),
-                                       packed_share(*engine_, match, max_rows));
-  prices.compute_share = options.compute_share;
+  const policy::RestoreCosts plain = prices(env_.nominal_read_bytes_per_s());
   TierSlowness slowness;
   if (store_ && (options_.dram_bytes > 0 || !options_.remote.url.empty())) {
     slowness.store = store_.get();
-    slowness.remote = prices.link.bytes_per_s / store_->remote_bytes_per_s();
+    slowness.remote = plain.link.bytes_per_s / store_->remote_bytes_per_s();
   }
-  request.available = availability(*engine_, match, max_rows, slowness);
+  Offer offer = offer_of(*engine_, match, max_rows, slowness);
+  policy::RestoreCosts prices = packed(plain, offer.packed);
+  prices.compute_share = options.compute_share;
+  request.available = std::move(offer.available);
   if (options.ahead) {
     for (policy::AvailableRun& run : request.available.runs) {
       run.slowness.assign(run.layers.size(), slowness.memory);

@@ -63,4 +63,9 @@ struct SavePlan {
 [[nodiscard]] Result<SavePlan> plan_save(const RestoreCosts& costs, const SaveRequest& request,
                                          const SavePlan* previous);
 
+// The best restore of `history` tokens whose layers are saved so (n_layer entries).
+// Errors: as plan_restore().
+[[nodiscard]] Result<Plan> plan_restore_of(const RestoreCosts& costs, const SaveRequest& request,
+                                           int64_t history, const std::vector<Encoding>& layers);
+
 }  // namespace hcache::policy
