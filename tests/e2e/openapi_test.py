@@ -26,6 +26,7 @@ CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_confor
            "response_headers_conformance", "response_schema_conformance")
 # Answers of 500 and above that the document promises.
 REFUSED = {"createEmbedding": 501, "slotAction": 501}
+ENDLESS = {"followEvents"}
 # Numbers that decide how long an answer takes, and how large they may be here.
 TOKENS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"), 4)
 CHOICES = dict.fromkeys(("n", "n_cmpl"), 2)
@@ -79,6 +80,8 @@ class OpenApi(unittest.TestCase):
             operation = result.ok()
             described = document["paths"][operation.path][operation.method]
             name = described["operationId"]
+            if name in ENDLESS:
+                continue
             body = described.get("requestBody", {}).get("content", {}).get("application/json", {})
             body_name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
             known = document["components"]["schemas"].get(body_name, {}).get("properties", {})
@@ -88,7 +91,7 @@ class OpenApi(unittest.TestCase):
                 with self.subTest(operation=name, mode=mode.name):
                     self.exercise(operation, mode, REFUSED.get(name), known)
                 tested += 1
-        self.assertGreater(tested, 20)
+        self.assertGreater(tested, 40)
 
 
 if __name__ == "__main__":
