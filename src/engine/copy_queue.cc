@@ -180,12 +180,14 @@ class EventCopyQueue : public CopyQueue {
   }
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
+    wait_for_mark();
     if (!copy_from_mirror(device_, device_.copy(), dst, offset, src, n_bytes)) {
       ggml_backend_tensor_set_async(device_.copy(), dst, src, offset, n_bytes);
     }
     return record();
   }
   Ticket download(const ggml_tensor* src, size_t offset, void* dst, size_t n_bytes) override {
+    wait_for_mark();
     ggml_backend_tensor_get_async(device_.copy(), src, dst, offset, n_bytes);
     return record();
   }
@@ -194,10 +196,7 @@ class EventCopyQueue : public CopyQueue {
     ggml_backend_event_record(marks_[++last_mark_ % kMarks], device_.compute());
     return last_mark_;
   }
-  // The event of an old mark stands for a later one by now: waiting for that is safe as well.
-  void after_compute(Mark mark) override {
-    if (mark > 0) ggml_backend_event_wait(device_.copy(), marks_[mark % kMarks]);
-  }
+  void after_compute(Mark mark) override { awaited_ = std::max(awaited_, mark); }
   void wait_compute(Mark mark) override {
     if (mark > 0) ggml_backend_event_synchronize(marks_[mark % kMarks]);
   }
@@ -228,6 +227,15 @@ class EventCopyQueue : public CopyQueue {
   static constexpr int kMaxRecorded = 1024;
   static constexpr size_t kMarks = 8;
 
+  // Only when a copy follows: Vulkan sends a stream's wait to the device with what comes behind it,
+  // and by then the event may have been recorded again, waited for and reset, so that the stream
+  // would wait for ever. The event of an old mark stands for a later one by now: that is safe as
+  // well.
+  void wait_for_mark() {
+    if (awaited_ > 0) ggml_backend_event_wait(device_.copy(), marks_[awaited_ % kMarks]);
+    awaited_ = 0;
+  }
+
   // Some backends (Vulkan) keep what a recorded event, and the copies before it, were made of until
   // somebody waits for the event and for the stream; now and then somebody must.
   void recycle() {
@@ -257,6 +265,7 @@ class EventCopyQueue : public CopyQueue {
   model::Device& device_;
   std::vector<ggml_backend_event_t> marks_;  // of the last kMarks marks
   Mark last_mark_ = 0;
+  Mark awaited_ = 0;             // that the next copy waits for
   std::deque<Pending> pending_;  // oldest first; the copy stream completes in order
   std::vector<ggml_backend_event_t> spare_;
   Ticket last_ = 0;

@@ -21,11 +21,14 @@ KvArena::KvArena(const model::Model& model, const EngineOptions& options, int be
 
 Status KvArena::allocate(int64_t n_cells) {
   const int64_t width = model_.hparams().n_embd_kv();
-  pool_.open(2 * static_cast<size_t>(end_ - begin_));
+  pool_.open(2 * static_cast<size_t>(end_ - begin_) + 1);
   for (int layer = begin_; layer < end_; ++layer) {
     for (auto* arena : {&k_, &v_}) {
       arena->push_back(ggml_new_tensor_2d(pool_.ctx(), options_.kv_type, width, n_cells));
     }
+  }
+  if (ggml_is_quantized(options_.kv_type) && !graphs_.device().host_visible()) {
+    turned_ = ggml_new_tensor_2d(pool_.ctx(), options_.kv_type, width, options_.max_batch_rows);
   }
   return pool_.allocate(graphs_.device().buffer_type(),
                         fmt::format("a KV arena of {} tokens", options_.arena_tokens));
@@ -34,6 +37,13 @@ Status KvArena::allocate(int64_t n_cells) {
 ggml_tensor* KvArena::rows(ggml_context* ctx, ggml_tensor* arena, int64_t cell, int64_t n) {
   return ggml_view_2d(ctx, arena, arena->ne[0], n, arena->nb[1],
                       static_cast<size_t>(cell) * arena->nb[1]);
+}
+
+ggml_tensor* KvArena::words(ggml_context* ctx, ggml_tensor* arena, int64_t cell, int64_t n) {
+  const size_t row_bytes = arena->nb[1];
+  const ggml_type type = row_bytes % sizeof(int32_t) == 0 ? GGML_TYPE_I32 : GGML_TYPE_F16;
+  return tensor_in_block(ctx, arena, cell * static_cast<int64_t>(row_bytes), type,
+                         static_cast<int64_t>(row_bytes / ggml_type_size(type)), n);
 }
 
 // Rows are copied in blocks that do not overlap their target, in the direction that never
@@ -59,8 +69,8 @@ Status KvArena::move_rows(int layer, const ExtentAllocator::Move& move) {
     const int64_t first = index * block;
     const int64_t n = std::min(block, move.n - first);
     for (ggml_tensor* arena : {k(layer), v(layer)}) {
-      ggml_tensor* bounce = ggml_cont(g.ctx, rows(g.ctx, arena, move.from + first, n));
-      g.add(ggml_cpy(g.ctx, bounce, rows(g.ctx, arena, move.to + first, n)));
+      ggml_tensor* bounce = ggml_cont(g.ctx, words(g.ctx, arena, move.from + first, n));
+      g.add(ggml_cpy(g.ctx, bounce, words(g.ctx, arena, move.to + first, n)));
     }
   }
   return graphs_.compute(g);
@@ -73,6 +83,11 @@ Status KvArena::shift_k(int layer, int64_t cell, int64_t n, ggml_tensor* deltas)
     const int64_t n_rows = std::min(block, n - done);
     const Graph g(graphs_, 32);
     ggml_tensor* target = rows(g.ctx, k(layer), cell + done, n_rows);
+    if (turned_ != nullptr) {
+      target = rows(g.ctx, turned_, 0, n_rows);
+      g.add(ggml_cpy(g.ctx, words(g.ctx, k(layer), cell + done, n_rows),
+                     words(g.ctx, turned_, 0, n_rows)));
+    }
     ggml_tensor* turned = target->type == GGML_TYPE_F32 ? ggml_cont(g.ctx, target)
                                                         : ggml_cast(g.ctx, target, GGML_TYPE_F32);
     turned = ggml_reshape_3d(g.ctx, turned, hp.head_dim, hp.n_head_kv, n_rows);
@@ -80,6 +95,10 @@ Status KvArena::shift_k(int layer, int64_t cell, int64_t n, ggml_tensor* deltas)
         model::build_k_shift(g.ctx, model_, layer, turned, ggml_view_1d(g.ctx, deltas, n_rows, 0));
     turned = ggml_reshape_2d(g.ctx, turned, hp.n_embd_kv(), n_rows);
     g.add(ggml_cpy(g.ctx, turned, target));
+    if (turned_ != nullptr) {
+      g.add(ggml_cpy(g.ctx, words(g.ctx, turned_, 0, n_rows),
+                     words(g.ctx, k(layer), cell + done, n_rows)));
+    }
     HCACHE_RETURN_IF_ERROR(graphs_.compute(g));
   }
   return {};

@@ -31,6 +31,11 @@ class KvArena {
   // Rows [cell, cell + n) of one of them.
   static ggml_tensor* rows(ggml_context* ctx, ggml_tensor* arena, int64_t cell, int64_t n);
 
+  // The same as whole numbers of as many bytes: backends copy rows of floats and of these from and
+  // to any cell. Of blocks they may want the first at an aligned address (Vulkan: the offset of
+  // what a shader is bound to is passed to it in blocks, and the rest of it is lost).
+  static ggml_tensor* words(ggml_context* ctx, ggml_tensor* arena, int64_t cell, int64_t n);
+
   // Moves rows of a layer; source and target may overlap.
   Status move_rows(int layer, const ExtentAllocator::Move& move);
   // Re-rotates K of cells [cell, cell + n) of a layer. `deltas`: I32, at least max_batch_rows of
@@ -61,6 +66,7 @@ class KvArena {
   TensorPool pool_;
   std::vector<ggml_tensor*> k_;  // per layer
   std::vector<ggml_tensor*> v_;
+  ggml_tensor* turned_ = nullptr;  // rows of blocks while they are rotated, see words()
   std::vector<CopyQueue::Ticket> last_upload_;  // per layer
 };
 

@@ -256,12 +256,15 @@ Status RestoreOps::project(Stage& stage, ggml_tensor* rows, SeqId seq, int layer
   std::vector<int32_t> positions(rows->ne[1]);
   std::iota(positions.begin(), positions.end(), static_cast<int32_t>(first_pos));
   stage.graphs().set(stage.positions(), positions);
+  std::vector<int64_t> cells(n_rows);
+  std::iota(cells.begin(), cells.end(),
+            sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos));
+  stage.graphs().set(stage.cells(0), cells);
 
   const Graph g(stage.graphs(), 64);
   const model::Model& model = stage.model();
   const model::LayerWeights& w = model.weights().layers[layer];
   const int64_t width = model.hparams().n_embd_kv();
-  const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
   ggml_tensor* rotation = ggml_view_1d(g.ctx, stage.positions(), rows->ne[1], 0);
   const model::Product product = types_.product(stage.device());
   const auto input = [&](const ggml_tensor* weight) {
@@ -269,13 +272,13 @@ Status RestoreOps::project(Stage& stage, ggml_tensor* rows, SeqId seq, int layer
   };
   ggml_tensor* k = model::build_k(g.ctx, model, layer, input(w.k.w), rotation, product);
   ggml_tensor* v = model::build_v(g.ctx, model, layer, input(w.v.w), product);
-  // The same row conversion as in a step, into a view of the extent.
-  ggml_tensor* order = stage.order(g.ctx, n_rows);
+  // The same row conversion as in a step.
+  ggml_tensor* targets = ggml_view_1d(g.ctx, stage.cells(0), n_rows, 0);
   for (const auto& [arena, made] :
        {std::pair(stage.arena().k(layer), k), std::pair(stage.arena().v(layer), v)}) {
     ggml_tensor* all = ggml_reshape_2d(g.ctx, made, width, rows->ne[1]);
-    g.add(ggml_set_rows(g.ctx, KvArena::rows(g.ctx, arena, cell, n_rows),
-                        ggml_view_2d(g.ctx, all, width, n_rows, all->nb[1], 0), order));
+    g.add(ggml_set_rows(g.ctx, arena, ggml_view_2d(g.ctx, all, width, n_rows, all->nb[1], 0),
+                        targets));
   }
   return stage.graphs().compute(g);
 }

@@ -63,7 +63,7 @@ class Stage {
   // Waits for what was computed before the last call of this: a step whose results nobody reads
   // runs on while the host prepares the next one, but the host is never two steps ahead.
   void wait_for_step_before();
-  // positions() was overwritten.
+  // positions() or cells() were overwritten.
   void inputs_overwritten() { loaded_ = nullptr; }
   void set_rows_owner(StepState* step) { rows_owner_ = step; }
   // Whether no other step's graph was given to the device since this step's.

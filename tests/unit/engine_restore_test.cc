@@ -121,6 +121,65 @@ class RestoreTest : public ::testing::TestWithParam<Setting> {
   LateComputeQueue::Stats compute_stats_;
 };
 
+// Rows are forked, moved aside and rotated from and to cells at which no type's rows are aligned.
+TEST_P(RestoreTest, RowsAreCopiedAndRotatedFromAnyCell) {
+  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_Q8_0}) {
+    SCOPED_TRACE(ggml_type_name(type));
+    const std::unique_ptr<Engine> e =
+        engine(tiny(), {.arena_tokens = 400, .kv_type = type, .max_batch_rows = 64});
+    const Tokens tokens = random_tokens(e->model(), 60, 1);
+    std::vector<SeqId> forks = {new_sequence(*e)};
+    append(*e, forks[0], tokens, 64, Output::kNone);
+    const std::vector<Bytes> whole = read_kv(*e, forks[0]);
+    for (const int n : {7, 60, 31, 60, 3}) {
+      forks.push_back(e->fork_sequence(forks[0], n).value());
+      for (int layer = 0; layer < e->n_layer(); ++layer) {
+        EXPECT_EQ(read_kv(*e, forks.back(), layer, 0, n), read_kv(*e, forks[0], layer, 0, n)) << n;
+      }
+    }
+    // Growing moves the neighbours.
+    append(*e, forks[1], tokens, 64, Output::kNone);
+    append(*e, forks[5], tokens, 64, Output::kNone);
+    for (const int same : {0, 2, 4}) EXPECT_TRUE(same_kv(read_kv(*e, forks[same]), whole)) << same;
+
+    ASSERT_TRUE(e->erase_range(forks[4], 10, 27).ok());
+    Tokens kept = tokens;
+    kept.erase(kept.begin() + 10, kept.begin() + 27);
+    HCACHE_EXPECT_OK(e->release_sequence(forks[5]));
+    const SeqId fresh = new_sequence(*e);
+    append(*e, fresh, kept, 64, Output::kNone);
+    EXPECT_LT(max_difference(widen(type, read_kv(*e, forks[4], 0, 0, 43)),
+                             widen(type, read_kv(*e, fresh, 0, 0, 43))),
+              0.06);
+  }
+}
+
+// K and V that come from hidden states, too.
+TEST_P(RestoreTest, HiddenRowsAreProjectedToAnyCell) {
+  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0}) {
+    SCOPED_TRACE(ggml_type_name(type));
+    RecordingSink sink;
+    const std::unique_ptr<Engine> e =
+        engine(tiny(), {.arena_tokens = 400, .kv_type = type, .max_batch_rows = 64});
+    HCACHE_EXPECT_OK(e->set_capture(&sink, tap(*e, kTapHidden)));
+    const Conversation c = converse(*e, random_tokens(e->model(), 60, 1));
+    HCACHE_EXPECT_OK(e->synchronize());
+    HCACHE_EXPECT_OK(e->set_capture(nullptr, {}));
+    for (const int before : {3, 5, 8}) {
+      append(*e, new_sequence(*e), random_tokens(e->model(), before, 2), 64, Output::kNone);
+      const SeqId seq = new_sequence(*e);
+      HCACHE_EXPECT_OK(e->reserve_rows(seq, c.n));
+      UploadRing ring(*e);
+      for (int layer = 0; layer < e->n_layer(); ++layer) {
+        restore_hidden(*e, ring, sink.saved[c.seq], sink.hidden_type, seq, layer, 0, c.n, 13);
+        EXPECT_LT(max_difference(widen(type, read_kv(*e, seq, layer, 0, c.n)),
+                                 widen(type, read_kv(*e, c.seq, layer, 0, c.n))),
+                  0.06);
+      }
+    }
+  }
+}
+
 TEST_P(RestoreTest, CapturedKvRowsAreTheArenasRows) {
   std::vector<ggml_type> kv_types = {GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_Q8_0};
   // Not every shader compiler knows BF16.
