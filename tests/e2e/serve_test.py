@@ -246,6 +246,7 @@ class Returning(unittest.TestCase):
                                                 "temperature": 0})
             self.assertGreaterEqual(again["timings"]["cache_n"], len(chain) - 1)
 
+    @unittest.skipUnless(serving.DEVICE == "cpu", "takes minutes on a device in software")
     def test_twelve_conversations_survive_a_small_arena_and_a_kill(self):
         with tempfile.TemporaryDirectory() as folder, \
                 start(folder, "--ctx", "8192", "--no-store") as server:
@@ -444,7 +445,8 @@ class Operating(unittest.TestCase):
         notes = self.server.errors()
         for flag in ("-fa", "--jinja", "--no-slots", "--no-jinja"):
             self.assertIn(f"hcache: {flag} is ignored: ", notes)
-        self.assertIn("--gpu-layers does nothing: --device cpu names no device but the CPU", notes)
+        if serving.DEVICE == "cpu":
+            self.assertIn("--gpu-layers does nothing: --device cpu names no device but the CPU", notes)
         self.assertEqual(self.server.call("GET", "/props")[1]["total_slots"], 2)
         self.assertEqual(self.metric("hcache_arena_cells"), 2048)
         self.assertEqual(
