@@ -96,26 +96,37 @@ StepTimes busy_times(const PipelineStep& step) {
 
 }  // namespace
 
-MiniBatchTimes mini_batch_times(const HybridCosts& costs, const MiniBatch& batch) {
+double products_s(const HybridCosts& costs, int64_t rows, int64_t step_rows) {
+  if (rows <= 0) return 0;
+  if (costs.pass_rows == 0) return costs.forward.at(count(rows));
+  const int64_t n_passes = (step_rows - 1) / costs.pass_rows + 1;
+  const double step_s =
+      costs.forward.slope * count(step_rows) + costs.forward.intercept * count(n_passes);
+  return step_s * count(rows) / count(step_rows);
+}
+
+MiniBatchTimes mini_batch_times(const HybridCosts& costs, const MiniBatch& batch,
+                                int64_t step_rows) {
   MiniBatchTimes times;
   times.load_s = costs.load_kv.at(count(batch.kv_tokens)) +
                  costs.load_act.at(count(batch.act_tokens - batch.act_device_tokens));
-  times.compute_s = costs.kv_gen.at(count(batch.act_tokens)) + costs.forward.at(count(batch.rows)) +
+  times.compute_s = costs.kv_gen.at(count(batch.act_tokens)) +
+                    products_s(costs, batch.rows, step_rows) +
                     costs.attend.at(count(batch.tokens() + batch.rows));
   times.store_s =
       costs.store_kv.at(count(batch.kv_rows)) + costs.store_act.at(count(batch.act_rows));
   return times;
 }
 
-MiniBatchTimes recomputing_times(const HybridCosts& costs, const MiniBatch& batch, double share,
-                                 bool last) {
+MiniBatchTimes recomputing_times(const HybridCosts& costs, const MiniBatch& batch,
+                                 int64_t step_rows, double share, bool last) {
   const double kept = 1 - share;
   const double tokens = share * count(batch.tokens());
   MiniBatchTimes times;
   times.load_s = costs.load_kv.at(kept * count(batch.kv_tokens)) +
                  costs.load_act.at(kept * count(batch.act_tokens - batch.act_device_tokens));
-  times.compute_s =
-      costs.forward.at(count(batch.rows)) + costs.attend.at(count(batch.tokens() + batch.rows));
+  times.compute_s = products_s(costs, batch.rows, step_rows) +
+                    costs.attend.at(count(batch.tokens() + batch.rows));
   if (last) {
     times.compute_s += costs.kv_gen.at(kept * count(batch.act_tokens) + tokens);
   } else {
@@ -136,11 +147,13 @@ PipelineStep pipeline_step(const HybridCosts& costs, const std::vector<MiniBatch
                     .recomputing = {},
                     .last_recomputing = {},
                     .recompute_layers = std::min(recompute.layers, costs.n_layer)};
+  int64_t rows = 0;
+  for (const MiniBatch& batch : batches) rows += batch.rows;
   for (const MiniBatch& batch : batches) {
-    step.layer.push_back(mini_batch_times(costs, batch));
+    step.layer.push_back(mini_batch_times(costs, batch, rows));
     if (step.recompute_layers == 0) continue;
-    step.recomputing.push_back(recomputing_times(costs, batch, recompute.share, false));
-    step.last_recomputing.push_back(recomputing_times(costs, batch, recompute.share, true));
+    step.recomputing.push_back(recomputing_times(costs, batch, rows, recompute.share, false));
+    step.last_recomputing.push_back(recomputing_times(costs, batch, rows, recompute.share, true));
   }
   return step;
 }

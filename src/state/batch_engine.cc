@@ -40,6 +40,7 @@ json to_json(const std::string& key, const MeasuredBatchCosts& measured) {
   const policy::HybridCosts& c = measured.costs;
   return {{"key", key},
           {"n_layer", c.n_layer},
+          {"pass_rows", c.pass_rows},
           {"load_weights_s", c.load_weights_s},
           {"step_s", c.step_s},
           {"kv_gen", to_json(c.kv_gen)},
@@ -90,6 +91,7 @@ Result<MeasuredBatchCosts> parse(const std::string& text, const std::string& key
   MeasuredBatchCosts measured;
   policy::HybridCosts& c = measured.costs;
   c.n_layer = static_cast<int32_t>(read.number("n_layer"));
+  c.pass_rows = static_cast<int64_t>(read.number("pass_rows"));
   c.load_weights_s = read.number("load_weights_s");
   c.step_s = read.number("step_s");
   c.kv_gen = read.fit("kv_gen");

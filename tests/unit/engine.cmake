@@ -2,6 +2,8 @@ hcache_test(engine_attention_test unit/engine_attention_test.cc LIBS hcache_atte
 hcache_test(engine_projection_test unit/engine_projection_test.cc LIBS hcache_projection)
 hcache_test(engine_arena_test unit/engine_arena_test.cc LIBS hcache_engine)
 target_include_directories(engine_arena_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)
+hcache_test(engine_step_plan_test unit/engine_step_plan_test.cc LIBS hcache_engine)
+target_include_directories(engine_step_plan_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)
 hcache_test(engine_step_test unit/engine_step_test.cc LIBS hcache_engine hcache_model_tools)
 hcache_test(engine_sequence_test unit/engine_sequence_test.cc LIBS hcache_engine hcache_model_tools)
 hcache_test(engine_rows_test unit/engine_rows_test.cc LIBS hcache_engine hcache_model_tools)

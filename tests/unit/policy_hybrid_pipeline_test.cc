@@ -175,10 +175,26 @@ TEST(HybridPipeline, MiniBatchTimesCountEveryToken) {
                         .act_device_tokens = 20,
                         .kv_rows = 3,
                         .act_rows = 1};
-  const MiniBatchTimes times = mini_batch_times(costs, batch);
+  const MiniBatchTimes times = mini_batch_times(costs, batch, batch.rows);
   EXPECT_NEAR(times.load_s, (100 + 40 * 0.5) * 1e-6, 1e-15);
   EXPECT_NEAR(times.compute_s, (60 * 2 + 4 * 10 + 5 + 164 * 0.1) * 1e-6, 1e-15);
   EXPECT_NEAR(times.store_s, 3.5e-6, 1e-15);
+}
+
+TEST(HybridPipeline, MiniBatchesShareTheProductsOfAStep) {
+  HybridCosts costs = multi_head_costs(2);
+  costs.forward = {.slope = 10e-6, .intercept = 50e-6};
+  EXPECT_NEAR(products_s(costs, 1, 64), 60e-6, 1e-15) << "each by itself";
+  costs.pass_rows = 32;
+  // 64 rows in two passes.
+  EXPECT_NEAR(products_s(costs, 1, 64), (64 * 10 + 2 * 50) * 1e-6 / 64, 1e-15);
+  EXPECT_NEAR(products_s(costs, 64, 64), (64 * 10 + 2 * 50) * 1e-6, 1e-15);
+  EXPECT_NEAR(products_s(costs, 33, 33), (33 * 10 + 2 * 50) * 1e-6, 1e-15);
+  EXPECT_EQ(products_s(costs, 0, 33), 0);
+  const std::vector<MiniBatch> batches(8, MiniBatch{.rows = 4, .kv_tokens = 400});
+  EXPECT_NEAR(step_times(pipeline_step(costs, batches, {})).compute_s,
+              costs.n_layer * (32 * 10 + 50) * 1e-6 + 8 * costs.n_layer * costs.attend.at(404),
+              1e-12);
 }
 
 TEST(HybridPipeline, RecomputingTradesLoadsForComputation) {
@@ -186,17 +202,17 @@ TEST(HybridPipeline, RecomputingTradesLoadsForComputation) {
   costs.forward = {.slope = 12e-6};
   costs.attend_prompt = {.slope = 0.01e-6};
   const MiniBatch batch{.rows = 1, .kv_tokens = 100, .kv_rows = 1, .squared_tokens = 1e4};
-  const MiniBatchTimes all = recomputing_times(costs, batch, 1, false);
+  const MiniBatchTimes all = recomputing_times(costs, batch, batch.rows, 1, false);
   EXPECT_EQ(all.load_s, 0);
   EXPECT_NEAR(all.compute_s, (101 * 12 + 5000 * 0.01) * 1e-6, 1e-15);
-  const MiniBatchTimes last = recomputing_times(costs, batch, 1, true);
+  const MiniBatchTimes last = recomputing_times(costs, batch, batch.rows, 1, true);
   EXPECT_NEAR(last.compute_s, (12 + 100 * 2) * 1e-6, 1e-15);
-  const MiniBatchTimes half = recomputing_times(costs, batch, 0.5, false);
+  const MiniBatchTimes half = recomputing_times(costs, batch, batch.rows, 0.5, false);
   EXPECT_NEAR(half.load_s, 50e-6, 1e-15);
   EXPECT_NEAR(half.compute_s, (51 * 12 + 1250 * 0.01) * 1e-6, 1e-15);
-  const MiniBatchTimes none = recomputing_times(costs, batch, 0, false);
-  EXPECT_DOUBLE_EQ(none.load_s, mini_batch_times(costs, batch).load_s);
-  EXPECT_DOUBLE_EQ(none.compute_s, mini_batch_times(costs, batch).compute_s);
+  const MiniBatchTimes none = recomputing_times(costs, batch, batch.rows, 0, false);
+  EXPECT_DOUBLE_EQ(none.load_s, mini_batch_times(costs, batch, batch.rows).load_s);
+  EXPECT_DOUBLE_EQ(none.compute_s, mini_batch_times(costs, batch, batch.rows).compute_s);
 }
 
 }  // namespace

@@ -223,8 +223,8 @@ Status HybridEngine::Impl::create_blocks() {
 Status HybridEngine::Impl::create_buffers() {
   const model::HParams& hp = model.hparams();
   options.buffer_tokens = options.buffer_tokens / kBlockTokens * kBlockTokens;
-  // Behind the sequences' cells those of padding rows, and what ggml's kernel may read masked.
-  const int64_t n_cells = options.buffer_tokens + 2 * AttentionOp::kKvPadding;
+  // Behind the sequences' cells those that ggml's kernel may read masked.
+  const int64_t n_cells = options.buffer_tokens + AttentionOp::kKvPadding;
   buffers = std::make_unique<BatchBuffers>(model.device(), *queue, *store, layout);
   HCACHE_RETURN_IF_ERROR(buffers->allocate({.n_buffers = options.n_buffers,
                                             .buffer_tokens = options.buffer_tokens,
@@ -237,8 +237,7 @@ Status HybridEngine::Impl::create_buffers() {
   graphs = std::make_unique<LayerGraphs>(model, stages->front(), *types, own_attention);
   HCACHE_RETURN_IF_ERROR(graphs->allocate({.buffer_tokens = options.buffer_tokens,
                                            .max_batch_rows = options.max_batch_rows,
-                                           .least_rows = least,
-                                           .pad_cell = options.buffer_tokens}));
+                                           .least_rows = least}));
   size_t widest = 0;
   for (int layer = layout.first_layer; layer < layout.n_layer; ++layer) {
     widest = std::max(widest,
@@ -461,22 +460,18 @@ Status HybridEngine::Impl::embed(StepInput& step) const {
   step.x.assign(static_cast<size_t>(step.plan.n_rows) * n_embd, 0.0F);
   std::vector<const Request*> by_index;
   for (const auto& [id, request] : requests) by_index.push_back(&request);
-  for (const MiniBatch& batch : step.plan.batches) {
-    for (const auto* pieces : {&batch.context, &batch.fresh}) {
-      for (const Piece& piece : *pieces) {
-        for (const RowRange& range : piece.ranges) {
-          const Request& request = *by_index[batch.members[range.member].request];
-          const auto first = static_cast<size_t>(range.first_pos);
-          const auto n = static_cast<size_t>(range.n_rows);
-          float* x =
-              step.x.data() + static_cast<size_t>(piece.row_offset + range.first_row) * n_embd;
-          HCACHE_RETURN_IF_ERROR(
-              model.embed_tokens(std::span(request.tokens).subspan(first, n), x));
-          std::vector<int32_t> positions(n);
-          for (size_t i = 0; i < n; ++i) positions[i] = static_cast<int32_t>(first + i);
-          HCACHE_RETURN_IF_ERROR(model.add_learned_positions(positions, x));
-        }
-      }
+  for (const Piece& piece : step.plan.pieces) {
+    const MiniBatch& batch = step.plan.batches[piece.batch];
+    for (const RowRange& range : piece.ranges) {
+      const Request& request = *by_index[batch.members[range.member].request];
+      const auto first = static_cast<size_t>(range.first_pos);
+      const auto n = static_cast<size_t>(range.n_rows);
+      float* x = step.x.data() +
+                 static_cast<size_t>(step.plan.first_row(piece) + range.first_row) * n_embd;
+      HCACHE_RETURN_IF_ERROR(model.embed_tokens(std::span(request.tokens).subspan(first, n), x));
+      std::vector<int32_t> positions(n);
+      for (size_t i = 0; i < n; ++i) positions[i] = static_cast<int32_t>(first + i);
+      HCACHE_RETURN_IF_ERROR(model.add_learned_positions(positions, x));
     }
   }
   return {};

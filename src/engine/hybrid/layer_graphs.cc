@@ -18,13 +18,35 @@ constexpr size_t kCaptureAlignment = 64;  // of the captured parts
 
 Status LayerGraphs::allocate(const Capacity& capacity) {
   capacity_ = capacity;
-  inputs_.open(3);
+  inputs_.open(2);
   ggml_context* ctx = inputs_.ctx();
   const int64_t n_act = capacity.buffer_tokens + capacity.least_rows;
   act_positions_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_act);
   act_cells_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_act);
-  cells_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, capacity.max_batch_rows);
-  return inputs_.allocate(stage_.device().buffer_type(), "a mini-batch's inputs");
+  HCACHE_RETURN_IF_ERROR(inputs_.allocate(stage_.device().buffer_type(), "a mini-batch's inputs"));
+  return allocate(group_rows_[0]);  // the other when context is computed for the first time
+}
+
+Status LayerGraphs::allocate(GroupRows& rows) {
+  rows.pool.open(4);
+  ggml_context* ctx = rows.pool.ctx();
+  const model::HParams& hp = model_.hparams();
+  const auto make = [&](int64_t width) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_F32, width, capacity_.max_batch_rows);
+  };
+  ggml_tensor* q = make(hp.n_embd_q());
+  rows.k = make(hp.n_embd_kv());
+  rows.v = make(hp.n_embd_kv());
+  rows.cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, capacity_.max_batch_rows);
+  HCACHE_RETURN_IF_ERROR(
+      rows.pool.allocate(stage_.device().buffer_type(), "a group of rows within a layer"));
+  rows.q = q;
+  return {};
+}
+
+void LayerGraphs::new_step() {
+  positions_of_ = nullptr;
+  for (GroupRows& rows : group_rows_) rows.group = nullptr;
 }
 
 Status LayerGraphs::set_rows(const std::vector<float>& rows) {
@@ -123,111 +145,152 @@ CaptureLayout LayerGraphs::capture_layout(int layer, int64_t n_rows, bool act, b
   return layout;
 }
 
-// Positions, cells and segments of the piece's rows, unless the last graph had the same.
-Status LayerGraphs::set_piece(const Forward& forward) {
-  const Piece& piece = *forward.piece;
-  if (inputs_of_ != piece.index) {
-    std::vector<int32_t> positions(piece.n_padded, 0);
-    std::vector<int64_t> cells(piece.n_padded);
+// Positions and cells of the group's rows, unless the device has them.
+void LayerGraphs::set_group(const StepPlan& plan, const RowGroup& group) {
+  GroupRows& rows = rows_of(group);
+  if (positions_of_ == &group && rows.group == &group) return;
+  std::vector<int32_t> positions(group.n_padded, 0);
+  std::vector<int64_t> cells(group.n_rows);
+  for (const int index : group.pieces) {
+    const Piece& piece = plan.pieces[index];
     for (const RowRange& range : piece.ranges) {
-      const int64_t first_cell = forward.batch->members[range.member].first_cell;
+      const int64_t first_cell = plan.batches[piece.batch].members[range.member].first_cell;
       for (int r = 0; r < range.n_rows; ++r) {
-        positions[range.first_row + r] = static_cast<int32_t>(range.first_pos + r);
-        cells[range.first_row + r] = first_cell + range.first_pos + r;
+        const int row = piece.first_row + range.first_row + r;
+        positions[row] = static_cast<int32_t>(range.first_pos + r);
+        cells[row] = first_cell + range.first_pos + r;
       }
     }
-    for (int r = piece.n_rows; r < piece.n_padded; ++r) {
-      cells[r] = capacity_.pad_cell + (r - piece.n_rows);
-    }
-    stage_.graphs().set(stage_.positions(), positions);
-    stage_.graphs().set(cells_, cells);
-    inputs_of_ = piece.index;
   }
-  while (static_cast<int>(attention_.size()) <= piece.index) {
-    attention_.push_back(std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(),
-                                                       own_attention_, stage_.engine_options(),
-                                                       stage_.arena().row_bytes()));
-  }
-  if (!forward.wanted.empty()) stage_.graphs().set(stage_.output_rows(), forward.wanted);
-  return attention_[piece.index]->set_batch(
-      attention_segments(*forward.batch, piece, capacity_.pad_cell));
+  stage_.graphs().set(stage_.positions(), positions);
+  positions_of_ = &group;
+  if (rows.group == &group) return;
+  stage_.graphs().set(rows.cells, cells);
+  rows.group = &group;
 }
 
-void LayerGraphs::capture(const Graph& g, const Forward& forward, ggml_type type, ggml_tensor* rows,
-                          int64_t offset, ggml_tensor** written) {
-  const int64_t n = forward.piece->n_padded;
-  ggml_tensor* target = tensor_in_block(g.ctx, forward.capture, offset, type, rows->ne[0], n);
+void LayerGraphs::capture(const Graph& g, const Projection& projection, ggml_type type,
+                          ggml_tensor* rows, int64_t offset, ggml_tensor** written) {
+  const int64_t n = rows->ne[1];
+  ggml_tensor* target = tensor_in_block(g.ctx, projection.capture, offset, type, rows->ne[0], n);
   *written = ggml_set_rows(g.ctx, target, rows, stage_.order(g.ctx, n));
   g.add(*written);
 }
 
-// Adds K and V of the new rows to the buffer, and what is captured of them.
-ggml_tensor* LayerGraphs::build_kv(const Graph& g, const Forward& forward, BatchBuffer& buffer,
-                                   ggml_tensor* hidden) {
-  const int layer = forward.layer;
-  const model::LayerWeights& w = model_.weights().layers[layer];
-  ggml_tensor* positions = ggml_view_1d(g.ctx, stage_.positions(), forward.piece->n_padded, 0);
+Status LayerGraphs::project(const StepPlan& plan, const RowGroup& group,
+                            const Projection& projection) {
+  GroupRows& rows = rows_of(group);
+  if (rows.q == nullptr) HCACHE_RETURN_IF_ERROR(allocate(rows));
+  set_group(plan, group);
+  const int layer = projection.layer;
+  const int64_t n = group.n_padded;
+  const Graph g(stage_.graphs(), kNodes);
+  ggml_tensor* positions = ggml_view_1d(g.ctx, stage_.positions(), n, 0);
+  ggml_tensor* hidden = model::build_hidden(g.ctx, model_, layer, step_rows(g, group.first_row, n));
   ggml_tensor* input = hidden;
-  if (forward.capture != nullptr && forward.layout.act_offset >= 0) {
+  if (projection.capture != nullptr && projection.layout.act_offset >= 0) {
     ggml_tensor* saved = nullptr;
-    capture(g, forward, types_.native(layer), hidden, forward.layout.act_offset, &saved);
+    capture(g, projection, types_.native(layer), hidden, projection.layout.act_offset, &saved);
     // Project exactly what is kept: it is what the product would have converted to anyway.
     if (stage_.device().is_cpu()) input = saved;
   }
-  ggml_tensor* k = model::build_k(
-      g.ctx, model_, layer, HiddenTypes::product_input(g.ctx, model_.device(layer), w.k.w, input),
-      positions);
-  ggml_tensor* v = model::build_v(
-      g.ctx, model_, layer, HiddenTypes::product_input(g.ctx, model_.device(layer), w.v.w, input));
-  const int64_t n = forward.piece->n_padded;
-  const int64_t width = model_.hparams().n_embd_kv();
-  ggml_tensor* cells = ggml_view_1d(g.ctx, cells_, n, 0);
-  k = ggml_reshape_2d(g.ctx, k, width, n);
-  v = ggml_reshape_2d(g.ctx, v, width, n);
-  g.add(ggml_set_rows(g.ctx, buffer.k, k, cells));
-  g.add(ggml_set_rows(g.ctx, buffer.v, v, cells));
-  if (forward.capture != nullptr && forward.layout.k_offset >= 0) {
+  const auto input_of = [&](const model::Linear& linear) {
+    return HiddenTypes::product_input(g.ctx, model_.device(layer), linear.w, input);
+  };
+  // K, V or queries, [width, n].
+  const auto put = [&](ggml_tensor* target, ggml_tensor* made) {
+    made = ggml_reshape_2d(g.ctx, made, target->ne[0], n);
+    g.add(ggml_cpy(g.ctx, made, ggml_view_2d(g.ctx, target, target->ne[0], n, target->nb[1], 0)));
+    return made;
+  };
+  const model::LayerWeights& w = model_.weights().layers[layer];
+  ggml_tensor* k = put(rows.k, model::build_k(g.ctx, model_, layer, input_of(w.k), positions));
+  ggml_tensor* v = put(rows.v, model::build_v(g.ctx, model_, layer, input_of(w.v)));
+  if (projection.capture != nullptr && projection.layout.k_offset >= 0) {
     ggml_tensor* unused = nullptr;
-    capture(g, forward, buffer.k->type, k, forward.layout.k_offset, &unused);
-    capture(g, forward, buffer.v->type, v, forward.layout.v_offset, &unused);
+    const ggml_type type = stage_.engine_options().kv_type;
+    capture(g, projection, type, k, projection.layout.k_offset, &unused);
+    capture(g, projection, type, v, projection.layout.v_offset, &unused);
   }
-  return positions;
+  if (!projection.kv_only) {
+    put(rows.q, model::build_q(g.ctx, model_, layer, hidden, positions));
+  }
+  return stage_.graphs().compute(g);
 }
 
-// Of the wanted rows alone; a row may stand there twice, for the kernel that takes many.
-ggml_tensor* LayerGraphs::build_outputs(const Graph& g, const Forward& forward, ggml_tensor* x,
-                                        ggml_tensor* hidden, ggml_tensor* attention) {
-  ggml_tensor* wanted =
-      ggml_view_1d(g.ctx, stage_.output_rows(), static_cast<int64_t>(forward.wanted.size()), 0);
-  attention = ggml_get_rows(g.ctx, attention, wanted);
-  x = ggml_get_rows(g.ctx, x, wanted);
-  hidden = ggml_get_rows(g.ctx, hidden, wanted);
-  ggml_tensor* logits = model::build_logits(
-      g.ctx, model_, model::build_layer_output(g.ctx, model_, forward.layer, x, hidden, attention));
-  ggml_set_output(logits);
-  g.add(logits);
+Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchBuffer& buffer) {
+  const Piece& piece = plan.pieces[index];
+  const GroupRows& rows = rows_of(plan.groups[piece.group]);
+  if (attention_.size() < plan.pieces.size()) attention_.resize(plan.pieces.size());
+  std::unique_ptr<AttentionOp>& attention = attention_[index];
+  if (attention == nullptr) {
+    attention = std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(), own_attention_,
+                                              stage_.engine_options(), stage_.arena().row_bytes());
+  }
+  if (!kv_only) {
+    HCACHE_RETURN_IF_ERROR(
+        attention->set_batch(attention_segments(plan.batches[piece.batch], piece)));
+  }
+  const Graph g(stage_.graphs(),
+                kNodes + (own_attention_ ? 0 : kNodesPerSegment * piece.ranges.size()));
+  // The piece's rows of what is kept of the group.
+  const auto view = [&](ggml_tensor* all) {
+    return ggml_view_2d(g.ctx, all, all->ne[0], piece.n_rows, all->nb[1],
+                        static_cast<size_t>(piece.first_row) * all->nb[1]);
+  };
+  ggml_tensor* cells = ggml_view_1d(g.ctx, rows.cells, piece.n_rows,
+                                    static_cast<size_t>(piece.first_row) * sizeof(int64_t));
+  g.add(ggml_set_rows(g.ctx, buffer.k, view(rows.k), cells));
+  g.add(ggml_set_rows(g.ctx, buffer.v, view(rows.v), cells));
+  if (!kv_only) {
+    const model::HParams& hp = model_.hparams();
+    ggml_tensor* q = ggml_reshape_3d(g.ctx, view(rows.q), hp.head_dim, hp.n_head, piece.n_rows);
+    g.add(q);
+    ggml_tensor* attended = attention->build(g.ctx, q, buffer.k, buffer.v);
+    g.add(ggml_cpy(g.ctx, attended, view(rows.q)));
+  }
+  return stage_.graphs().compute(g);
+}
+
+Result<ggml_tensor*> LayerGraphs::output(const RowGroup& group, const Output& output) {
+  const bool last = output.layer == last_layer();
+  if (last && output.wanted.empty()) return nullptr;
+  const Graph g(stage_.graphs(), kNodes);
+  const GroupRows& rows = rows_of(group);
+  int64_t n = group.n_padded;
+  ggml_tensor* x = step_rows(g, group.first_row, n);
+  ggml_tensor* attended = ggml_view_2d(g.ctx, rows.q, rows.q->ne[0], n, rows.q->nb[1], 0);
+  if (last) {
+    n = static_cast<int64_t>(output.wanted.size());
+    stage_.graphs().set(stage_.output_rows(), output.wanted);
+    ggml_tensor* wanted = ggml_view_1d(g.ctx, stage_.output_rows(), n, 0);
+    attended = ggml_get_rows(g.ctx, attended, wanted);
+    x = ggml_get_rows(g.ctx, x, wanted);
+  }
+  ggml_tensor* hidden =
+      output.attention_only ? nullptr : model::build_hidden(g.ctx, model_, output.layer, x);
+  ggml_tensor* logits = nullptr;
+  if (output.attention_only) {
+    ggml_tensor* made =
+        model::build_attention_output(g.ctx, model_, output.layer, x, hidden, attended);
+    g.add(ggml_cpy(g.ctx, made, step_rows(g, group.first_row, n)));
+  } else {
+    ggml_tensor* made = model::build_layer_output(g.ctx, model_, output.layer, x, hidden, attended);
+    if (last) {
+      logits = model::build_logits(g.ctx, model_, made);
+      ggml_set_output(logits);
+      g.add(logits);
+    } else {
+      g.add(ggml_cpy(g.ctx, made, x));
+    }
+  }
+  HCACHE_RETURN_IF_ERROR(stage_.graphs().compute(g));
   return logits;
 }
 
 ggml_tensor* LayerGraphs::step_rows(const Graph& g, int64_t first_row, int64_t n_rows) const {
   return ggml_view_2d(g.ctx, rows_, rows_->ne[0], n_rows, rows_->nb[1],
                       static_cast<size_t>(first_row) * rows_->nb[1]);
-}
-
-// Behind the last layer's attention the wanted rows alone go on.
-void LayerGraphs::keep_attention(const Graph& g, const Forward& forward, ggml_tensor* x,
-                                 ggml_tensor* attention) {
-  ggml_tensor* input = x;
-  int64_t n = forward.piece->n_padded;
-  if (forward.layer == last_layer()) {
-    n = static_cast<int64_t>(forward.wanted.size());
-    ggml_tensor* wanted = ggml_view_1d(g.ctx, stage_.output_rows(), n, 0);
-    attention = ggml_get_rows(g.ctx, attention, wanted);
-    input = ggml_get_rows(g.ctx, x, wanted);
-  }
-  ggml_tensor* rows =
-      model::build_attention_output(g.ctx, model_, forward.layer, input, nullptr, attention);
-  g.add(ggml_cpy(g.ctx, rows, step_rows(g, forward.piece->row_offset, n)));
 }
 
 Status LayerGraphs::feed_forward(int layer, int64_t first_row, int64_t n_rows) {
@@ -247,35 +310,6 @@ Result<ggml_tensor*> LayerGraphs::finish(const std::vector<int32_t>& rows) {
       model::build_logits(g.ctx, model_, model::build_feed_forward(g.ctx, model_, last_layer(), x));
   ggml_set_output(logits);
   g.add(logits);
-  HCACHE_RETURN_IF_ERROR(stage_.graphs().compute(g));
-  return logits;
-}
-
-Result<ggml_tensor*> LayerGraphs::forward(BatchBuffer& buffer, const Forward& forward) {
-  HCACHE_RETURN_IF_ERROR(set_piece(forward));
-  const Piece& piece = *forward.piece;
-  const bool last = forward.layer == last_layer();
-  const Graph g(stage_.graphs(),
-                kNodes + (own_attention_ ? 0 : kNodesPerSegment * (piece.ranges.size() + 1)));
-  ggml_tensor* x = step_rows(g, piece.row_offset, piece.n_padded);
-  ggml_tensor* hidden = model::build_hidden(g.ctx, model_, forward.layer, x);
-  ggml_tensor* positions = build_kv(g, forward, buffer, hidden);
-  ggml_tensor* logits = nullptr;
-  // Rows nobody wants logits of need no more than their K and V in the last layer.
-  if (!forward.kv_only && (!last || !forward.wanted.empty())) {
-    ggml_tensor* q = model::build_q(g.ctx, model_, forward.layer, hidden, positions);
-    g.add(q);
-    ggml_tensor* attention = attention_[piece.index]->build(g.ctx, q, buffer.k, buffer.v);
-    if (forward.attention_only) {
-      keep_attention(g, forward, x, attention);
-    } else if (last) {
-      logits = build_outputs(g, forward, x, hidden, attention);
-    } else {
-      ggml_tensor* out =
-          model::build_layer_output(g.ctx, model_, forward.layer, x, hidden, attention);
-      g.add(ggml_cpy(g.ctx, out, x));
-    }
-  }
   HCACHE_RETURN_IF_ERROR(stage_.graphs().compute(g));
   return logits;
 }

@@ -156,6 +156,7 @@ Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
     const bool halves = p_.weights.in_halves(layer);
     const bool ends_layer = task % n_batches == n_batches - 1;
     if (task % n_batches == 0) {
+      products_s_.assign(static_cast<size_t>(n_batches), 0);
       HCACHE_RETURN_IF_ERROR(
           acquire(run, layer, halves ? model::LayerPart::kAttention : model::LayerPart::kAll));
     }
@@ -170,7 +171,10 @@ Status StepLoop::run_tasks(const Run& run, const StepInput& next) {
     } else if (p_.io != nullptr && then - n_tasks < n_next) {
       begin_load(next, then - n_tasks, number);
     }
-    if (halves && ends_layer) HCACHE_RETURN_IF_ERROR(second_half(run, layer));
+    if (!ends_layer) continue;
+    if (halves) HCACHE_RETURN_IF_ERROR(second_half(run, layer));
+    const auto samples = std::span(run.times->samples).last(static_cast<size_t>(n_batches));
+    for (size_t i = 0; i < samples.size(); ++i) samples[i].forward_s += products_s_[i];
   }
   first_number_ += static_cast<uint64_t>(n_tasks);
   return {};
@@ -192,43 +196,26 @@ Status StepLoop::second_half(const Run& run, int layer) {
   p_.weights.release(layer);
   HCACHE_RETURN_IF_ERROR(status);
   if (!p_.times_graphs) return {};
-  // A mini-batch's share is that of its rows.
-  const auto samples = std::span(run.times->samples).last(run.step.plan.batches.size());
+  const double half_s = seconds(now_ns() - begin_ns);
   int64_t n_rows = 0;
+  const auto samples = std::span(run.times->samples).last(products_s_.size());
   for (const BatchSample& sample : samples) n_rows += sample.rows;
-  const double row_s =
-      seconds(now_ns() - begin_ns) / static_cast<double>(std::max<int64_t>(n_rows, 1));
-  for (BatchSample& sample : samples) sample.forward_s += row_s * static_cast<double>(sample.rows);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    products_s_[i] += half_s * static_cast<double>(samples[i].rows) / static_cast<double>(n_rows);
+  }
   return {};
 }
 
-// Rows of pieces that follow each other go together, since no row depends on others here.
+// No row depends on others here.
 Status StepLoop::feed_forward(const Run& run, int layer) {
-  struct Rows {
-    int64_t first = 0;
-    int64_t n = 0;
-  };
-  std::vector<Rows> runs;
-  const auto add = [&](const std::vector<Piece>& pieces) {
-    for (const Piece& piece : pieces) {
-      if (runs.empty() || runs.back().first + runs.back().n != piece.row_offset) {
-        runs.push_back({.first = piece.row_offset});
-      }
-      runs.back().n += piece.n_padded;
-    }
-  };
-  for (const MiniBatch& batch : run.step.plan.batches) {
-    if (recomputes(layer) && !ends_context(layer)) add(batch.context);
-    add(batch.fresh);
-  }
-  for (Rows rows : runs) {
-    while (rows.n > 0) {
-      int64_t n = std::min<int64_t>(rows.n, p_.options.max_batch_rows);
-      // Too few for the kernel that takes many are not left over.
-      if (rows.n - n < p_.least_rows) n = rows.n;
-      HCACHE_RETURN_IF_ERROR(p_.graphs.feed_forward(layer, rows.first, n));
-      rows = {.first = rows.first + n, .n = rows.n - n};
-    }
+  const StepPlan& plan = run.step.plan;
+  int64_t first = recomputes(layer) && !ends_context(layer) ? 0 : plan.n_context_rows;
+  while (first < plan.n_rows) {
+    int64_t n = std::min<int64_t>(plan.n_rows - first, p_.options.max_batch_rows);
+    // Too few for the kernel that takes many are not left over.
+    if (plan.n_rows - first - n < p_.least_rows) n = plan.n_rows - first;
+    HCACHE_RETURN_IF_ERROR(p_.graphs.feed_forward(layer, first, n));
+    first += n;
   }
   return {};
 }
@@ -281,7 +268,8 @@ Status StepLoop::run_task(const Run& run, int64_t task) {
   const MiniBatch& batch = run.step.plan.batches[index];
   BatchBuffer& buffer = p_.buffers.at(first_number_ + static_cast<uint64_t>(task));
   Loading& loading = loading_.front();
-  BatchSample sample{.layer = layer, .batch = index};
+  BatchSample& sample =
+      run.times->samples.emplace_back(BatchSample{.layer = layer, .batch = index});
   sample.read_act_tokens =
       link_rows(loading.load.act, p_.far, p_.layout.row_bytes(BlockKind::kAct, layer));
   sample.read_kv_tokens = link_rows(loading.load.kv, p_.far, 2 * p_.layout.kv_row_bytes);
@@ -297,17 +285,13 @@ Status StepLoop::run_task(const Run& run, int64_t task) {
   p_.buffers.before_compute(buffer);
   loading_.pop_front();
 
-  const int64_t begin_ns = now_ns();
   HCACHE_RETURN_IF_ERROR(forward(run, layer, batch, buffer));
   p_.buffers.used(buffer);
-  settle();
-  if (p_.times_graphs) sample.forward_s = seconds(now_ns() - begin_ns);
   for (const StepMember& member : batch.members) {
     sample.rows += member.n_new;
     sample.cells += member.n_past + member.n_new;
     if (keeps(layer)) sample.kv_tokens += member.n_past - member.n_act - member.n_tokens;
   }
-  run.times->samples.push_back(sample);
   return {};
 }
 
@@ -342,45 +326,71 @@ Status StepLoop::generate(const Run& run, int layer, int index, BatchBuffer& buf
 Status StepLoop::forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer) {
   // What is recomputed of the context goes through the first layers, or through all of them.
   if (recomputes(layer)) {
-    for (const Piece& piece : batch.context) {
-      HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, true));
+    for (const int piece : batch.context) {
+      HCACHE_RETURN_IF_ERROR(forward(run, layer, piece, buffer));
     }
   }
-  for (const Piece& piece : batch.fresh) {
-    HCACHE_RETURN_IF_ERROR(run_piece(run, layer, batch, piece, buffer, false));
-  }
+  for (const int piece : batch.fresh) HCACHE_RETURN_IF_ERROR(forward(run, layer, piece, buffer));
   return {};
 }
 
-void StepLoop::wanted_rows(const Run& run, const MiniBatch& batch, const Piece& piece,
-                           std::vector<int32_t>* rows) const {
-  for (const RowRange& range : piece.ranges) {
-    const StepMember& member = batch.members[range.member];
-    if (member.wants_logits && range.first_pos + range.n_rows == member.n_past + member.n_new) {
-      rows->push_back(range.first_row + range.n_rows - 1);
+Status StepLoop::forward(const Run& run, int layer, int index, BatchBuffer& buffer) {
+  const StepPlan& plan = run.step.plan;
+  const RowGroup& group = plan.groups[plan.pieces[index].group];
+  if (index == group.pieces.front()) HCACHE_RETURN_IF_ERROR(project(run, layer, group));
+  const int64_t begin_ns = now_ns();
+  HCACHE_RETURN_IF_ERROR(p_.graphs.attend(plan, index, kv_only(layer, group), buffer));
+  settle();
+  if (p_.times_graphs) run.times->samples.back().forward_s += seconds(now_ns() - begin_ns);
+  return index == group.pieces.back() ? output(run, layer, group) : Status();
+}
+
+void StepLoop::count(const Run& run, const RowGroup& group, int64_t begin_ns) {
+  settle();
+  if (!p_.times_graphs) return;
+  const double row_s = seconds(now_ns() - begin_ns) / group.n_rows;
+  for (const int index : group.pieces) {
+    const Piece& piece = run.step.plan.pieces[index];
+    products_s_[piece.batch] += row_s * piece.n_rows;
+  }
+}
+
+std::vector<int32_t> StepLoop::wanted_rows(const Run& run, const RowGroup& group) {
+  std::vector<int32_t> rows;
+  for (const int index : group.pieces) {
+    const Piece& piece = run.step.plan.pieces[index];
+    for (const RowRange& range : piece.ranges) {
+      const StepMember& member = run.step.plan.batches[piece.batch].members[range.member];
+      if (!member.wants_logits || range.first_pos + range.n_rows != member.n_past + member.n_new) {
+        continue;
+      }
+      rows.push_back(piece.first_row + range.first_row + range.n_rows - 1);
       run.logits_of->push_back(member.request);
     }
   }
+  return rows;
 }
 
 // Where the rows that a graph captured of a layer go.
 std::vector<StoreRing::Target> StepLoop::targets(const StepInput& step, int layer,
-                                                 const MiniBatch& batch, const Piece& piece,
+                                                 const RowGroup& group,
                                                  const CaptureLayout& layout) const {
   std::vector<StoreRing::Target> targets;
-  for (const RowRange& range : piece.ranges) {
+  const auto add_rows = [&](const Piece& piece, const RowRange& range) {
+    const MiniBatch& batch = step.plan.batches[piece.batch];
     const auto& table = *step.tables[batch.members[range.member].request];
     for (int64_t r = 0; r < range.n_rows;) {
       const int64_t pos = range.first_pos + r;
       const int64_t n = std::min<int64_t>(kBlockTokens - pos % kBlockTokens, range.n_rows - r);
+      const int64_t row = piece.first_row + range.first_row + r;
       const BlockStore::Id id = table[pos / kBlockTokens];
       const size_t row_bytes = p_.layout.row_bytes(p_.store.kind(id), layer);
       const auto add = [&](int part, int64_t offset) {
-        targets.push_back({.offset = static_cast<size_t>(offset) +
-                                     static_cast<size_t>(range.first_row + r) * row_bytes,
-                           .n_bytes = static_cast<size_t>(n) * row_bytes,
-                           .page = p_.store.host_page(id, layer, part) +
-                                   static_cast<size_t>(pos % kBlockTokens) * row_bytes});
+        targets.push_back(
+            {.offset = static_cast<size_t>(offset) + static_cast<size_t>(row) * row_bytes,
+             .n_bytes = static_cast<size_t>(n) * row_bytes,
+             .page = p_.store.host_page(id, layer, part) +
+                     static_cast<size_t>(pos % kBlockTokens) * row_bytes});
       };
       if (p_.store.kind(id) == BlockKind::kAct) {
         add(0, layout.act_offset);
@@ -390,52 +400,72 @@ std::vector<StoreRing::Target> StepLoop::targets(const StepInput& step, int laye
       }
       r += n;
     }
+  };
+  for (const int index : group.pieces) {
+    const Piece& piece = step.plan.pieces[index];
+    for (const RowRange& range : piece.ranges) add_rows(piece, range);
   }
   return targets;
 }
 
-Status StepLoop::run_piece(const Run& run, int layer, const MiniBatch& batch, const Piece& piece,
-                           BatchBuffer& buffer, bool is_context) {
-  LayerGraphs::Forward forward;
-  forward.layer = layer;
-  forward.batch = &batch;
-  forward.piece = &piece;
-  forward.kv_only = is_context && ends_context(layer);
-  forward.attention_only = p_.weights.in_halves(layer);
-  const bool captures = !is_context && keeps(layer);
-  if (captures) {
-    bool act = false;
-    bool kv = false;
+CaptureLayout StepLoop::capture_layout(const StepInput& step, int layer,
+                                       const RowGroup& group) const {
+  bool act = false;
+  bool kv = false;
+  for (const int index : group.pieces) {
+    const Piece& piece = step.plan.pieces[index];
     for (const RowRange& range : piece.ranges) {
-      const auto& table = *run.step.tables[batch.members[range.member].request];
+      const auto& table =
+          *step.tables[step.plan.batches[piece.batch].members[range.member].request];
       const int64_t last = (range.first_pos + range.n_rows - 1) / kBlockTokens;
       for (int64_t block = range.first_pos / kBlockTokens; block <= last; ++block) {
         act = act || p_.store.kind(table[block]) == BlockKind::kAct;
         kv = kv || p_.store.kind(table[block]) == BlockKind::kKv;
       }
     }
-    forward.layout = p_.graphs.capture_layout(layer, piece.n_padded, act, kv);
-    if (forward.layout.n_bytes > 0) forward.capture = p_.ring.next();
   }
+  return p_.graphs.capture_layout(layer, group.n_padded, act, kv);
+}
+
+Status StepLoop::project(const Run& run, int layer, const RowGroup& group) {
+  const int64_t begin_ns = now_ns();
+  LayerGraphs::Projection projection;
+  projection.layer = layer;
+  projection.kv_only = kv_only(layer, group);
+  if (!group.is_context && keeps(layer)) {
+    projection.layout = capture_layout(run.step, layer, group);
+    if (projection.layout.n_bytes > 0) projection.capture = p_.ring.next();
+  }
+  HCACHE_RETURN_IF_ERROR(p_.graphs.project(run.step.plan, group, projection));
+  if (projection.capture != nullptr) {
+    p_.ring.captured(projection.layout.n_bytes, targets(run.step, layer, group, projection.layout));
+  }
+  count(run, group, begin_ns);
+  return {};
+}
+
+Status StepLoop::output(const Run& run, int layer, const RowGroup& group) {
+  if (kv_only(layer, group)) return {};
+  const int64_t begin_ns = now_ns();
+  LayerGraphs::Output output;
+  output.layer = layer;
+  output.attention_only = p_.weights.in_halves(layer);
   const size_t n_before = run.logits_of->size();
-  if (is_last(layer) && !is_context) wanted_rows(run, batch, piece, &forward.wanted);
-  const size_t n_wanted = forward.wanted.size();
-  for (size_t i = 0; forward.attention_only && i < n_wanted; ++i) {
-    wanted_.push_back(static_cast<int32_t>(piece.row_offset + static_cast<int64_t>(i)));
+  if (is_last(layer) && !group.is_context) output.wanted = wanted_rows(run, group);
+  const size_t n_wanted = output.wanted.size();
+  for (size_t i = 0; output.attention_only && i < n_wanted; ++i) {
+    wanted_.push_back(static_cast<int32_t>(group.first_row + static_cast<int64_t>(i)));
   }
-  while (n_wanted > 0 && forward.wanted.size() < static_cast<size_t>(p_.least_rows)) {
-    forward.wanted.push_back(forward.wanted.back());
+  while (n_wanted > 0 && output.wanted.size() < static_cast<size_t>(p_.least_rows)) {
+    output.wanted.push_back(output.wanted.back());
   }
-  HCACHE_ASSIGN_OR_RETURN(const ggml_tensor* logits, p_.graphs.forward(buffer, forward));
+  HCACHE_ASSIGN_OR_RETURN(const ggml_tensor* logits, p_.graphs.output(group, output));
   if (logits != nullptr) {
     const auto n_vocab = static_cast<size_t>(p_.model.hparams().n_vocab);
     p_.stage.graphs().get(logits, run.logits->data() + n_before * n_vocab,
                           n_wanted * n_vocab * sizeof(float));
   }
-  if (forward.capture != nullptr) {
-    p_.ring.captured(forward.layout.n_bytes,
-                     targets(run.step, layer, batch, piece, forward.layout));
-  }
+  count(run, group, begin_ns);
   return {};
 }
 

@@ -91,7 +91,12 @@ class StepLoop {
   Status run_task(const Run& run, int64_t task);
   Status generate(const Run& run, int layer, int batch, BatchBuffer& buffer, const LayerLoad& load,
                   BatchSample* sample);
+  // A mini-batch's pieces: the products of their group come before the first of its pieces, and
+  // behind the last.
   Status forward(const Run& run, int layer, const MiniBatch& batch, BatchBuffer& buffer);
+  Status forward(const Run& run, int layer, int piece, BatchBuffer& buffer);
+  Status project(const Run& run, int layer, const RowGroup& group);
+  Status output(const Run& run, int layer, const RowGroup& group);
   // Of a layer that comes by halves: the second one, for all mini-batches together.
   Status second_half(const Run& run, int layer);
   Status feed_forward(const Run& run, int layer);
@@ -105,12 +110,19 @@ class StepLoop {
     return layer + 1 == (p_.layout.first_layer == 0 ? p_.layout.n_layer : p_.layout.first_layer);
   }
   [[nodiscard]] bool is_last(int layer) const { return layer == p_.layout.n_layer - 1; }
-  Status run_piece(const Run& run, int layer, const MiniBatch& batch, const Piece& piece,
-                   BatchBuffer& buffer, bool is_context);
-  std::vector<StoreRing::Target> targets(const StepInput& step, int layer, const MiniBatch& batch,
-                                         const Piece& piece, const CaptureLayout& layout) const;
-  void wanted_rows(const Run& run, const MiniBatch& batch, const Piece& piece,
-                   std::vector<int32_t>* rows) const;
+  // Whether it ends with K and V: what is recomputed of the context needs no more there.
+  [[nodiscard]] bool kv_only(int layer, const RowGroup& group) const {
+    return group.is_context && ends_context(layer);
+  }
+  [[nodiscard]] CaptureLayout capture_layout(const StepInput& step, int layer,
+                                             const RowGroup& group) const;
+  [[nodiscard]] std::vector<StoreRing::Target> targets(const StepInput& step, int layer,
+                                                       const RowGroup& group,
+                                                       const CaptureLayout& layout) const;
+  // Of a group's rows, those whose logits are wanted, and whose they are.
+  static std::vector<int32_t> wanted_rows(const Run& run, const RowGroup& group);
+  // Counts what products of the group took, since then, to its mini-batches by their rows.
+  void count(const Run& run, const RowGroup& group, int64_t begin_ns);
   // For what was given to the device, where its time is to be known.
   void settle() const {
     if (p_.waits) p_.stage.graphs().synchronize();
@@ -123,11 +135,12 @@ class StepLoop {
   [[nodiscard]] bool keeps(int layer) const { return layer >= p_.layout.first_layer; }
 
   const StepLoopParts p_;
-  uint64_t first_number_ = 0;    // of the step's first task: tasks are numbered through steps
-  std::deque<Loading> loading_;  // of tasks that have not been computed, in order
-  std::vector<int32_t> wanted_;  // rows of the step whose logits its last half is to make
-  uint64_t counted_bytes_ = 0;   // that had been read when the last step ended
-  int act_inputs_of_ = -1;       // the mini-batch whose ACT rows' inputs the device has
+  uint64_t first_number_ = 0;       // of the step's first task: tasks are numbered through steps
+  std::deque<Loading> loading_;     // of tasks that have not been computed, in order
+  std::vector<int32_t> wanted_;     // rows of the step whose logits its last half is to make
+  uint64_t counted_bytes_ = 0;      // that had been read when the last step ended
+  int act_inputs_of_ = -1;          // the mini-batch whose ACT rows' inputs the device has
+  std::vector<double> products_s_;  // of the layer's mini-batches: their share of groups' products
 };
 
 }  // namespace hcache::engine

@@ -23,39 +23,56 @@ struct StepMember {
   int64_t first_cell = 0;     // of its extent in the KV buffer; a multiple of kBlockTokens
 };
 
-// Consecutive rows of one sequence within a graph.
+// Consecutive rows of one sequence within a piece.
 struct RowRange {
   int member = 0;  // of the mini-batch
   int64_t first_pos = 0;
   int n_rows = 0;
-  int first_row = 0;  // of the graph
+  int first_row = 0;  // of the piece
 };
 
-// The rows of one graph.
+// Rows of one mini-batch that attend together.
 struct Piece {
-  int index = 0;  // among the step's pieces
+  int batch = 0;  // the mini-batch
   std::vector<RowRange> ranges;
-  int n_rows = 0;          // without padding
-  int n_padded = 0;        // rows that are computed
-  int64_t row_offset = 0;  // among the step's rows between two layers
+  int n_rows = 0;
+  int group = 0;
+  int first_row = 0;  // of the group
+};
+
+// Rows that go through a layer's products together: pieces of one mini-batch or of several that
+// follow each other.
+struct RowGroup {
+  std::vector<int> pieces;
+  bool is_context = false;  // of rows whose state is recomputed; else of new rows
+  int n_rows = 0;           // without padding
+  int n_padded = 0;         // rows that are computed
+  int64_t first_row = 0;    // among the step's rows between two layers
 };
 
 struct MiniBatch {
   std::vector<StepMember> members;
-  std::vector<Piece> context;  // rows whose state is recomputed; empty unless layers are
-  std::vector<Piece> fresh;    // new rows
+  std::vector<int> context;  // pieces of rows whose state is recomputed; empty unless some is
+  std::vector<int> fresh;    // of new rows
 };
 
 struct StepPlan {
   std::vector<MiniBatch> batches;
-  int64_t n_rows = 0;  // between two layers, padding included
-  int n_pieces = 0;
+  std::vector<Piece> pieces;
+  std::vector<RowGroup> groups;
+  int64_t n_context_rows = 0;  // they come first between two layers
+  int64_t n_rows = 0;          // between two layers, padding included
+
+  // Of a piece's first row, among the step's rows between two layers.
+  [[nodiscard]] int64_t first_row(const Piece& piece) const {
+    return groups[piece.group].first_row + piece.first_row;
+  }
 };
 
 struct StepLimits {
   int64_t buffer_tokens = 0;
-  int max_batch_rows = 0;
-  int least_rows = 1;      // of a graph
+  int max_batch_rows = 0;  // of a group
+  int least_rows = 1;
   bool recompute = false;  // whether some layers' context is recomputed
 };
 
@@ -73,9 +90,8 @@ Result<StepPlan> plan_step(std::span<const StepMember> members, const StepLimits
 [[nodiscard]] std::vector<std::vector<int>> batches_in_order(std::span<const BatchMember> members,
                                                              int64_t max_cells);
 
-// What attention needs of a piece: its ranges, and one segment of padding at `pad_cell`.
+// What attention needs of a piece.
 [[nodiscard]] std::vector<AttentionSegment> attention_segments(const MiniBatch& batch,
-                                                               const Piece& piece,
-                                                               int64_t pad_cell);
+                                                               const Piece& piece);
 
 }  // namespace hcache::engine

@@ -23,7 +23,8 @@ struct HybridCosts {
   LinearFit load_act;         // T_load_act: activation rows; the paper leaves it out
   LinearFit store_kv;         // new rows, back over the link
   LinearFit store_act;
-  LinearFit forward;        // a step's rows through the layer, without attention; over rows
+  LinearFit forward;        // rows through the layer's products; over rows that go together
+  int64_t pass_rows = 0;    // most that do, of all mini-batches; 0: each mini-batch by itself
   LinearFit attend;         // decode attention, over the keys that all rows together read
   LinearFit attend_prompt;  // a whole context computed at once, over pairs of row and key
   double step_s = 0;        // compute, once a step: embedding, output head, sampling

@@ -17,7 +17,11 @@ struct MiniBatchTimes {
   double compute_s = 0;  // KV generation, attention, feed-forward
   double store_s = 0;    // link: its new rows, when it has computed
 };
-[[nodiscard]] MiniBatchTimes mini_batch_times(const HybridCosts& costs, const MiniBatch& batch);
+// `step_rows`: of all mini-batches of the step, whose rows share the layer's products.
+[[nodiscard]] MiniBatchTimes mini_batch_times(const HybridCosts& costs, const MiniBatch& batch,
+                                              int64_t step_rows);
+// What its part of the products takes.
+[[nodiscard]] double products_s(const HybridCosts& costs, int64_t rows, int64_t step_rows);
 
 // Context that is kept as tokens alone and computed again in every step, in the first layers: of
 // each request the first `share` of its tokens, in layers [0, layers). The last of these layers
@@ -29,7 +33,7 @@ struct Recompute {
 // A mini-batch in a layer that recomputes: without that share's loads and stores, with its
 // computation; `last` as above.
 [[nodiscard]] MiniBatchTimes recomputing_times(const HybridCosts& costs, const MiniBatch& batch,
-                                               double share, bool last);
+                                               int64_t step_rows, double share, bool last);
 
 struct PipelineStep {
   int32_t n_layer = 1;
