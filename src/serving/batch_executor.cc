@@ -44,7 +44,8 @@ BatchExecutor::BatchExecutor(Env& env, state::Runtime& runtime,
       // Rows of blocks that hold nothing can't be saved, nor what follows them.
       saves_(runtime.saver() != nullptr && options.mode != policy::HybridMode::kTokens),
       policy_(policy_options(*runtime.batch(), options)),
-      replans_(options.mode == policy::HybridMode::kSearch) {
+      replans_(options.mode == policy::HybridMode::kSearch),
+      expected_(static_cast<size_t>(options.sequences)) {
   const engine::HybridOptions& engine = engine_.options();
   limits_.arena_cells = engine_.capacity_tokens();
   limits_.context = std::min({static_cast<int64_t>(runtime.model().hparams().n_ctx_train),
@@ -232,20 +233,35 @@ Status BatchExecutor::append(std::span<const scheduler::StepItem> items) {
   return {};
 }
 
+std::vector<int64_t> BatchExecutor::contexts(std::span<const scheduler::StepItem> items) {
+  std::unordered_map<SeqId, int64_t> lengths;
+  for (const auto& [seq, sequence] : sequences_) {
+    if (sequence.rows > 0) lengths[seq] = sequence.rows;
+  }
+  for (const scheduler::StepItem& item : items) {
+    lengths[item.seq] += static_cast<int64_t>(item.tokens.size());
+  }
+  std::vector<int64_t> contexts;
+  int64_t sum = 0;
+  for (const auto& [seq, length] : lengths) {
+    contexts.push_back(length);
+    sum += length;
+  }
+  // The first prompts' blocks stay as they are while the others come: those are taken to be like
+  // them.
+  most_begun_ = std::max(most_begun_, contexts.size());
+  for (size_t i = 0; most_begun_ < expected_ && contexts.size() < expected_; ++i) {
+    sum += contexts[i];
+    if (sum > limits_.arena_cells) break;
+    contexts.push_back(contexts[i]);
+  }
+  return contexts;
+}
+
 void BatchExecutor::plan(std::span<const scheduler::StepItem> items) {
   const bool again = planned_ && replans_ && steps_ % kReplanSteps == 0;
   if (planned_ && !again) return;
-  std::vector<int64_t> contexts;
-  for (const auto& [seq, sequence] : sequences_) {
-    if (sequence.rows > 0) contexts.push_back(sequence.rows);
-  }
-  if (contexts.empty()) {
-    for (const scheduler::StepItem& item : items) {
-      contexts.push_back(static_cast<int64_t>(item.tokens.size()));
-    }
-  }
-  const Status status =
-      again ? policy_.replan(std::move(contexts)) : policy_.plan(std::move(contexts));
+  const Status status = again ? policy_.replan(contexts(items)) : policy_.plan(contexts(items));
   if (!status.ok()) {
     // Blocks of K and V, mini-batches in order, is what the engine does without a plan.
     if (!again) log::warn("the batch runs without a plan: {}", status.to_string());

@@ -80,6 +80,8 @@ class BatchExecutor final : public scheduler::Executor, private engine::CaptureS
   Status append(std::span<const scheduler::StepItem> items);
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence,
                     std::span<const int32_t> tokens);
+  // Tokens of each sequence that a plan is to serve.
+  std::vector<int64_t> contexts(std::span<const scheduler::StepItem> items);
   // Chooses kinds of blocks and mini-batches before a step, where it is time to.
   void plan(std::span<const scheduler::StepItem> items);
   void note(const engine::StepTimes& times) HCACHE_EXCLUDES(mutex_);
@@ -92,6 +94,8 @@ class BatchExecutor final : public scheduler::Executor, private engine::CaptureS
   scheduler::ExecutorLimits limits_;
   state::BatchPolicy policy_;
   const bool replans_;
+  const size_t expected_;  // sequences at a time
+  size_t most_begun_ = 0;  // of them so far
   int64_t steps_ = 0;
   bool planned_ = false;
   int64_t cells_ = 0;  // taken by rows, and reserved

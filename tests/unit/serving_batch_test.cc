@@ -55,6 +55,28 @@ class ServingBatch : public ::testing::Test {
   std::string model_;
 };
 
+// A layer's weights take as long to come as one sequence's K and V to be generated, but not as
+// those of many.
+TEST_F(ServingBatch, TheFirstPromptsArePlannedForThoseThatCome) {
+  const auto act_share = [&](int sequences) {
+    RuntimeOptions options = batch(policy::HybridMode::kSearch);
+    options.use_store = false;
+    options.batch.measured->costs.kv_gen = {.slope = 3e-6};
+    options.batch.measured->costs.load_weights_s = 1e-3;
+    options.batch.sequences = sequences;
+    const auto serving = open(options);
+    if (serving == nullptr) return -1.0;
+    ask(*serving, random_tokens(300, 5), 2);
+    const double share = serving->batch_report()->act_share;
+    EXPECT_TRUE(serving->close().ok());
+    return share;
+  };
+  EXPECT_GT(act_share(1), 0.9);
+  const double many = act_share(16);
+  EXPECT_GT(many, 0);
+  EXPECT_LT(many, 0.5);
+}
+
 TEST_F(ServingBatch, AnswersLikeTheOrdinaryEngineInEveryMode) {
   RuntimeOptions reference = ordinary();
   reference.use_store = false;

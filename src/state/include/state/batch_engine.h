@@ -33,6 +33,8 @@ struct BatchEngineOptions {
   engine::HybridOptions engine;
   policy::HybridMode mode = policy::HybridMode::kSearch;
   double share = 0.5;  // with kFixedShare and kTokens
+  // At a time: what kinds of blocks are chosen for until so many have begun.
+  int32_t sequences = 1;
   // Planned with instead of measured ones (experiments, tests); they are not kept.
   std::optional<MeasuredBatchCosts> measured;
 };
