@@ -15,9 +15,6 @@ The same requests (prompts of token ids, greedy, answers of an exact length) run
   wave of requests for each, twice, with few tokens and with some more: their difference is the time of a
   token of all, and the time of the whole batch follows. One that the group's limit ends is reported as that.
 
-Before each command in a group the model leaves the page cache: pages that others brought there would be
-memory that the group does not pay for.
-
 The disk's bound: an answer of n tokens takes n passes over the layers, all requests together, at the rate
 of direct reads of the same file.
 """
@@ -100,6 +97,8 @@ def run_batch(args, prefix: list, name: str, options: list) -> dict:
         for line in out.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
+    for path in ("input", "output"):
+        summary.pop(path, None)
     summary["answers"] = answers
     summary["tokens_per_s"] = (summary["prompt_tokens"] + summary["reply_tokens"]) / summary["seconds"]
     lib.say(f"hcache, {name}: {summary['tokens_per_s']:.2f} tokens/s")
@@ -118,17 +117,11 @@ def run_resident(args) -> dict:
         return {"failed": str(error)}
 
 
-def group_of(args):
-    if args.limit:
-        lib.drop_from_cache(args.model)
-    return lib.memory_group(args.limit)
-
-
 def in_group(args) -> dict:
     options = ["--engine", "hybrid", "--weights", args.weights, "--parallel", args.parallel, "--step-tokens",
                args.step_tokens, "-b", args.graph_tokens, "--buffer", args.buffer,
                "--cache-memory", args.cache_memory, "--device-memory", args.device_memory]
-    with group_of(args) as prefix:
+    with lib.memory_group(args.limit, args.model) as prefix:
         result = run_batch(args, prefix, "group", options)
         if prefix:
             result["peak_bytes"] = int((prefix[-1] / "memory.max_usage_in_bytes").read_text())
@@ -174,7 +167,7 @@ def peer(args, info: dict, slots: int, placement: list) -> dict:
     context = slots * (args.prompt + args.tokens + 16)
     options = ["-np", slots, *placement, *gpu_layers(args, info, context, placement)]
     result = {"options": " ".join(map(str, options))}
-    with group_of(args) as prefix:
+    with lib.memory_group(args.limit, args.model) as prefix:
         server = servers.Server("llama-server", [
             *prefix, args.llama_server, "-m", args.model, "-t", args.threads, "-c", context, *options,
             "--cache-ram", 0], args.work / "llama-server.log")

@@ -190,12 +190,14 @@ def disk_rate(path: Path) -> float:
 
 
 @contextlib.contextmanager
-def memory_group(limit_gib: str | None):
+def memory_group(limit_gib: str | None, model: Path):
     """A command's prefix that puts it into a control group (version 1) of so much memory, page cache
-    counted."""
+    counted. The model leaves the page cache first: the group does not pay for pages that others
+    brought there."""
     if limit_gib is None:
         yield []
         return
+    drop_from_cache(model)
     group = CGROUPS / f"hcache-bench-{os.getpid()}"
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(int(float(limit_gib) * (1 << 30))))

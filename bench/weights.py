@@ -91,7 +91,8 @@ def main() -> None:
     options = ["-m", args.model, "-c", 1024 if args.quick else 64 * 32, "--parallel", 64,
                "--no-store", "--weights", "disk", "--device", args.device,
                "-t", args.threads]
-    with tempfile.TemporaryDirectory(dir=args.work) as folder, lib.memory_group(args.limit) as prefix:
+    with tempfile.TemporaryDirectory(dir=args.work) as folder, \
+            lib.memory_group(args.limit, args.model) as prefix:
         server = servers.Server("hcache", [*prefix, args.program, "serve", *options, "--state-dir",
                                            folder], args.work / "hcache.log")
         with server:

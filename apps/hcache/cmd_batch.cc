@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -78,17 +76,6 @@ struct BatchArgs : Options {
   bool json = flag(&json, "--json", "print the summary as JSON");
 };
 
-// Of the input, with something in them: from one to `most`. What is wrong with it is said
-// when it is read.
-int64_t n_lines(const std::string& path, int64_t most) {
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error)) return most;  // can't be read twice
-  std::ifstream file(path);
-  int64_t n = 0;
-  for (std::string line; n < most && std::getline(file, line);) n += line.empty() ? 0 : 1;
-  return std::max<int64_t>(n, 1);
-}
-
 // What the batch engine has for its blocks: on disk at most half of what is free.
 Status set_cache(const BatchArgs& args, state::RuntimeOptions* runtime) {
   state::BatchEngineOptions& batch = runtime->batch;
@@ -97,7 +84,6 @@ Status set_cache(const BatchArgs& args, state::RuntimeOptions* runtime) {
                                         : state::BatchEngineUse::kWhereStreamed;
   HCACHE_ASSIGN_OR_RETURN(batch.mode, policy::parse_hybrid_mode(args.cache_policy));
   batch.share = args.share;
-  batch.sequences = static_cast<int32_t>(n_lines(args.input, args.parallel));
   batch.engine.buffer_tokens = args.buffer_tokens;
   batch.engine.max_step_rows = std::max(args.step_tokens, args.parallel);
   batch.engine.host_bytes = args.cache_memory;

@@ -313,8 +313,6 @@ StepComparison BatchPolicy::observe(const engine::StepTimes& times) {
                             .recomputing = {},
                             .last_recomputing = {},
                             .recompute_layers = recomputed_layers()};
-  int64_t step_rows = 0;
-  for (const BatchSample& s : times.samples) step_rows += s.layer == 0 ? s.rows : 0;
   double link_s = 0;
   double observed_link_s = 0;
   double gen_s = 0;
@@ -323,8 +321,8 @@ StepComparison BatchPolicy::observe(const engine::StepTimes& times) {
   double observed_forward_s = 0;
   for (const BatchSample& s : times.samples) {
     const policy::MiniBatch batch = loaded_batch(s);
-    policy::MiniBatchTimes t = policy::mini_batch_times(costs, batch, step_rows);
-    const double attended_s = policy::products_s(costs, s.rows, step_rows) +
+    policy::MiniBatchTimes t = policy::mini_batch_times(costs, batch, times.rows);
+    const double attended_s = policy::products_s(costs, s.rows, times.rows) +
                               costs.attend.at(static_cast<double>(s.cells));
     const double generated_s = costs.kv_gen.at(static_cast<double>(s.act_tokens));
     t.compute_s = generated_s + attended_s;
@@ -340,9 +338,9 @@ StepComparison BatchPolicy::observe(const engine::StepTimes& times) {
     if (s.layer != costs.n_layer - 1) continue;
     step.layer.push_back(t);
     step.recomputing.push_back(
-        policy::recomputing_times(costs, batch, step_rows, 1, /*last=*/false));
+        policy::recomputing_times(costs, batch, times.rows, 1, /*last=*/false));
     step.last_recomputing.push_back(
-        policy::recomputing_times(costs, batch, step_rows, 1, /*last=*/true));
+        policy::recomputing_times(costs, batch, times.rows, 1, /*last=*/true));
   }
   const policy::StepTimes predicted = policy::following_step_times(step);
   if (times.decode_only) {

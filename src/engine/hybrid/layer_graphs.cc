@@ -267,22 +267,19 @@ Result<ggml_tensor*> LayerGraphs::output(const RowGroup& group, const Output& ou
     attended = ggml_get_rows(g.ctx, attended, wanted);
     x = ggml_get_rows(g.ctx, x, wanted);
   }
-  ggml_tensor* hidden =
-      output.attention_only ? nullptr : model::build_hidden(g.ctx, model_, output.layer, x);
+  ggml_tensor* made =
+      output.attention_only
+          ? model::build_attention_output(g.ctx, model_, output.layer, x, nullptr, attended)
+          : model::build_layer_output(g.ctx, model_, output.layer, x,
+                                      model::build_hidden(g.ctx, model_, output.layer, x),
+                                      attended);
   ggml_tensor* logits = nullptr;
-  if (output.attention_only) {
-    ggml_tensor* made =
-        model::build_attention_output(g.ctx, model_, output.layer, x, hidden, attended);
-    g.add(ggml_cpy(g.ctx, made, step_rows(g, group.first_row, n)));
+  if (last && !output.attention_only) {
+    logits = model::build_logits(g.ctx, model_, made);
+    ggml_set_output(logits);
+    g.add(logits);
   } else {
-    ggml_tensor* made = model::build_layer_output(g.ctx, model_, output.layer, x, hidden, attended);
-    if (last) {
-      logits = model::build_logits(g.ctx, model_, made);
-      ggml_set_output(logits);
-      g.add(logits);
-    } else {
-      g.add(ggml_cpy(g.ctx, made, x));
-    }
+    g.add(ggml_cpy(g.ctx, made, step_rows(g, group.first_row, n)));
   }
   HCACHE_RETURN_IF_ERROR(stage_.graphs().compute(g));
   return logits;

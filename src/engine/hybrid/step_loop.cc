@@ -197,11 +197,10 @@ Status StepLoop::second_half(const Run& run, int layer) {
   HCACHE_RETURN_IF_ERROR(status);
   if (!p_.times_graphs) return {};
   const double half_s = seconds(now_ns() - begin_ns);
-  int64_t n_rows = 0;
   const auto samples = std::span(run.times->samples).last(products_s_.size());
-  for (const BatchSample& sample : samples) n_rows += sample.rows;
   for (size_t i = 0; i < samples.size(); ++i) {
-    products_s_[i] += half_s * static_cast<double>(samples[i].rows) / static_cast<double>(n_rows);
+    products_s_[i] +=
+        half_s * static_cast<double>(samples[i].rows) / static_cast<double>(run.times->rows);
   }
   return {};
 }

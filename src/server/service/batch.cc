@@ -34,6 +34,8 @@ Status run_batch(Env& env, const ServerOptions& server, const BatchOptions& batc
   last->total = static_cast<int64_t>(file->input().lines().size());
   last->bad_lines = file->input().bad_lines();
   ServerOptions options = server;
+  options.runtime.batch.sequences =
+      static_cast<int32_t>(std::clamp<int64_t>(last->total, 1, batch.parallel));
   if (options.runtime.batch.use == state::BatchEngineUse::kWhereStreamed &&
       estimate_tokens(file->input(), batch.parallel, options.max_new_tokens) >
           options.runtime.engine.arena_tokens) {
