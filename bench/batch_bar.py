@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-memory", default="32MiB")
     parser.add_argument("--peer-slots", default="1,4,8,16", help="llama-server's -np")
     parser.add_argument("--peer-tokens", default="2,8", help="of the two waves")
+    parser.add_argument("--peer-options", default="", help='more of llama-server\'s: "--no-mmap -ub 2048"')
     parser.add_argument("--llama-server", type=Path)
     args = parser.parse_args()
     if args.quick:
@@ -170,7 +171,7 @@ def peer(args, info: dict, slots: int, placement: list) -> dict:
     with lib.memory_group(args.limit, args.model) as prefix:
         server = servers.Server("llama-server", [
             *prefix, args.llama_server, "-m", args.model, "-t", args.threads, "-c", context, *options,
-            "--cache-ram", 0], args.work / "llama-server.log")
+            "--cache-ram", 0, *args.peer_options.split()], args.work / "llama-server.log")
         try:
             with server:
                 batch = prompts(args)[:slots]
@@ -205,26 +206,34 @@ def main() -> None:
     same = sum(text == expected.get(name) for name, text in ours.pop("answers").items())
     if same != args.requests and args.device == "cpu":
         raise RuntimeError(f"{args.requests - same} of {args.requests} answers are not the resident run's")
-    peers = [peer(args, info, slots, placement)
-             for placement in placements(args) for slots in args.peer_slots]
-    bounds = bounds_of(args, resident, ours, rate)
-    best = max((p["tokens_per_s"] for p in peers if "seconds" in p), default=None)
     results = {"quick": args.quick, "model": args.model.name, "model_bytes": args.model.stat().st_size,
                "device": args.device, "weights": args.weights, "limit_gib": args.limit,
-               "device_memory": args.device_memory, "disk_bytes_per_s": rate, "bounds": bounds,
-               "resident": resident, "hcache": ours, "peers": peers,
-               "same_answers": same if expected else None,
-               "ratio": ours["tokens_per_s"] / best if best else None,
-               "of_bound": ours["tokens_per_s"] / min(bounds.values()) if bounds else None}
+               "device_memory": args.device_memory, "peer_options": args.peer_options,
+               "disk_bytes_per_s": rate, "bounds": bounds_of(args, resident, ours, rate),
+               "resident": resident, "hcache": ours, "same_answers": same if expected else None}
+    compare(args, info, results)
+
+
+def compare(args, info: dict, results: dict) -> None:
+    """Runs llama-server each way; what is known is written after each, and told at the end."""
+    ours, bounds = results["hcache"], results["bounds"]
+    results["of_bound"] = ours["tokens_per_s"] / min(bounds.values()) if bounds else None
+    results["peers"] = []
+    for slots in args.peer_slots:
+        for placement in placements(args):
+            results["peers"].append(peer(args, info, slots, placement))
+            best = max((p["tokens_per_s"] for p in results["peers"] if "seconds" in p), default=None)
+            results["ratio"] = ours["tokens_per_s"] / best if best else None
+            lib.write_results(args.json_file or (args.work / "batch_bar.json"), results)
+    rate = results["disk_bytes_per_s"]
     print((f"the disk brings {rate / 1e9:.2f} GB/s; " if rate else "") + "bounds: "
           + ", ".join(f"{name} {bound:.1f} tokens/s" for name, bound in bounds.items())
           + f"; peak memory {ours.get('peak_bytes', 0) / 2**20:.0f} MiB")
     rows = [[f"llama-server {p['options']}",
-             f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]] for p in peers]
+             f"{p['tokens_per_s']:.2f}" if "seconds" in p else p["failed"]] for p in results["peers"]]
     print(lib.table(["", "tokens/s"], [["hcache batch", f"{ours['tokens_per_s']:.2f}"], *rows]))
     print(f"{results['ratio'] or 0:.2f} times llama-server, "
           f"{results['of_bound'] or 0:.2f} of the lower bound")
-    lib.write_results(args.json_file or (args.work / "batch_bar.json"), results)
 
 
 if __name__ == "__main__":
