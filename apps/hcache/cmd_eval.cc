@@ -1,5 +1,5 @@
-// hcache eval ppl|kl|truncation|tasks: what a way to keep state costs in quality. Everything is
-// scored on what serves requests: saved, closed, opened anew, restored, gone on from.
+// hcache eval ppl|kl|truncation|compression|tasks: what a way to keep state costs in quality.
+// Everything is scored on what serves requests: saved, closed, opened anew, restored, gone on from.
 
 #include "commands.h"
 #include "eval.h"
@@ -20,6 +20,10 @@ void add_eval(CLI::App& app, Verb* verb) {
                            "Perplexity of a text that outgrows the context, whose oldest tokens "
                            "are dropped from the KV cache, against computing anew without them",
                            eval_truncation);
+  add_verb<CompressionArgs>(*group, verb, "compression",
+                            "What is lost where the layers keep some rows of the KV cache only, "
+                            "by which rows and how many",
+                            eval_compression);
   add_verb<TasksArgs>(*group, verb, "tasks",
                       "Share of questions whose right answer is the likeliest: of a file, or made "
                       "up to be looked up in a long text",

@@ -2,16 +2,24 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/units.h"
 #include "bench.h"
 #include "commands.h"
+#include "model/tokenizer.h"
 #include "session.h"
+#include "state/sparsity.h"
 
 namespace hcache::cli {
 namespace {
 
 struct ProfileArgs : Options {
   bool refresh = flag(&refresh, "--refresh", "measure again");
+  bool sparsity = flag(&sparsity, "--sparsity",
+                       "how much of the attention counts in each layer, over predefined prompts "
+                       "(CaR), instead of what restoring costs",
+                       {.excludes = "--refresh"});
   RuntimeArgs runtime{nullptr};
   bool json = flag(&json, "--json", "print JSON instead of text");
 
@@ -55,8 +63,56 @@ Json costs_json(const policy::RestoreCosts& costs, const state::CostProfile& p) 
           {"step_finish_s", p.finish_s * p.compute_scale}};
 }
 
+std::string percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
+
+Status profile_sparsity(const ProfileArgs& args) {
+  ProgressLine line;
+  ThrottledEnv env(Env::real());
+  RuntimeArgs options = args.runtime;
+  options.no_store = true;
+  options.ctx = std::max(options.ctx, state::kSparsityCells);
+  HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(options, env, line));
+  const model::Model& model = runtime->model();
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(model.path()));
+  HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
+                          state::measure_sparsity(runtime->engine(), *tokenizer));
+  line.finish();
+  const std::vector<double> density = sparsity.density();
+  const auto heads = static_cast<size_t>(sparsity.n_head_kv);
+  Json layers = Json::array();
+  std::vector<std::vector<std::string>> rows = {
+      {"layer", "small weights", "of the heads", "keys that count alike"}};
+  for (size_t layer = 0; layer < density.size(); ++layer) {
+    Json small = Json::array();
+    Json spread = Json::array();
+    std::string each;
+    double mean_spread = 0;
+    for (size_t head = 0; head < heads; ++head) {
+      const state::SparsityProfile::Head& of = sparsity.heads[layer * heads + head];
+      small.push_back(of.small);
+      spread.push_back(of.spread);
+      mean_spread += of.spread / static_cast<double>(heads);
+      if (head < 8) each += fmt::format("{}{:.0f}", head > 0 ? " " : "", 100 * of.small);
+    }
+    if (heads > 8) each += " …";
+    rows.push_back(
+        {fmt::format("{}", layer), percent(1 - density[layer]), each, percent(mean_spread)});
+    layers.push_back(
+        {{"small", 1 - density[layer]}, {"small_of_heads", small}, {"spread_of_heads", spread}});
+  }
+  HCACHE_RETURN_IF_ERROR(runtime->close());
+  if (args.json) return write_json({{"model", model.path()}, {"layers", layers}}, "");
+  fmt::print("model         {} ({} layers, {} heads of K and V)\n", model.path(), density.size(),
+             heads);
+  fmt::print(
+      "small         less than a hundredth of the largest weight of their row (CaR §III-D)\n\n{}",
+      format_columns(rows));
+  return {};
+}
+
 Status profile(const ProfileArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
+  if (args.sparsity) return profile_sparsity(args);
   ProgressLine line;
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(args.runtime, env, line));

@@ -86,6 +86,38 @@ struct TruncationArgs : EvalArgs {
       integer(&pieces, "--pieces", "N", 20, {1}, "use so many pieces of the text at most");
 };
 
+struct CompressionArgs : BenchArgs {
+  CompressionArgs();
+
+  std::string file = text(&file, "FILE", "", "",
+                          "the text, in UTF-8; without: made-up questions, as --lines says");
+  std::vector<std::string> policies =
+      texts(&policies, "--policies", "NAME,...", "recent,random,car,snap,self",
+            "none|recent|random|car|snap|self", "which rows the layers keep of a context");
+  std::vector<std::string> budgets = texts(&budgets, "--budgets", "SHARE,...", "0.75,0.5,0.25,0.1",
+                                           "", "shares of the rows that are kept");
+  std::string layers = choice(&layers, "--layers", "uniform",
+                              {{"uniform", "each layer keeps as many"},
+                               {"profile",
+                                "in proportion to the attention weights that count in "
+                                "it (CaR)"}},
+                              "how the rows are shared out over the layers");
+  int64_t context = integer(&context, "--context", "TOKENS", 1024, {64},
+                            "tokens of the text that the rows are of, one piece of it at a time");
+  int64_t tokens =
+      integer(&tokens, "--tokens", "TOKENS", 128, {1, 4096}, "so many behind them are predicted");
+  int64_t pieces =
+      integer(&pieces, "--pieces", "N", 8, {1}, "use so many pieces of the text at most");
+  int64_t lines = integer(&lines, "--lines", "N", 20, {8, 100000},
+                          "made-up questions: a number that one of the first of so many sentences "
+                          "gives, asked for behind another question",
+                          {.excludes = "FILE"});
+  int64_t questions = integer(&questions, "--questions", "N", 50, {1, 1000000},
+                              "so many made-up ones", {.excludes = "FILE"});
+  int64_t seed =
+      integer(&seed, "--seed", "N", 1, {0}, "of the made-up questions, and of random rows");
+};
+
 // Perplexity of a text, by each method.
 [[nodiscard]] Status eval_ppl(PplArgs args);
 // How far the predictions of each method are from the base's, token by token.
@@ -95,6 +127,8 @@ struct TruncationArgs : EvalArgs {
 
 // How well text is predicted that outgrows the context.
 [[nodiscard]] Status eval_truncation(TruncationArgs args);
+// What is lost where layers keep some rows only.
+[[nodiscard]] Status eval_compression(CompressionArgs args);
 
 // Where the first part of a prompt comes from.
 struct EvalMethod {

@@ -44,6 +44,7 @@ Result<SeqId> ArenaRows::fork(SeqId src, int64_t n_tokens) {
     return out_of_range(
         fmt::format("can't fork {} tokens of sequence {}, which has {}", n_tokens, src, length));
   }
+  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(src, n_tokens));
   const SeqId seq = sequences_.add();
   const auto copy = [&]() -> Status {
     HCACHE_RETURN_IF_ERROR(reserve(seq, n_tokens));
@@ -60,6 +61,9 @@ Result<SeqId> ArenaRows::fork(SeqId src, int64_t n_tokens) {
     release(seq).ignore("it exists: it was created above");
     return status;
   }
+  if (const int64_t compacted = sequences_.compacted(src); compacted > 0) {
+    sequences_.set_compacted(seq, compacted);
+  }
   fence_copies();
   return seq;
 }
@@ -71,6 +75,7 @@ Status ArenaRows::trim(SeqId seq, int64_t n_tokens) {
     return out_of_range(
         fmt::format("can't keep {} tokens of sequence {}, which has {}", n_tokens, seq, length));
   }
+  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, n_tokens));
   // Copies still under way into rows that go must not land in their next owner's.
   stages_.wait_for_uploads();
   sequences_.set_length(seq, n_tokens);
@@ -86,6 +91,7 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   }
   if (to == length || from == to) return trim(seq, length - (to - from));
   HCACHE_RETURN_IF_ERROR(check_positions_move());
+  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, from));
   stages_.wait_for_uploads();
   for (int group = 0; group < sequences_.n_groups(); ++group) {
     const HeldRows held = sequences_.held(seq, group);
@@ -118,6 +124,7 @@ Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_
   }
   if (moved == 0 || n_rows == 0) return {};
   HCACHE_RETURN_IF_ERROR(check_positions_move());
+  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, first_pos));
   stages_.wait_for_uploads();
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
   HCACHE_RETURN_IF_ERROR(shift_k([&](int each) { return each == layer; }, cell, n_rows, moved));

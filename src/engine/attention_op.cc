@@ -36,6 +36,7 @@ AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool our
             .scale = hp.attention_scale};
   if (ours) {
     plan_ = std::make_unique<AttentionPlan>(shape_, graphs.device().n_threads());
+    calls_.assign(static_cast<size_t>(hp.n_layer), {.plan = plan_.get(), .observed = {}});
   } else {
     flash_ = options.attention != AttentionKind::kScores && has_flash_attention(options.kv_type);
   }
@@ -136,12 +137,17 @@ void AttentionOp::upload_masks() {
   }
 }
 
-ggml_tensor* AttentionOp::build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
+void AttentionOp::observe(int layer, const AttentionObservation& observed) {
+  calls_.at(static_cast<size_t>(layer)).observed = observed;
+}
+
+ggml_tensor* AttentionOp::build(ggml_context* ctx, int layer, ggml_tensor* q, ggml_tensor* k_arena,
                                 ggml_tensor* v_arena) {
   if (plan_ == nullptr) return build_ggml(ctx, q, k_arena, v_arena);
   std::array<ggml_tensor*, 3> args = {q, k_arena, v_arena};
   return ggml_custom_4d(ctx, GGML_TYPE_F32, q->ne[0] * q->ne[1], q->ne[2], 1, 1, args.data(),
-                        static_cast<int>(args.size()), run_custom, GGML_N_TASKS_MAX, plan_.get());
+                        static_cast<int>(args.size()), run_custom, GGML_N_TASKS_MAX,
+                        &calls_[static_cast<size_t>(layer)]);
 }
 
 void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata) {
@@ -156,7 +162,8 @@ void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata)
                                     .v_stride = v->nb[1],
                                     .out = static_cast<float*>(dst->data),
                                     .out_stride = dst->nb[1]};
-  static_cast<AttentionPlan*>(userdata)->run(tensors, ith, nth);
+  const auto* call = static_cast<const Call*>(userdata);
+  call->plan->run(tensors, ith, nth, call->observed);
 }
 
 bool AttentionOp::has_flash_attention(ggml_type kv_type) const {

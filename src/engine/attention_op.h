@@ -31,7 +31,11 @@ class AttentionOp {
   // Fixes the segments for the graphs built from here on. For ggml's kernel it uploads masks,
   // which may need device memory.
   Status set_batch(std::span<const AttentionSegment> segments);
-  ggml_tensor* build(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena, ggml_tensor* v_arena);
+  ggml_tensor* build(ggml_context* ctx, int layer, ggml_tensor* q, ggml_tensor* k_arena,
+                     ggml_tensor* v_arena);
+  // What the graphs of a layer observe, from the next that is computed on; ours() alone can. None
+  // may be running.
+  void observe(int layer, const AttentionObservation& observed);
   [[nodiscard]] bool ours() const { return plan_ != nullptr; }
   // Of what build() makes of the segments: as long as it stays, graphs fit the batches that follow.
   [[nodiscard]] uint64_t layout() const { return layout_; }
@@ -56,6 +60,11 @@ class AttentionOp {
   // Tensors for masks of these layouts.
   Status make_masks(std::vector<Layout> layouts);
   void upload_masks();
+  // Of our kernel, what the op of a layer's graphs points to.
+  struct Call {
+    AttentionPlan* plan = nullptr;
+    AttentionObservation observed;
+  };
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
                           ggml_tensor* v_arena);
@@ -71,6 +80,7 @@ class AttentionOp {
   AttentionShape shape_;
   int64_t view_cells_ = 1;  // on a multiple of so many cells a view of the arena may begin
   std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
+  std::vector<Call> calls_;              // per layer, of plan_
   bool flash_ = true;                    // the device has it for this size of heads
   bool tiled_ = false;  // the kernel may be the CPU's, which is another one for few rows
   std::vector<AttentionSegment> segments_;

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -44,10 +45,10 @@ bool Engine::stages_overlap() const {
 
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& options,
                                                const MakeQueues& make_queues) {
-  // All layers hold the same rows.
+  std::vector<int> row_groups(static_cast<size_t>(model.hparams().n_layer), 0);
+  if (options.separate_layers) std::iota(row_groups.begin(), row_groups.end(), 0);
   HCACHE_ASSIGN_OR_RETURN(auto parts,
-                          EngineParts::create(model, options, make_queues,
-                                              std::vector<int>(model.hparams().n_layer, 0)));
+                          EngineParts::create(model, options, make_queues, std::move(row_groups)));
   return std::unique_ptr<Engine>(new Engine(std::move(parts)));
 }
 
@@ -86,6 +87,15 @@ Status Engine::reserve_rows(SeqId seq, int64_t n_tokens) {
 int64_t Engine::length(SeqId seq) const { return parts_->sequences.length(seq); }
 
 int64_t Engine::arena_free_cells() const { return parts_->sequences.free_cells(); }
+
+Status Engine::observe(const ObservedRows& rows, AttentionScores* scores) {
+  return parts_->steps.observe(rows, scores);
+}
+
+Status Engine::keep_rows(SeqId seq, int layer, std::span<const int32_t> kept) {
+  HCACHE_RETURN_IF_ERROR(synchronize());
+  return parts_->kept.keep(seq, layer, kept);
+}
 
 // --- Steps
 // -----------------------------------------------------------------------------------

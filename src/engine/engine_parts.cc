@@ -137,7 +137,8 @@ EngineParts::EngineParts(const Model& m, const EngineOptions& o, std::vector<int
       tap(model, options, stages, types),
       table(model, stages.members(0)),
       steps(model, options, sequences, rows, stages, types, tap, table, *weights),
-      restore(model, options, sequences, stages, types, *weights) {}
+      restore(model, options, sequences, stages, types, *weights),
+      kept(model, options, sequences, stages, restore) {}
 
 // The parts' device memory is in use until then.
 EngineParts::~EngineParts() {

@@ -11,6 +11,7 @@
 #include "engine/engine.h"
 #include "engine/weight_stream.h"
 #include "hidden_types.h"
+#include "kept_rows.h"
 #include "model/model.h"
 #include "restore_ops.h"
 #include "sequences.h"
@@ -41,6 +42,7 @@ struct EngineParts {
   TokenTable table;
   StepRunner steps;
   RestoreOps restore;
+  KeptRows kept;
 
  private:
   EngineParts(const model::Model& m, const EngineOptions& o, std::vector<int> row_groups,

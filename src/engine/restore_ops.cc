@@ -67,6 +67,13 @@ Status RestoreOps::check_rows(SeqId seq, int layer, int64_t first_pos, int64_t n
   return {};
 }
 
+// Rows that a layer keeps of more than it holds are no longer what their positions say.
+Status RestoreOps::check_writable(SeqId seq, int layer, int64_t first_pos, int64_t n_rows) const {
+  HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
+  if (sequences_.held(seq, sequences_.group_of(layer)).first_pos == 0) return {};
+  return sequences_.check_compacted(seq, first_pos);
+}
+
 Status RestoreOps::check_slice(int layer, int first_row, int n_rows) const {
   if (layer < 0 || layer >= model_.hparams().n_layer) {
     return out_of_range(
@@ -79,7 +86,7 @@ Status RestoreOps::check_slice(int layer, int first_row, int n_rows) const {
 
 Result<RestoreOps::Ticket> RestoreOps::load_kv(SeqId seq, int layer, int64_t first_pos, int n_rows,
                                                const std::byte* k, const std::byte* v) {
-  HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
+  HCACHE_RETURN_IF_ERROR(check_writable(seq, layer, first_pos, n_rows));
   const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
   if (stages_.shares_layers()) return load_shares(layer, cell, n_rows, k, v);
   Stage& stage = stages_.of(layer);
@@ -220,7 +227,7 @@ void RestoreOps::close_slot(const Stage& stage, Slot* slot) {
 
 Status RestoreOps::project_staged(SeqId seq, int layer, int64_t first_pos, int n_rows,
                                   ggml_type type) {
-  HCACHE_RETURN_IF_ERROR(check_rows(seq, layer, first_pos, n_rows));
+  HCACHE_RETURN_IF_ERROR(check_writable(seq, layer, first_pos, n_rows));
   HCACHE_RETURN_IF_ERROR(check_slice(layer, 0, n_rows));
   const auto members = stages_.members(layer);
   for (const Stage* stage : members) {

@@ -72,6 +72,8 @@ class RestoreOps {
   // The slice was projected; the slot is the last to be taken again.
   void close_slot(const Stage& stage, Slot* slot);
   [[nodiscard]] Status check_rows(SeqId seq, int layer, int64_t first_pos, int64_t n_rows) const;
+  [[nodiscard]] Status check_writable(SeqId seq, int layer, int64_t first_pos,
+                                      int64_t n_rows) const;
   [[nodiscard]] Status check_slice(int layer, int first_row, int n_rows) const;
   [[nodiscard]] Slot* open_slot(const Stage& stage, SeqId seq);
   Result<Slot*> take_slot(Stage& stage, SeqId seq);

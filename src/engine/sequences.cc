@@ -22,6 +22,7 @@ SeqId Sequences::add() {
 
 void Sequences::remove(SeqId seq) {
   lengths_.erase(seq);
+  compacted_.erase(seq);
   for (Group& group : groups_) {
     group.extents.remove(seq);
     group.first_pos.erase(seq);
@@ -36,6 +37,19 @@ Status Sequences::check(SeqId seq) const {
 int64_t Sequences::length(SeqId seq) const {
   const auto it = lengths_.find(seq);
   return it == lengths_.end() ? -1 : it->second;
+}
+
+int64_t Sequences::compacted(SeqId seq) const {
+  const auto it = compacted_.find(seq);
+  return it == compacted_.end() ? 0 : it->second;
+}
+
+Status Sequences::check_compacted(SeqId seq, int64_t pos) const {
+  if (pos >= compacted(seq)) return {};
+  return failed_precondition(
+      fmt::format("the first {} tokens of sequence {} lack rows in some layers and stay as they "
+                  "are; position {} is one of them",
+                  compacted(seq), seq, pos));
 }
 
 Result<std::vector<Sequences::GroupMoves>> Sequences::resize(SeqId seq, int64_t n_tokens) {

@@ -46,6 +46,13 @@ class Sequences {
   [[nodiscard]] int64_t length(SeqId seq) const;
   void set_length(SeqId seq, int64_t n_tokens) { lengths_.at(seq) = n_tokens; }
 
+  // The first so many tokens are compacted: some layer holds fewer rows of theirs, so that they
+  // can't be taken apart any more. 0 unless set.
+  void set_compacted(SeqId seq, int64_t n_tokens) { compacted_[seq] = n_tokens; }
+  [[nodiscard]] int64_t compacted(SeqId seq) const;
+  // kFailedPrecondition where what is done from position `pos` on would touch them.
+  [[nodiscard]] Status check_compacted(SeqId seq, int64_t pos) const;
+
   // Room for the rows up to n_tokens in every group; the length stays. Growing may move rows, of
   // other sequences too. kResourceExhausted, with nothing changed, when the arena is full.
   Result<std::vector<GroupMoves>> resize(SeqId seq, int64_t n_tokens);
@@ -77,6 +84,7 @@ class Sequences {
   std::vector<int> group_of_layer_;
   std::vector<Group> groups_;
   std::map<SeqId, int64_t> lengths_;
+  std::map<SeqId, int64_t> compacted_;  // where it is not 0
   SeqId next_ = 0;
   uint64_t epoch_ = 0;
 };

@@ -48,6 +48,7 @@ Status StepRunner::add_segments(std::span<const BatchItem> items, StepState& ste
     const int64_t length = sequences_.length(item.seq);
     const int64_t first = item.first_pos < 0 ? length : item.first_pos;
     const int64_t end = first + static_cast<int64_t>(item.tokens.size());
+    HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(item.seq, first));
     if (item.tokens.empty() || first > length) {
       return invalid_argument(
           fmt::format("sequence {}: a batch item needs tokens that begin at or "
@@ -158,6 +159,66 @@ void StepRunner::place(StepState& step) {
   }
 }
 
+Status StepRunner::observe(const ObservedRows& rows, AttentionScores* scores) {
+  const model::HParams& hp = model_.hparams();
+  if (scores != nullptr) {
+    HCACHE_RETURN_IF_ERROR(sequences_.check(rows.seq));
+    if (rows.first_pos < 0 || rows.stride < 1 || rows.n_keys < 1) {
+      return invalid_argument(
+          fmt::format("can't observe every {}th row from {} on of {} keys; positions begin at 0, "
+                      "the others at 1",
+                      rows.stride, rows.first_pos, rows.n_keys));
+    }
+    if (sequences_.compacted(rows.seq) > 0) {
+      return failed_precondition(fmt::format(
+          "layers of sequence {} do without rows: attention can't be told by position", rows.seq));
+    }
+    for (int layer = 0; layer < hp.n_layer; ++layer) {
+      if (!stages_.shares_layers() && stages_.of(layer).attention(0).ours()) continue;
+      return unimplemented(fmt::format(
+          "what attention falls on is told by hcache's own kernel alone, and layer {} is computed "
+          "by another; take a CPU with --kv-type f16",
+          layer));
+    }
+    scores->n_head_kv = hp.n_head_kv;
+    scores->tallies.resize(static_cast<size_t>(hp.n_layer) * static_cast<size_t>(hp.n_head_kv));
+    for (AttentionTally& tally : scores->tallies) tally.reset(rows.n_keys);
+  }
+  stages_.synchronize();  // a graph under way may still tell the one before
+  if (scores == nullptr && scores_ != nullptr) {
+    for (int layer = 0; layer < hp.n_layer; ++layer) {
+      stages_.of(layer).attention(sequences_.group_of(layer)).observe(layer, {});
+    }
+  }
+  observed_ = rows;
+  scores_ = scores;
+  return {};
+}
+
+void StepRunner::observe(const StepState& step, int begin, int end) {
+  AttentionObservation observation;
+  for (size_t i = 0; i < step.segments.size(); ++i) {
+    const StepState::Segment& s = step.segments[i];
+    if (s.seq != observed_.seq) continue;
+    const int64_t skipped = std::max<int64_t>(0, s.first_pos - observed_.first_pos);
+    const int64_t first = observed_.first_pos +
+                          (skipped + observed_.stride - 1) / observed_.stride * observed_.stride;
+    const int64_t rows_end = std::min(observed_.end_pos, s.first_pos + s.n_rows);
+    observation = {.tallies = scores_->tallies.data(),
+                   .segment = static_cast<int32_t>(i),
+                   .first_row = static_cast<int32_t>(std::min(first, rows_end) - s.first_pos),
+                   .end_row = static_cast<int32_t>(rows_end - s.first_pos),
+                   .stride = static_cast<int32_t>(observed_.stride)};
+  }
+  for (int layer = begin; layer < end; ++layer) {
+    if (observation.any()) {
+      observation.tallies = &scores_->tallies[static_cast<size_t>(layer * scores_->n_head_kv)];
+    }
+    stages_.of(layer).graphs().synchronize();
+    stages_.of(layer).attention(sequences_.group_of(layer)).observe(layer, observation);
+  }
+}
+
 Status StepRunner::check_range(const StepState& step, int begin, int end) const {
   if (step.finished || begin != step.next_layer || end < begin || end > model_.hparams().n_layer) {
     return failed_precondition(fmt::format("layers [{}, {}) can't follow layer {} of a step", begin,
@@ -177,6 +238,7 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   if (step.next_layer == end) return {};
   if (layer_0_tail && step.capture.empty()) table_.keep_unknown_tokens(step);
   place(step);
+  if (scores_ != nullptr) observe(step, step.next_layer, end);
   if (stages_.shares_layers()) return run_shared(step, end, kv_only_last);
   while (step.next_layer < end) {
     Stage& stage = stages_.of(step.next_layer);

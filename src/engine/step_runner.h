@@ -36,6 +36,8 @@ class StepRunner {
   Result<Logits> finish(StepState& step);
   // The step ends without having been finished: the room that was reserved for it is given back.
   void abandon(StepState& step);
+  // See Engine.
+  Status observe(const ObservedRows& rows, AttentionScores* scores);
   // What the tap captures has changed.
   void capture_changed() { graphs_.forget_last(); }
 
@@ -44,6 +46,8 @@ class StepRunner {
   Status add_rows(std::span<const BatchItem> items, StepState& step);
   Status check_room(const StepState& step) const;
   void place(StepState& step);
+  // Tells the attention of layers [begin, end) which of the step's rows are observed.
+  void observe(const StepState& step, int begin, int end);
   Status run_stage(Stage& stage, StepState& step, int end, bool kv_only_last);
   Status run_shared(StepState& step, int end, bool kv_only_last);
   void fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits);
@@ -64,6 +68,8 @@ class StepRunner {
   WeightStream& weights_;
   StepGraphs graphs_;
   SharedLayers shared_;
+  ObservedRows observed_;
+  AttentionScores* scores_ = nullptr;
   std::vector<float> logits_;        // of the step that was finished last
   std::vector<float> spare_x_;       // memory for another step's rows
   std::vector<float> spare_logits_;  // memory for another step's

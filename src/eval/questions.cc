@@ -82,24 +82,60 @@ std::vector<std::string> numbers(int64_t n, std::mt19937_64& random) {
   return out;
 }
 
-Question retrieval_question(int64_t lines, std::mt19937_64& random) {
-  const std::vector<std::string> keys = names(lines, random);
-  const std::vector<std::string> values = numbers(lines, random);
-  Question question;
-  question.prompt = "Every thing in the house has a number.\n";
-  for (size_t i = 0; i < keys.size(); ++i) {
-    question.prompt += fmt::format("The number of the {} is {}.\n", keys[i], values[i]);
+// Sentences that give a number to a thing each.
+struct House {
+  std::vector<std::string> keys;
+  std::vector<std::string> values;
+  std::string text;
+};
+
+House make_house(int64_t lines, std::mt19937_64& random) {
+  House house;
+  house.keys = names(lines, random);
+  house.values = numbers(lines, random);
+  house.text = "Every thing in the house has a number.\n";
+  for (size_t i = 0; i < house.keys.size(); ++i) {
+    house.text += fmt::format("The number of the {} is {}.\n", house.keys[i], house.values[i]);
   }
-  const size_t asked = random() % std::max<size_t>(1, keys.size() / 4);
-  question.prompt += fmt::format("Now look it up.\nThe number of the {} is", keys[asked]);
+  return house;
+}
+
+size_t first_quarter(const House& house) { return std::max<size_t>(1, house.keys.size() / 4); }
+
+std::string question_for(const House& house, size_t asked) {
+  return fmt::format("Now look it up.\nThe number of the {} is", house.keys[asked]);
+}
+
+void add_choices(const House& house, size_t asked, std::mt19937_64& random, Question& question) {
   std::set<size_t> chosen = {asked};
-  while (chosen.size() < kRetrievalChoices) chosen.insert(random() % keys.size());
+  while (chosen.size() < kRetrievalChoices) chosen.insert(random() % house.keys.size());
   std::vector<size_t> order(chosen.begin(), chosen.end());
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
   for (const size_t at : order) {
     if (at == asked) question.answer = static_cast<int>(question.choices.size());
-    question.choices.push_back(" " + values[at]);
+    question.choices.push_back(" " + house.values[at]);
   }
+}
+
+Question retrieval_question(int64_t lines, std::mt19937_64& random) {
+  const House house = make_house(lines, random);
+  const size_t asked = random() % first_quarter(house);
+  Question question;
+  question.prompt = house.text + question_for(house, asked);
+  add_choices(house, asked, random, question);
+  return question;
+}
+
+LaterQuestion later_question(int64_t lines, std::mt19937_64& random) {
+  const House house = make_house(lines, random);
+  const size_t n = first_quarter(house);
+  const size_t first = random() % n;
+  const size_t asked = (first + 1 + random() % (n - 1)) % n;  // another one
+  LaterQuestion question;
+  question.context =
+      fmt::format("{}{} {}.\n", house.text, question_for(house, first), house.values[first]);
+  question.later.prompt = question_for(house, asked);
+  add_choices(house, asked, random, question.later);
   return question;
 }
 
@@ -128,6 +164,15 @@ std::vector<Question> retrieval_questions(int64_t lines, int64_t n, uint64_t see
   std::vector<Question> questions;
   for (int64_t i = 0; i < n; ++i) {
     questions.push_back(retrieval_question(std::max<int64_t>(lines, kRetrievalChoices), random));
+  }
+  return questions;
+}
+
+std::vector<LaterQuestion> later_retrieval_questions(int64_t lines, int64_t n, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<LaterQuestion> questions;
+  for (int64_t i = 0; i < n; ++i) {
+    questions.push_back(later_question(std::max<int64_t>(lines, 2 * kRetrievalChoices), random));
   }
   return questions;
 }

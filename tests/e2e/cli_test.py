@@ -78,6 +78,20 @@ class Cli(unittest.TestCase):
         self.hcache("profile", "-m", MODEL, "--state-dir", self.state, "--ctx", "256")
         self.assertNotIn("assumed", self.hcache(*plan))
 
+    def test_how_much_of_attention_counts(self):
+        profile = ["profile", "--sparsity", "-m", MODEL, "--state-dir", self.state, "--ctx", "256"]
+        layers = json.loads(self.hcache(*profile, "--json"))["layers"]
+        info = json.loads(self.hcache("model", "info", MODEL, "--json"))
+        self.assertEqual(len(layers), info["n_layer"])
+        for layer in layers:
+            self.assertEqual(len(layer["small_of_heads"]), info["n_head_kv"])
+            for share in layer["small_of_heads"] + layer["spread_of_heads"]:
+                self.assertTrue(0 < share < 1, layer)
+        # CaR's Fig. 4: what counts becomes less from the first layer on.
+        self.assertGreater(layers[-1]["small"], layers[0]["small"])
+        self.assertIn("small weights", self.hcache(*profile))
+        self.assertIn("--kv-type f16", self.hcache(*profile, "--kv-type", "q8_0", code=8))
+
     def test_options_that_would_do_nothing_are_refused(self):
         hardware = ["plan", "--hardware", "a100", "--model", "llama2-7b"]
         lines = [
@@ -85,7 +99,7 @@ class Cli(unittest.TestCase):
             ["plan", "--store", "x"],
             [*hardware, "--threads", "2"], [*hardware, "--link", "1GB/s"], [*hardware, "--timeline"],
             [*hardware, "--state-dir", "x"], [*hardware, "--kv-type", "f32"],
-            ["profile", "--salt", "x"], ["profile", "--save", "kv"], ["profile", "--no-save"],
+            ["profile", "--sparsity", "--refresh"], ["profile", "--salt", "x"], ["profile", "--save", "kv"], ["profile", "--no-save"],
             ["profile", "--remote", "redis://localhost"], ["profile", "--quota", "1GiB"],
             ["run", "-p", "x", "--remote-ttl", "1h"], ["run", "-p", "x", "--raw", "--system", "y"],
             ["chat", "--remote-write", "back"],

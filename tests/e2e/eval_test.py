@@ -109,6 +109,45 @@ class Eval(unittest.TestCase):
         table = self.hcache("tasks", "--lines", "8", "--questions", "2")
         self.assertIn("25.0 % are right by chance", table)
 
+    def test_what_is_lost_grows_with_what_is_left_out(self):
+        out = self.json("compression", self.text, "--context", "384", "--tokens", "48", "--pieces", "2",
+                        "--budgets", "1,0.5,0.15", "--policies", "none,recent,random,car,snap,self")
+        self.assertEqual(out["text"]["pieces"], 2)
+        rows = {(row["policy"], row["budget"]): row for row in out["rows"]}
+        self.assertEqual(len(rows), 1 + 5 * 3)
+        base = rows["none", 1]["perplexity"]
+        for policy in ("recent", "random", "car", "snap", "self"):
+            whole, half, few = (rows[policy, budget] for budget in (1, 0.5, 0.15))
+            self.assertEqual(whole["perplexity"], base, "all rows are kept")
+            self.assertEqual(whole["mean_kl"]["value"], 0)
+            self.assertEqual(whole["same_top"]["value"], 1)
+            self.assertEqual([row["kept"] for row in (whole, half)], [1, 0.5])
+            self.assertAlmostEqual(few["kept"], 0.15, delta=0.005)
+            self.assertGreater(half["mean_kl"]["value"], 0, policy)
+            self.assertGreater(few["mean_kl"]["value"], half["mean_kl"]["value"], policy)
+            self.assertLess(few["mean_kl"]["value"], 3, policy)
+        self.assertLess(rows["snap", 0.15]["mean_kl"]["value"],
+                        rows["random", 0.15]["mean_kl"]["value"])
+        uneven = self.json("compression", self.text, "--context", "384", "--tokens", "16", "--pieces",
+                           "1", "--budgets", "0.5", "--policies", "snap", "--layers", "profile")
+        self.assertAlmostEqual(uneven["rows"][1]["kept"], 0.5, delta=0.01)
+
+    def test_later_questions_behind_fewer_rows(self):
+        out = self.json("compression", "--lines", "8", "--questions", "3", "--budgets", "1,0.5",
+                        "--policies", "snap")
+        self.assertEqual(out["questions"]["questions"], 3)
+        self.assertEqual(out["questions"]["chance"], 0.25)
+        rows = {row["budget"]: row for row in out["rows"] if row["policy"] == "snap"}
+        self.assertEqual(rows[1]["accuracy"], out["rows"][0]["accuracy"])
+        self.assertAlmostEqual(rows[0.5]["kept"], 0.5, delta=0.01)
+
+    def test_compression_refuses_what_it_cannot_do(self):
+        for args, what in ((["--budgets", "0"], "(0, 1]"), (["--policies", "best"], "none|recent"),
+                           (["--context", "1000000"], "less than a context"),
+                           (["--layers", "fair"], "uniform"), (["--lines", "9"], "--lines")):
+            said = self.hcache("compression", self.text, *args, code=2)
+            self.assertIn(what, said)
+
     def test_a_base_with_another_vocabulary_is_refused(self):
         other = str(self.folder / "other.gguf")
         subprocess.run([PROGRAM, "model", "synth", "--shape", "smollm2-135m", "--layers", "1", "-o",

@@ -371,6 +371,121 @@ TEST_P(AttentionTest, PlanServesManyLayersWithAnyNumberOfThreads) {
   EXPECT_EQ(plan.scratch_bytes(), bytes) << "a step of a size seen before allocates nothing";
 }
 
+// In F64: the weights of one query head's row over its keys.
+std::vector<double> reference_weights(const Data& data, int row, int head, int64_t first_cell,
+                                      int64_t n_keys) {
+  const AttentionShape& s = data.shape;
+  const int kv = head / (s.n_head / s.n_head_kv);
+  const float* q = data.q.data() + row * data.q_pitch + static_cast<size_t>(head) * s.head_dim_k;
+  std::vector<double> w(static_cast<size_t>(n_keys));
+  for (int64_t j = 0; j < n_keys; ++j) {
+    const uint16_t* k = data.k.data() + static_cast<size_t>(first_cell + j) * data.k_pitch +
+                        static_cast<size_t>(kv) * s.head_dim_k;
+    double dot = 0;
+    for (int d = 0; d < s.head_dim_k; ++d) dot += q[d] * from_half(k[d]);
+    w[static_cast<size_t>(j)] = dot * s.scale;
+  }
+  const double top = *std::max_element(w.begin(), w.end());
+  double sum = 0;
+  for (double& x : w) sum += x = std::exp(x - top);
+  for (double& x : w) x /= sum;
+  return w;
+}
+
+// What the rows of a segment should be told to attend.
+std::vector<AttentionTally> reference_tallies(const Data& data, const AttentionSegment& segment,
+                                              const AttentionObservation& rows, int64_t n_keys) {
+  const AttentionShape& s = data.shape;
+  std::vector<AttentionTally> tallies(static_cast<size_t>(s.n_head_kv));
+  for (AttentionTally& tally : tallies) tally.reset(n_keys);
+  for (int row = rows.first_row; row < rows.end_row; row += rows.stride) {
+    for (int head = 0; head < s.n_head; ++head) {
+      const std::vector<double> w = reference_weights(data, segment.first_row + row, head,
+                                                      segment.first_cell, segment.n_past + row + 1);
+      AttentionTally& tally = tallies[static_cast<size_t>(head / (s.n_head / s.n_head_kv))];
+      const double top = *std::max_element(w.begin(), w.end());
+      double squares = 0;
+      for (size_t j = 0; j < w.size(); ++j) {
+        squares += w[j] * w[j];
+        if (w[j] < 0.01 * top) tally.small += 1;
+        if (j >= static_cast<size_t>(n_keys)) continue;
+        tally.sum[j] += static_cast<float>(w[j]);
+        tally.top[j] = std::max(tally.top[j], static_cast<float>(w[j]));
+      }
+      tally.seen += static_cast<double>(w.size());
+      tally.spread += 1 / squares / static_cast<double>(w.size());
+      ++tally.n_rows;
+    }
+  }
+  return tallies;
+}
+
+TEST_P(AttentionTest, ToldWeightsAreThoseOfTheSoftmax) {
+  for (const AttentionShape& shape : {shape_of(9, 3, 64, 64), shape_of(2, 2, 20, 20)}) {
+    const Data data(shape, 1000, 130, 41, 2.0);
+    const std::vector<AttentionSegment> segments = {{0, 1, 3, 77}, {1, 120, 100, 600}};
+    for (const auto& [first, end, stride, n_keys] :
+         {std::tuple{0, 120, 1, 720}, {88, 120, 1, 600}, {5, 119, 16, 601}, {119, 120, 1, 64}}) {
+      std::vector<AttentionTally> told(static_cast<size_t>(shape.n_head_kv));
+      for (AttentionTally& tally : told) tally.reset(n_keys);
+      const AttentionObservation rows{told.data(), 1, first, end, stride};
+      std::vector<float> out(static_cast<size_t>(data.rows()) * data.out_pitch, -7.0F);
+      AttentionPlan plan(shape, 2, GetParam());
+      plan.set_batch(segments);
+      plan.run(data.tensors(out), 0, 1, rows);
+      EXPECT_EQ(out, compute(data, segments, GetParam(), 1)) << "what is computed stays the same";
+
+      const auto expected = reference_tallies(data, segments[1], rows, n_keys);
+      std::vector<AttentionTally> threaded(told.size());
+      for (AttentionTally& tally : threaded) tally.reset(n_keys);
+      const AttentionObservation same{threaded.data(), 1, first, end, stride};
+      std::thread other([&] { plan.run(data.tensors(out), 1, 2, same); });
+      plan.run(data.tensors(out), 0, 2, same);
+      other.join();
+      for (size_t head = 0; head < told.size(); ++head) {
+        const AttentionTally& t = told[head];
+        const AttentionTally& e = expected[head];
+        for (size_t j = 0; j < static_cast<size_t>(n_keys); ++j) {
+          ASSERT_NEAR(t.sum[j], e.sum[j], 1e-4 * (1 + e.sum[j])) << j;
+          ASSERT_NEAR(t.top[j], e.top[j], 1e-4) << j;
+        }
+        EXPECT_EQ(t.n_rows, e.n_rows);
+        EXPECT_EQ(t.seen, e.seen);
+        EXPECT_NEAR(t.small, e.small, 1e-4 * e.seen);
+        EXPECT_NEAR(t.spread, e.spread, 1e-3 * e.spread);
+        EXPECT_EQ(threaded[head].sum, t.sum) << "whoever computes it";
+        EXPECT_EQ(threaded[head].small, t.small);
+      }
+    }
+  }
+}
+
+TEST_P(AttentionTest, StepsAddUpToOneTally) {
+  const AttentionShape shape = shape_of(6, 2, 64, 64);
+  const Data data(shape, 400, 200, 43);
+  const auto tell = [&](std::vector<AttentionTally>& told, const AttentionSegment& segment) {
+    std::vector<float> out(static_cast<size_t>(data.rows()) * data.out_pitch);
+    AttentionPlan plan(shape, 1, GetParam());
+    plan.set_batch({&segment, 1});
+    plan.run(data.tensors(out), 0, 1, {told.data(), 0, 0, segment.n_rows, 1});
+  };
+  std::vector<AttentionTally> at_once(2);
+  std::vector<AttentionTally> in_steps(2);
+  for (auto* tallies : {&at_once, &in_steps}) {
+    for (AttentionTally& tally : *tallies) tally.reset(200);
+  }
+  tell(at_once, {0, 200, 50, 0});
+  tell(in_steps, {0, 70, 50, 0});
+  tell(in_steps, {70, 130, 50, 70});
+  for (size_t head = 0; head < 2; ++head) {
+    EXPECT_EQ(in_steps[head].n_rows, at_once[head].n_rows);
+    EXPECT_EQ(in_steps[head].top, at_once[head].top);
+    for (size_t j = 0; j < 200; ++j) {
+      EXPECT_NEAR(in_steps[head].sum[j], at_once[head].sum[j], 1e-5) << j;
+    }
+  }
+}
+
 TEST(AttentionIsaTest, Avx2AndAvx512AgreeToTheBit) {
   if (!attention_isa_available(AttentionIsa::kAvx512)) GTEST_SKIP() << "this machine lacks it";
   for (const AttentionShape& shape : {shape_of(9, 3, 64, 64), shape_of(2, 2, 72, 88)}) {

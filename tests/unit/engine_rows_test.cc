@@ -1,5 +1,7 @@
 // Layers that hold fewer rows of a sequence than it has tokens: the bookkeeping, and steps over it.
+#include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -167,6 +169,212 @@ TEST_F(FewerRows, PositionsAreErasedFromWhatIsHeld) {
   EXPECT_EQ(held.n_rows, 10);
   EXPECT_EQ(rows(*p, seq, kLayer, 10, 10), rows(*p, reference, kLayer, 10, 10));
   EXPECT_EQ(rows(*p, seq, 0, 0, 20), rows(*p, reference, 0, 0, 20));
+}
+
+class KeptRowsTest : public ::testing::Test {
+ protected:
+  static std::unique_ptr<Engine> engine(ggml_type kv_type = GGML_TYPE_F16) {
+    return Engine::create(tiny_model("llama", 2, GGML_TYPE_Q8_0), {.arena_tokens = 400,
+                                                                   .kv_type = kv_type,
+                                                                   .max_batch_rows = 64,
+                                                                   .separate_layers = true})
+        .value();
+  }
+  static std::vector<Row> step(Engine& engine, SeqId seq, std::span<const int32_t> tokens) {
+    const BatchItem item{.seq = seq, .tokens = tokens, .output = Output::kAll};
+    return copy(engine.decode({&item, 1}).value());
+  }
+  static std::pair<Bytes, Bytes> rows(Engine& engine, SeqId seq, int layer, int64_t first,
+                                      int64_t n) {
+    Bytes k(static_cast<size_t>(n) * engine.kv_row_bytes());
+    Bytes v(k.size());
+    HCACHE_EXPECT_OK(engine.read_kv(seq, layer, first, static_cast<int>(n), k.data(), v.data()));
+    return {std::move(k), std::move(v)};
+  }
+  // The same rows for all heads.
+  static std::vector<int32_t> for_heads(const Engine& engine, const std::vector<int32_t>& rows) {
+    std::vector<int32_t> kept;
+    for (int i = 0; i < engine.model().hparams().n_head_kv; ++i) {
+      kept.insert(kept.end(), rows.begin(), rows.end());
+    }
+    return kept;
+  }
+  static std::vector<int32_t> range(int32_t from, int32_t to) {
+    std::vector<int32_t> all(static_cast<size_t>(to - from));
+    std::iota(all.begin(), all.end(), from);
+    return all;
+  }
+};
+
+TEST_F(KeptRowsTest, LayersOfTheirOwnComputeTheSame) {
+  const auto apart = engine();
+  const auto together = Engine::create(tiny_model("llama", 2, GGML_TYPE_Q8_0),
+                                       {.arena_tokens = 400, .max_batch_rows = 64})
+                            .value();
+  const Tokens tokens = random_tokens(apart->model(), 40, 1);
+  const SeqId a = apart->create_sequence().value();
+  const SeqId b = together->create_sequence().value();
+  EXPECT_TRUE(same_rows(step(*apart, a, tokens), step(*together, b, tokens)));
+  EXPECT_EQ(together->keep_rows(b, 0, for_heads(*together, range(0, 8))).code(),
+            Code::kFailedPrecondition);
+}
+
+TEST_F(KeptRowsTest, EachHeadHasTheRowsThatWereChosenForIt) {
+  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0}) {
+    const auto e = engine(type);
+    const int heads = e->model().hparams().n_head_kv;
+    ASSERT_GT(heads, 1);
+    const Tokens tokens = random_tokens(e->model(), 40, 1);
+    const SeqId seq = e->create_sequence().value();
+    step(*e, seq, tokens);
+    const auto [k, v] = rows(*e, seq, 1, 0, 40);
+    std::vector<int32_t> kept;
+    for (int head = 0; head < heads; ++head) {
+      for (int i = 0; i < 9; ++i) kept.push_back(head + 3 * i);
+    }
+    HCACHE_EXPECT_OK(e->keep_rows(seq, 1, kept));
+    const auto [few_k, few_v] = rows(*e, seq, 1, 31, 9);
+    const size_t width = e->kv_row_bytes() / static_cast<size_t>(heads);
+    for (size_t i = 0; i < kept.size(); ++i) {
+      const size_t to = (i % 9) * e->kv_row_bytes() + i / 9 * width;
+      const size_t from = static_cast<size_t>(kept[i]) * e->kv_row_bytes() + i / 9 * width;
+      EXPECT_EQ(std::memcmp(few_k.data() + to, k.data() + from, width), 0) << i;
+      EXPECT_EQ(std::memcmp(few_v.data() + to, v.data() + from, width), 0) << i;
+    }
+    const auto [other_k, other_v] = rows(*e, seq, 0, 0, 40);
+    EXPECT_EQ(other_k.size(), 40 * e->kv_row_bytes()) << "the other layers hold all";
+  }
+}
+
+// Attention has no order: which rows a layer keeps decides, not where they lie.
+TEST_F(KeptRowsTest, StepsAttendWhatWasKept) {
+  const auto e = engine();
+  const Tokens tokens = random_tokens(e->model(), 40, 1);
+  const Tokens more = random_tokens(e->model(), 6, 2);
+  const SeqId seq = e->create_sequence().value();
+  step(*e, seq, tokens);
+  const SeqId all = e->fork_sequence(seq, 40).value();
+  const SeqId kept_all = e->fork_sequence(seq, 40).value();
+  for (int layer = 0; layer < e->n_layer(); ++layer) {
+    HCACHE_EXPECT_OK(e->keep_rows(kept_all, layer, for_heads(*e, range(0, 40))));
+  }
+  const std::vector<Row> whole = step(*e, all, more);
+  EXPECT_TRUE(same_rows(step(*e, kept_all, more), whole));
+  HCACHE_EXPECT_OK(e->release_sequence(kept_all));
+
+  // The kept rows, loaded into a sequence that never had others: at other positions, since nothing
+  // but their number and content counts.
+  std::vector<std::pair<Bytes, Bytes>> kv;
+  for (int layer = 0; layer < e->n_layer(); ++layer) {
+    std::vector<int32_t> kept = range(0, 5);
+    for (const int32_t pos : range(20 + layer, 40)) kept.push_back(pos);
+    HCACHE_EXPECT_OK(e->keep_rows(seq, layer, for_heads(*e, kept)));
+    const auto n = static_cast<int64_t>(kept.size());
+    kv.push_back(rows(*e, seq, layer, 40 - n, n));
+  }
+  const SeqId forked = e->fork_sequence(seq, 40).value();
+  const std::vector<Row> fewer = step(*e, seq, more);
+  EXPECT_FALSE(same_rows(fewer, whole));
+  EXPECT_TRUE(same_rows(step(*e, forked, more), fewer)) << "a copy holds the same rows";
+  const SeqId loaded = e->create_sequence().value();
+  HCACHE_EXPECT_OK(e->reserve_rows(loaded, 40));
+  for (int layer = 0; layer < e->n_layer(); ++layer) {
+    const auto& [k, v] = kv[static_cast<size_t>(layer)];
+    const auto n = static_cast<int>(k.size() / e->kv_row_bytes());
+    const auto ticket = e->load_kv(loaded, layer, 0, n, k.data(), v.data());
+    ASSERT_TRUE(ticket.ok());
+    HCACHE_EXPECT_OK(e->wait(*ticket));
+    HCACHE_EXPECT_OK(e->keep_rows(loaded, layer, for_heads(*e, range(0, n))));
+  }
+  EXPECT_TRUE(same_rows(step(*e, loaded, more), fewer));
+}
+
+TEST_F(KeptRowsTest, WhatLacksRowsStaysInOnePiece) {
+  const auto e = engine();
+  const Tokens tokens = random_tokens(e->model(), 40, 1);
+  const SeqId seq = e->create_sequence().value();
+  step(*e, seq, tokens);
+  const std::vector<int32_t> kept = for_heads(*e, range(4, 20));
+  HCACHE_EXPECT_OK(e->keep_rows(seq, 0, kept));
+  EXPECT_EQ(e->keep_rows(seq, 0, kept).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(e->trim_sequence(seq, 39).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(e->fork_sequence(seq, 12).status().code(), Code::kFailedPrecondition);
+  EXPECT_EQ(e->erase_range(seq, 5, 7).code(), Code::kFailedPrecondition);
+  EXPECT_EQ(e->move_positions(seq, 0, 30, 2, 1).code(), Code::kFailedPrecondition);
+  const BatchItem again{.seq = seq, .tokens = std::span(tokens).first(2), .first_pos = 38};
+  EXPECT_EQ(e->prepare({&again, 1}).status().code(), Code::kFailedPrecondition);
+  AttentionScores scores;
+  EXPECT_EQ(e->observe({.seq = seq, .n_keys = 4}, &scores).code(), Code::kFailedPrecondition);
+  const auto [k, v] = rows(*e, seq, 0, 38, 1);
+  EXPECT_EQ(e->load_kv(seq, 0, 30, 1, k.data(), v.data()).status().code(),
+            Code::kFailedPrecondition);
+  HCACHE_EXPECT_OK(e->load_kv(seq, 1, 30, 1, k.data(), v.data()).status());
+  // What comes behind is as free as ever.
+  step(*e, seq, std::span(tokens).first(5));
+  HCACHE_EXPECT_OK(e->trim_sequence(seq, 42));
+  HCACHE_EXPECT_OK(e->trim_sequence(seq, 40));
+}
+
+TEST_F(KeptRowsTest, WrongRowsAreRefused) {
+  const auto e = engine();
+  const Tokens tokens = random_tokens(e->model(), 10, 1);
+  const SeqId seq = e->create_sequence().value();
+  step(*e, seq, tokens);
+  const auto heads = static_cast<size_t>(e->model().hparams().n_head_kv);
+  EXPECT_EQ(e->keep_rows(seq, 0, {}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->keep_rows(seq, 0, std::vector<int32_t>(heads + 1)).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->keep_rows(seq, 0, for_heads(*e, {3, 3})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->keep_rows(seq, 0, for_heads(*e, {-1, 3})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->keep_rows(seq, 0, for_heads(*e, {3, 10})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->keep_rows(seq, 99, for_heads(*e, {3, 4})).code(), Code::kOutOfRange);
+  EXPECT_EQ(e->keep_rows(seq + 1, 0, for_heads(*e, {3, 4})).code(), Code::kInvalidArgument);
+  HCACHE_EXPECT_OK(e->trim_sequence(seq, 5));
+}
+
+TEST_F(KeptRowsTest, AttentionIsToldOfTheRowsThatAreAskedFor) {
+  const auto e = engine();
+  const Tokens tokens = random_tokens(e->model(), 60, 1);
+  const SeqId seq = e->create_sequence().value();
+  const SeqId other = e->create_sequence().value();
+  AttentionScores scores;
+  HCACHE_EXPECT_OK(
+      e->observe({.seq = seq, .first_pos = 10, .end_pos = 50, .stride = 4, .n_keys = 30}, &scores));
+  const SeqId plain = e->create_sequence().value();
+  const std::vector<Row> expected = step(*e, plain, tokens);
+  std::vector<Row> got;
+  for (const auto& [from, n] : {std::pair{0, 5}, {5, 20}, {25, 1}, {26, 34}}) {
+    const BatchItem items[] = {
+        {.seq = other, .tokens = std::span(tokens).first(3), .output = Output::kLast},
+        {.seq = seq, .tokens = std::span(tokens).subspan(from, n), .output = Output::kAll}};
+    std::vector<Row> all = copy(e->decode(items).value());
+    got.insert(got.end(), all.begin() + 1, all.end());
+  }
+  EXPECT_TRUE(same_rows(got, expected)) << "looking changes nothing";
+  const model::HParams& hp = e->model().hparams();
+  ASSERT_EQ(scores.tallies.size(), static_cast<size_t>(hp.n_layer * hp.n_head_kv));
+  for (int layer = 0; layer < hp.n_layer; ++layer) {
+    for (int head = 0; head < hp.n_head_kv; ++head) {
+      const AttentionTally& tally = scores.at(layer, head);
+      EXPECT_EQ(tally.n_rows, 10 * hp.n_head / hp.n_head_kv) << "rows 10, 14, ... 46";
+      double seen = 0;
+      for (int pos = 10; pos < 50; pos += 4) seen += (pos + 1) * hp.n_head / hp.n_head_kv;
+      EXPECT_EQ(tally.seen, seen);
+      double weight = 0;
+      for (int key = 0; key < 30; ++key) weight += static_cast<double>(tally.sum[key]);
+      EXPECT_GT(weight, 0);
+      EXPECT_LT(weight, static_cast<double>(tally.n_rows));
+    }
+  }
+  const double before = scores.at(0, 0).seen;
+  HCACHE_EXPECT_OK(e->observe({}, nullptr));
+  step(*e, seq, std::span(tokens).first(5));
+  EXPECT_EQ(scores.at(0, 0).seen, before);
+  EXPECT_EQ(e->observe({.seq = 99, .n_keys = 4}, &scores).code(), Code::kInvalidArgument);
+  EXPECT_EQ(e->observe({.seq = seq, .stride = 0, .n_keys = 4}, &scores).code(),
+            Code::kInvalidArgument);
+  const auto quantised = engine(GGML_TYPE_Q8_0);
+  const SeqId there = quantised->create_sequence().value();
+  EXPECT_EQ(quantised->observe({.seq = there, .n_keys = 4}, &scores).code(), Code::kUnimplemented);
 }
 
 // Behind a quantised tensor of its own a backend may take room for padding and clear it, beside its

@@ -77,5 +77,29 @@ TEST(EvalQuestions, RetrievalRepeatsItself) {
   EXPECT_NE(retrieval_questions(20, 3, 5)[2].prompt, retrieval_questions(20, 3, 6)[2].prompt);
 }
 
+// What answers the first question does not answer the second.
+TEST(EvalQuestions, ALaterOneAsksForSomethingElse) {
+  for (const int64_t lines : {8, 40}) {
+    const std::vector<LaterQuestion> questions = later_retrieval_questions(lines, 20, 11);
+    ASSERT_EQ(questions.size(), 20U);
+    for (const LaterQuestion& question : questions) {
+      const std::string& text = question.context;
+      const std::string& later = question.later.prompt;
+      const std::string asked = later.substr(later.find("The number of the "));
+      const size_t sentence = text.find(asked + " ");
+      ASSERT_NE(sentence, std::string::npos);
+      EXPECT_EQ(text.rfind(asked + " "), sentence) << "the first question is another";
+      const std::string& right = question.later.choices[question.later.answer];
+      EXPECT_EQ(text.substr(sentence, asked.size() + right.size() + 1), asked + right + ".");
+      EXPECT_EQ(text.back(), '\n');
+      for (const std::string& choice : question.later.choices) {
+        EXPECT_NE(text.find(" is" + choice + "."), std::string::npos);
+      }
+    }
+  }
+  EXPECT_EQ(later_retrieval_questions(8, 3, 5)[2].context,
+            later_retrieval_questions(8, 3, 5)[2].context);
+}
+
 }  // namespace
 }  // namespace hcache::eval

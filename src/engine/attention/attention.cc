@@ -33,6 +33,8 @@ constexpr double kItemsPerThread = 8;
 constexpr int kMinBlockRows = 24;
 // A whole number of register tiles, whichever the kernel.
 constexpr int64_t kBlockRowsMultiple = 12;
+// Packed rows whose weights of all keys are at hand at once: enough that packing K costs little.
+constexpr int32_t kObservedRows = 48;
 
 template <typename T>
 constexpr T round_up(T value, T multiple) {
@@ -202,7 +204,8 @@ struct AttentionPlan::Impl {
   int max_threads;
   const AttentionKernel& kernel;
   Workspace layout;
-  FloatBuffer scratch;  // one Workspace per thread
+  FloatBuffer scratch;                               // one Workspace per thread
+  std::vector<std::vector<float>> observed_weights;  // per thread, see observe()
 
   std::vector<AttentionSegment> segments;
   std::vector<Item> items;
@@ -223,12 +226,20 @@ struct AttentionPlan::Impl {
         kernel(kernel_for(isa)),
         layout(lay_out(s)) {
     scratch.reserve(layout.size * static_cast<size_t>(threads));
+    observed_weights.resize(static_cast<size_t>(threads));
   }
 
   void add_items(int32_t segment, double target);
-  // The item's query rows, scaled, one behind the other, and how many keys each attends.
-  void gather_rows(const Item& item, const AttentionTensors& t, float* q, int64_t* limits) const;
+  // One query row, scaled.
+  void gather_row(const AttentionSegment& s, int32_t kv_head, int64_t packed_row,
+                  const AttentionTensors& t, float* q) const;
   void process(const Item& item, const AttentionTensors& t, float* base);
+  void observe(int32_t kv_head, const AttentionObservation& observed, const AttentionTensors& t,
+               int ith);
+  // One KV head's keys and values of a segment; without rows.
+  [[nodiscard]] AttentionBlock block_of(const AttentionSegment& s, int32_t kv_head,
+                                        const AttentionTensors& t) const;
+  [[nodiscard]] AttentionTiles tiles_of(float* base) const;
   void finish(const Item& item, const AttentionState& state, const AttentionTensors& t) const;
 
   // Keys that a packed row of a segment attends.
@@ -280,41 +291,27 @@ void AttentionPlan::Impl::add_items(int32_t segment, double target) {
   }
 }
 
-void AttentionPlan::Impl::gather_rows(const Item& item, const AttentionTensors& t, float* q,
-                                      int64_t* limits) const {
-  const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
+void AttentionPlan::Impl::gather_row(const AttentionSegment& s, int32_t kv_head, int64_t packed_row,
+                                     const AttentionTensors& t, float* q) const {
   const auto dim_k = static_cast<size_t>(shape.head_dim_k);
-  const auto head = static_cast<size_t>(item.kv_head);
   // Scores come out in base 2, which spares the exponential a product.
   const float scale = shape.scale * 1.44269504F;
-  for (int32_t i = 0; i < item.n_rows; ++i) {
-    const int32_t packed = item.first_row + i;
-    const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed / group);
-    const auto q_head = head * static_cast<size_t>(group) + static_cast<size_t>(packed % group);
-    const float* from =
-        reinterpret_cast<const float*>(reinterpret_cast<const char*>(t.q) + row * t.q_stride) +
-        q_head * dim_k;
-    float* to = q + static_cast<size_t>(i) * dim_k;
-    for (size_t d = 0; d < dim_k; ++d) to[d] = from[d] * scale;
-    limits[i] = limit(s, packed);
-  }
+  const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed_row / group);
+  const auto q_head = static_cast<size_t>(kv_head) * static_cast<size_t>(group) +
+                      static_cast<size_t>(packed_row % group);
+  const float* from =
+      reinterpret_cast<const float*>(reinterpret_cast<const char*>(t.q) + row * t.q_stride) +
+      q_head * dim_k;
+  for (size_t d = 0; d < dim_k; ++d) q[d] = from[d] * scale;
 }
 
-void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, float* base) {
-  const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
+AttentionBlock AttentionPlan::Impl::block_of(const AttentionSegment& s, int32_t kv_head,
+                                             const AttentionTensors& t) const {
   const auto dim_k = static_cast<size_t>(shape.head_dim_k);
   const auto dim_v = static_cast<size_t>(shape.head_dim_v);
-  const auto head = static_cast<size_t>(item.kv_head);
-
-  float* q = base + layout.q;
-  auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
-  gather_rows(item, t, q, limits);
-
+  const auto head = static_cast<size_t>(kv_head);
   const auto cell = static_cast<size_t>(s.first_cell);
   AttentionBlock block{};
-  block.n_rows = item.n_rows;
-  block.limits = limits;
-  block.q = q;
   block.k = static_cast<const uint8_t*>(t.k) + cell * t.k_stride + head * dim_k * sizeof(uint16_t);
   block.v = static_cast<const uint8_t*>(t.v) + cell * t.v_stride + head * dim_v * sizeof(uint16_t);
   block.k_stride = t.k_stride;
@@ -322,16 +319,75 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   block.dim_k = shape.head_dim_k;
   block.dim_v = shape.head_dim_v;
   block.dim_v_padded = dim_padded(shape.head_dim_v);
+  return block;
+}
+
+AttentionTiles AttentionPlan::Impl::tiles_of(float* base) const {
   float* rows = base + layout.rows;
-  const AttentionTiles tiles{reinterpret_cast<uint16_t*>(base + layout.k_half),
-                             base + layout.k_wide,
-                             base + layout.v_wide,
-                             base + layout.scores,
-                             rows,
-                             rows + kRowArray,
-                             rows + 2 * kRowArray,
-                             rows + 3 * kRowArray,
-                             rows + 4 * kRowArray};
+  return {reinterpret_cast<uint16_t*>(base + layout.k_half),
+          base + layout.k_wide,
+          base + layout.v_wide,
+          base + layout.scores,
+          rows,
+          rows + kRowArray,
+          rows + 2 * kRowArray,
+          rows + 3 * kRowArray,
+          rows + 4 * kRowArray};
+}
+
+// The tally of a KV head is one thread's from the first row to the last, so that its sums do not
+// depend on the number of threads.
+void AttentionPlan::Impl::observe(int32_t kv_head, const AttentionObservation& observed,
+                                  const AttentionTensors& t, int ith) {
+  const AttentionSegment& s = segments[static_cast<size_t>(observed.segment)];
+  AttentionTally& tally = observed.tallies[kv_head];
+  float* base = scratch.data() + static_cast<size_t>(ith) * layout.size;
+  float* q = base + layout.q;
+  auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
+  const auto stride =
+      static_cast<size_t>(round_up<int64_t>(s.n_past + observed.end_row, kAttentionTile));
+  std::vector<float>& weights = observed_weights[static_cast<size_t>(ith)];
+  weights.resize(std::max(weights.size(), static_cast<size_t>(kObservedRows) * stride));
+
+  AttentionBlock block = block_of(s, kv_head, t);
+  block.q = q;
+  block.limits = limits;
+  AttentionSums sums{tally.sum.data(), tally.top.data(), tally.n_keys, 0, 0, 0};
+  const auto flush = [&] {
+    if (block.n_rows > 0) kernel.observe(block, weights.data(), stride, &sums, tiles_of(base));
+    tally.n_rows += block.n_rows;
+    block.n_rows = 0;
+  };
+  for (int32_t row = observed.first_row; row < observed.end_row; row += observed.stride) {
+    for (int32_t i = 0; i < group; ++i) {
+      const int64_t packed = static_cast<int64_t>(row) * group + i;
+      gather_row(s, kv_head, packed, t,
+                 q + static_cast<size_t>(block.n_rows) * static_cast<size_t>(shape.head_dim_k));
+      limits[block.n_rows] = limit(s, packed);
+      if (++block.n_rows == kObservedRows) flush();
+    }
+  }
+  flush();
+  tally.small += sums.small;
+  tally.seen += sums.seen;
+  tally.spread += sums.spread;
+}
+
+void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, float* base) {
+  const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
+  float* q = base + layout.q;
+  auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
+  for (int32_t i = 0; i < item.n_rows; ++i) {
+    const int64_t packed = static_cast<int64_t>(item.first_row) + i;
+    gather_row(s, item.kv_head, packed, t,
+               q + static_cast<size_t>(i) * static_cast<size_t>(shape.head_dim_k));
+    limits[i] = limit(s, packed);
+  }
+  AttentionBlock block = block_of(s, item.kv_head, t);
+  block.n_rows = item.n_rows;
+  block.limits = limits;
+  block.q = q;
+  const AttentionTiles tiles = tiles_of(base);
 
   const int64_t n_keys = limits[item.n_rows - 1];
   const auto attend = [&](int64_t partition, const AttentionState& state) {
@@ -429,15 +485,22 @@ void AttentionPlan::set_batch(std::span<const AttentionSegment> segments) {
   p.states.reserve(p.states_size);
 }
 
-void AttentionPlan::run(const AttentionTensors& tensors, int ith, int nth) {
+void AttentionPlan::run(const AttentionTensors& tensors, int ith, int nth,
+                        const AttentionObservation& observed) {
   Impl& p = *impl_;
   assert(0 <= ith && ith < nth && nth <= p.max_threads);
   float* base = p.scratch.data() + static_cast<size_t>(ith) * p.layout.size;
   const auto n_items = static_cast<int32_t>(p.items.size());
+  // First the heads that are observed, which take longest.
+  const int32_t n_observed = observed.any() ? p.shape.n_head_kv : 0;
   for (;;) {
     const int32_t i = p.next.value.fetch_add(1, std::memory_order_relaxed);
-    if (i >= n_items) break;
-    p.process(p.items[static_cast<size_t>(i)], tensors, base);
+    if (i >= n_observed + n_items) break;
+    if (i < n_observed) {
+      p.observe(i, observed, tensors, ith);
+    } else {
+      p.process(p.items[static_cast<size_t>(i - n_observed)], tensors, base);
+    }
   }
   // The last thread to leave makes the plan ready for the next op.
   if (p.departed.value.fetch_add(1, std::memory_order_acq_rel) == nth - 1) {
@@ -446,10 +509,20 @@ void AttentionPlan::run(const AttentionTensors& tensors, int ith, int nth) {
   }
 }
 
+void AttentionTally::reset(int64_t n) {
+  *this = {};
+  n_keys = n;
+  sum.assign(round_up<size_t>(static_cast<size_t>(n), kAttentionTile), 0.0F);
+  top.assign(sum.size(), 0.0F);
+}
+
 size_t AttentionPlan::scratch_bytes() const {
   const Impl& p = *impl_;
-  return p.scratch.bytes() + p.states.bytes() + p.items.capacity() * sizeof(Item) +
-         p.splits.capacity() * sizeof(Split) + p.missing_capacity * sizeof(int32_t);
+  size_t observed = 0;
+  for (const std::vector<float>& weights : p.observed_weights) observed += weights.capacity();
+  return observed * sizeof(float) + p.scratch.bytes() + p.states.bytes() +
+         p.items.capacity() * sizeof(Item) + p.splits.capacity() * sizeof(Split) +
+         p.missing_capacity * sizeof(int32_t);
 }
 
 }  // namespace hcache::engine

@@ -104,6 +104,6 @@ struct Simd {
 
 namespace hcache::engine {
 
-const AttentionKernel kAttentionAvx2 = {attend, merge};
+const AttentionKernel kAttentionAvx2 = {attend, merge, observe};
 
 }  // namespace hcache::engine

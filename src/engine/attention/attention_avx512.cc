@@ -1,6 +1,7 @@
 // The kernel for AVX-512 (F, BW, DQ, VL) with FMA and F16C.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593: its own headers
+#pragma GCC diagnostic ignored "-Wuninitialized"        // likewise
 #endif
 #include <immintrin.h>
 #include <stdint.h>
@@ -116,6 +117,6 @@ struct Simd {
 
 namespace hcache::engine {
 
-const AttentionKernel kAttentionAvx512 = {attend, merge};
+const AttentionKernel kAttentionAvx512 = {attend, merge, observe};
 
 }  // namespace hcache::engine

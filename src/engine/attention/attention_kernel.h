@@ -55,6 +55,16 @@ struct AttentionTiles {
   float* rescale;
 };
 
+// What one KV head's attention falls on, summed over rows; see AttentionTally.
+struct AttentionSums {
+  float* sum;      // [key], padded to whole tiles
+  float* top;      // [key], likewise
+  int64_t n_keys;  // of those; a row's later keys count in its weights alone
+  double small;
+  double seen;
+  double spread;
+};
+
 struct AttentionKernel {
   // Computes `state` over the keys [first_key, end_key) of one partition. end_key is at most the
   // last row's limit; first_key is a multiple of the partition size.
@@ -63,6 +73,10 @@ struct AttentionKernel {
   // Merges `from`, the next partition, into `into`.
   void (*merge)(const AttentionState& into, const AttentionState& from, int n_rows,
                 int dim_v_padded);
+  // Adds the weights of the block's rows to `sums`. weights: [n_rows][stride], the stride a
+  // multiple of kTile that holds the last row's keys; left with the rows' weights.
+  void (*observe)(const AttentionBlock& block, float* weights, size_t stride, AttentionSums* sums,
+                  const AttentionTiles& tiles);
 };
 
 extern const AttentionKernel kAttentionPortable;

@@ -330,5 +330,64 @@ void merge(const AttentionState& into, const AttentionState& from, int n_rows, i
   }
 }
 
+// One row's scores of whole tiles to weights that sum to one; what they amount to goes to `sums`.
+void observe_row(float* scores, int64_t limit, AttentionSums* sums) {
+  constexpr float kSmall = 0.01F;  // of the row's largest weight
+  const int64_t end = (limit + kTile - 1) / kTile * kTile;
+  F tops[1] = {Simd::set1(kLowest)};
+  for (int64_t i = 0; i < end; i += kWidth) tops[0] = Simd::max(Simd::load(scores + i), tops[0]);
+  float top = 0;
+  Simd::template reduce<Simd::max>(tops, &top);
+
+  const F shift = Simd::set1(top);
+  F totals[1] = {Simd::zero()};
+  F squares[1] = {Simd::zero()};
+  for (int64_t i = 0; i < end; i += kWidth) {
+    const F w = exp2_nonpositive(Simd::sub(Simd::load(scores + i), shift));
+    Simd::store(scores + i, w);
+    totals[0] = Simd::add(totals[0], w);
+    squares[0] = Simd::fma(w, w, squares[0]);
+  }
+  float total = 0;
+  float square = 0;
+  Simd::template reduce<Simd::add>(totals, &total);
+  Simd::template reduce<Simd::add>(squares, &square);
+  int64_t n_small = 0;
+  for (int64_t i = 0; i < limit; ++i) n_small += scores[i] < kSmall ? 1 : 0;
+  sums->small += static_cast<double>(n_small);
+  sums->seen += static_cast<double>(limit);
+  sums->spread += static_cast<double>(total) * total / square / static_cast<double>(limit);
+
+  const F share = Simd::set1(1.0F / total);
+  const int64_t told = sums->n_keys < limit ? sums->n_keys : limit;
+  for (int64_t i = 0; i < told; i += kWidth) {
+    const F w = Simd::mul(Simd::load(scores + i), share);
+    Simd::store(scores + i, w);
+    Simd::store(sums->sum + i, Simd::add(Simd::load(sums->sum + i), w));
+    Simd::store(sums->top + i, Simd::max(Simd::load(sums->top + i), w));
+  }
+}
+
+void observe(const AttentionBlock& block, float* weights, size_t stride, AttentionSums* sums,
+             const AttentionTiles& tiles) {
+  const int n_rows = block.n_rows;
+  const int64_t end_key = block.limits[n_rows - 1];
+  int row_begin = 0;
+  for (int64_t tile = 0; tile < end_key; tile += kTile) {
+    const int n_keys = end_key - tile < kTile ? static_cast<int>(end_key - tile) : kTile;
+    while (block.limits[row_begin] <= tile) ++row_begin;
+    Simd::pack_keys(block.k + tile * block.k_stride, block.k_stride, n_keys, block.dim_k,
+                    tiles.k_wide);
+    for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
+      gemm_columns(rows, kTileVectors, block.dim_k, block.q + static_cast<size_t>(r) * block.dim_k,
+                   block.dim_k, tiles.k_wide, kTile, weights + r * stride + tile, stride, nullptr);
+    });
+    for (int r = row_begin; r < n_rows && block.limits[r] < tile + kTile; ++r) {
+      mask_row(weights + r * stride + tile, static_cast<int>(block.limits[r] - tile));
+    }
+  }
+  for (int r = 0; r < n_rows; ++r) observe_row(weights + r * stride, block.limits[r], sums);
+}
+
 }  // namespace
 }  // namespace hcache::engine

@@ -88,6 +88,6 @@ struct Simd {
 
 namespace hcache::engine {
 
-const AttentionKernel kAttentionPortable = {attend, merge};
+const AttentionKernel kAttentionPortable = {attend, merge, observe};
 
 }  // namespace hcache::engine

@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 namespace hcache::engine {
 
@@ -79,6 +80,32 @@ struct AttentionTensors {
   size_t out_stride = 0;     // bytes between rows, a multiple of 4
 };
 
+// What the attention of some rows falls on, of one KV head: a row's weights sum to one over all
+// keys that it attends, and each query head that shares the KV head has rows of its own.
+struct AttentionTally {
+  int64_t n_keys = 0;
+  std::vector<float> sum;  // per key, padded to whole tiles: of all rows' weights
+  std::vector<float> top;  // likewise: the largest
+  int64_t n_rows = 0;      // query heads times rows
+  double seen = 0;         // weights
+  double small = 0;        // of those, below a hundredth of their row's largest (CaR Fig. 4)
+  // Summed over rows: 1 / Σw² over the number of keys; 1 where all keys get the same.
+  double spread = 0;
+
+  // Forgets all, and tells of the first n_keys keys from here on.
+  void reset(int64_t n_keys);
+};
+
+// Rows first_row, first_row + stride, ... of a segment of the batch, end_row excluded.
+struct AttentionObservation {
+  AttentionTally* tallies = nullptr;  // [n_head_kv]; null: nothing is observed
+  int32_t segment = 0;
+  int32_t first_row = 0;
+  int32_t end_row = 0;
+  int32_t stride = 1;
+  [[nodiscard]] bool any() const { return tallies != nullptr && first_row < end_row; }
+};
+
 // How the work of one step is cut into items, and the scratch memory for it. The engine makes one
 // per shape, calls set_batch before a step's graph is computed, and run from each layer's op.
 //
@@ -100,7 +127,10 @@ class AttentionPlan {
 
   // Takes part in computing one layer: returns when no work is left to take, which may be before
   // the other threads are done. Requires 0 <= ith < nth <= max_threads. Reads only attended cells.
-  void run(const AttentionTensors& tensors, int ith, int nth);
+  // The weights of observed rows are computed apart and added to the tallies; no bit of the output
+  // depends on that.
+  void run(const AttentionTensors& tensors, int ith, int nth,
+           const AttentionObservation& observed = {});
 
   // Bytes held at present, for the engine's memory report.
   [[nodiscard]] size_t scratch_bytes() const;

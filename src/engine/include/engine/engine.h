@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/attention.h"
 #include "engine/compute_queue.h"
 #include "engine/weight_stream.h"
 #include "model/model.h"
@@ -51,6 +53,9 @@ struct EngineOptions {
   // False, for comparison alone: rows that erase_range() moves keep K as it is, rotated to where
   // they were, as in a cache that can't take positions apart (NKVT, AttentionStore §4.3.4).
   bool rotate_moved = true;
+  // Whether each layer keeps rows of its own, so that keep_rows() may leave it with fewer than the
+  // sequence has tokens.
+  bool separate_layers = false;
 };
 
 // About what an engine with these options takes of its device's memory: the arena, and the largest
@@ -118,6 +123,26 @@ struct CaptureOptions {
   std::vector<ggml_type> hidden_types{};
 };
 
+// Rows whose attention is looked at: every stride-th of a sequence's from first_pos on, before
+// end_pos.
+struct ObservedRows {
+  SeqId seq = -1;
+  int64_t first_pos = 0;
+  int64_t end_pos = std::numeric_limits<int64_t>::max();
+  int64_t stride = 1;
+  int64_t n_keys = 0;  // tell of the sequence's first rows, so many
+};
+
+// What the attention of observed rows falls on, by layer and KV head.
+struct AttentionScores {
+  int n_head_kv = 0;
+  std::vector<AttentionTally> tallies{};  // [layer][n_head_kv]
+
+  [[nodiscard]] const AttentionTally& at(int layer, int kv_head) const {
+    return tallies[static_cast<size_t>(layer * n_head_kv + kv_head)];
+  }
+};
+
 // Rows of logits, valid until the engine finishes its next step.
 struct Logits {
   std::vector<std::span<const float>> rows;  // n_vocab each, in the order of the wanted outputs
@@ -181,6 +206,18 @@ class Engine {
   Status reserve_rows(SeqId seq, int64_t n_tokens);
   [[nodiscard]] int64_t length(SeqId seq) const;
   [[nodiscard]] int64_t arena_free_cells() const;
+
+  // --- Rows that a layer does without ----------------------------------------------------------
+  // From the next step on the attention of these rows is added to *scores, which is emptied first
+  // and must outlive its use; nullptr ends that. The last layer's is of steps that want logits.
+  // kUnimplemented unless our kernel computes every layer, and no other part of them is elsewhere.
+  Status observe(const ObservedRows& rows, AttentionScores* scores);
+  // Leaves a layer with the rows of `kept` alone, for each KV head as many positions below the
+  // sequence's length, in ascending order: [n_head_kv][n]. Their K stays rotated as it is. What was
+  // kept counts as the last rows before the length: the sequence can't be trimmed or forked below
+  // that, nor can positions move. kFailedPrecondition where layers are not separate, or the layer
+  // does without rows already.
+  Status keep_rows(SeqId seq, int layer, std::span<const int32_t> kept);
 
   // --- Steps -------------------------------------------------------------------------------
   // Validates the batch and makes room. kInvalidArgument names the bad item; kOutOfRange when a

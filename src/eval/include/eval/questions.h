@@ -30,6 +30,15 @@ struct Question {
 // The same seed gives the same questions. `lines` is at least 4.
 [[nodiscard]] std::vector<Question> retrieval_questions(int64_t lines, int64_t n, uint64_t seed);
 
+// One that comes behind another: what the first one needed is no longer what is asked for.
+struct LaterQuestion {
+  std::string context;  // the sentences, and the first question with its answer
+  Question later;       // its prompt is what stands behind the context
+};
+// As retrieval_questions(), of which two are asked; `lines` is at least 8.
+[[nodiscard]] std::vector<LaterQuestion> later_retrieval_questions(int64_t lines, int64_t n,
+                                                                   uint64_t seed);
+
 // What an answer by chance alone would get right, on average.
 [[nodiscard]] double chance(const std::vector<Question>& questions);
 

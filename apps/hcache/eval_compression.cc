@@ -1,0 +1,420 @@
+// hcache eval compression: text predicted, and questions answered, behind a KV cache of which the
+// layers keep some rows only, against one that keeps all.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <iterator>
+#include <map>
+#include <utility>
+
+#include "commands.h"
+#include "engine/engine.h"
+#include "eval.h"
+#include "eval/questions.h"
+#include "model/logits.h"
+#include "policy/compression.h"
+#include "state/sparsity.h"
+
+namespace hcache::cli {
+namespace {
+
+using policy::Compression;
+using policy::RowScores;
+using policy::ScoreSource;
+using Tokens = std::vector<int32_t>;
+
+// What is predicted behind one context, all of it or some of its rows.
+using Scores = std::function<Status(size_t index, std::span<const float> logits)>;
+
+// A policy at a budget, and what came of it; a group per piece of the text, or per question.
+struct CompressionRow {
+  Compression policy = Compression::kNone;
+  double budget = 1;
+  eval::Group kept;  // shares of the rows
+  std::vector<eval::Group> nll{};
+  std::vector<eval::Group> more_nll{};  // than with all rows
+  std::vector<eval::Group> kl{};
+  std::vector<eval::Group> same_top{};
+  std::vector<eval::Group> right{};  // answers
+};
+
+Result<std::vector<double>> parse_budgets(const std::vector<std::string>& texts) {
+  std::vector<double> budgets;
+  for (const std::string& text : texts) {
+    double budget = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), budget);
+    if (error != std::errc() || end != text.data() + text.size() || !(budget > 0 && budget <= 1)) {
+      return invalid_argument(fmt::format("--budgets: '{}' is no number in (0, 1]", text));
+    }
+    budgets.push_back(budget);
+  }
+  return budgets;
+}
+
+// One context at a time on an engine whose layers keep rows of their own.
+class Compressed {
+ public:
+  Compressed(const CompressionArgs& args, engine::Engine& engine, std::vector<double> density,
+             Tokens repeat)
+      : args_(args), engine_(engine), density_(std::move(density)), repeat_(std::move(repeat)) {}
+
+  // Computes it, and what its policies score rows by.
+  Status read(std::span<const int32_t> context, std::span<const Compression> policies) {
+    n_ = static_cast<int64_t>(context.size());
+    scores_.clear();
+    HCACHE_ASSIGN_OR_RETURN(context_, engine_.create_sequence());
+    HCACHE_RETURN_IF_ERROR(run(context_, context));
+    for (const Compression policy : policies) {
+      const ScoreSource source = policy::compression_info(policy).source;
+      if (!scores_.contains(source)) HCACHE_RETURN_IF_ERROR(score(context, source));
+    }
+    return {};
+  }
+  Status forget() { return engine_.release_sequence(context_); }
+
+  // The logits of `tokens` behind the context, of which the policy keeps rows. Returns their share.
+  Result<double> predict(Compression policy, double budget, std::span<const int32_t> tokens,
+                         const Scores& on_logits) {
+    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_.fork_sequence(context_, n_));
+    double kept_share = 1;
+    if (policy != Compression::kNone) {
+      HCACHE_ASSIGN_OR_RETURN(kept_share, compress(seq, policy, budget));
+    }
+    const engine::BatchItem item{
+        .seq = seq, .tokens = tokens, .output = engine::BatchItem::Output::kAll};
+    HCACHE_ASSIGN_OR_RETURN(const engine::Logits logits, engine_.decode({&item, 1}));
+    for (size_t i = 0; i < logits.rows.size(); ++i) {
+      HCACHE_RETURN_IF_ERROR(on_logits(i, logits.rows[i]));
+    }
+    HCACHE_RETURN_IF_ERROR(engine_.release_sequence(seq));
+    return kept_share;
+  }
+
+ private:
+  // In steps, each with logits so that the last layer attends too.
+  Status run(engine::SeqId seq, std::span<const int32_t> tokens) {
+    const auto most = static_cast<size_t>(engine_.options().max_batch_rows);
+    while (!tokens.empty()) {
+      const auto piece = tokens.first(std::min(most, tokens.size()));
+      const engine::BatchItem item{.seq = seq, .tokens = piece};
+      HCACHE_RETURN_IF_ERROR(engine_.decode({&item, 1}).status());
+      tokens = tokens.subspan(piece.size());
+    }
+    return {};
+  }
+
+  Status score(std::span<const int32_t> context, ScoreSource source) {
+    RowScores& scores = scores_[source];
+    const model::HParams& hp = engine_.model().hparams();
+    scores = {.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n_};
+    if (source == ScoreSource::kNobody) return {};
+    const int64_t seen = source == ScoreSource::kRepeated   ? n_
+                         : source == ScoreSource::kEveryRow ? 0
+                                                            : n_ - policy::kWindow;
+    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq,
+                            engine_.fork_sequence(context_, std::max<int64_t>(0, seen)));
+    Tokens tokens;
+    if (source == ScoreSource::kRepeated) tokens = repeat_;
+    std::copy(context.begin() + (source == ScoreSource::kLastRows ? seen : 0), context.end(),
+              std::back_inserter(tokens));
+    engine::AttentionScores told;
+    HCACHE_RETURN_IF_ERROR(
+        engine_.observe({.seq = seq,
+                         .first_pos = seen,
+                         .stride = source == ScoreSource::kEveryRow ? state::kObservedStride : 1,
+                         .n_keys = n_},
+                        &told));
+    const Status ran = run(seq, tokens);
+    HCACHE_RETURN_IF_ERROR(engine_.observe({}, nullptr));
+    HCACHE_RETURN_IF_ERROR(ran);
+    for (const engine::AttentionTally& tally : told.tallies) {
+      scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n_);
+      scores.top.insert(scores.top.end(), tally.top.begin(), tally.top.begin() + n_);
+    }
+    return engine_.release_sequence(seq);
+  }
+
+  Result<double> compress(engine::SeqId seq, Compression policy, double budget) {
+    const RowScores& scores = scores_.at(policy::compression_info(policy).source);
+    HCACHE_ASSIGN_OR_RETURN(const policy::LayerBudgets how,
+                            policy::parse_layer_budgets(args_.layers));
+    const std::vector<double> budgets = policy::layer_budgets(how, budget, density_);
+    size_t n_kept = 0;
+    for (int layer = 0; layer < engine_.n_layer(); ++layer) {
+      const std::vector<int32_t> kept =
+          policy::choose_rows(policy, scores, layer, budgets[static_cast<size_t>(layer)],
+                              static_cast<uint64_t>(args_.seed));
+      n_kept += kept.size();
+      HCACHE_RETURN_IF_ERROR(engine_.keep_rows(seq, layer, kept));
+    }
+    const auto all = static_cast<double>(n_ * engine_.n_layer() * scores.n_head_kv);
+    return static_cast<double>(n_kept) / all;
+  }
+
+  const CompressionArgs& args_;
+  engine::Engine& engine_;
+  const std::vector<double> density_;  // per layer
+  const Tokens repeat_;                // stands before the context that is repeated
+  engine::SeqId context_ = -1;
+  int64_t n_ = 0;
+  std::map<ScoreSource, RowScores> scores_;
+};
+
+// A stretch of text behind a context: every row against all rows kept.
+Status score_text(Compressed& compressed, const Tokens& piece, int64_t context,
+                  std::span<const Compression> policies, std::vector<CompressionRow>& rows) {
+  const auto n = static_cast<size_t>(context);
+  HCACHE_RETURN_IF_ERROR(compressed.read(std::span(piece).first(n), policies));
+  // The last token is only predicted.
+  const auto tokens = std::span(piece).subspan(n, piece.size() - n - 1);
+  const auto log_p_of = [&](size_t i, std::span<const float> logits) {
+    return model::log_prob(logits, piece[n + i + 1]);
+  };
+  std::vector<std::vector<float>> base;
+  std::vector<double> base_log_p;
+  HCACHE_RETURN_IF_ERROR(compressed
+                             .predict(Compression::kNone, 1, tokens,
+                                      [&](size_t i, std::span<const float> logits) -> Status {
+                                        base.emplace_back(logits.begin(), logits.end());
+                                        base_log_p.push_back(log_p_of(i, logits));
+                                        return {};
+                                      })
+                             .status());
+  for (CompressionRow& row : rows) {
+    for (auto* groups : {&row.nll, &row.more_nll, &row.kl, &row.same_top}) groups->emplace_back();
+    HCACHE_ASSIGN_OR_RETURN(
+        const double kept,
+        compressed.predict(row.policy, row.budget, tokens,
+                           [&](size_t i, std::span<const float> logits) -> Status {
+                             const double log_p = log_p_of(i, logits);
+                             row.nll.back().add(-log_p);
+                             row.more_nll.back().add(base_log_p[i] - log_p);
+                             row.kl.back().add(model::kl_divergence(base[i], logits));
+                             const bool same = model::argmax(base[i]) == model::argmax(logits);
+                             row.same_top.back().add(same ? 1 : 0);
+                             return {};
+                           }));
+    row.kept.add(kept);
+  }
+  return compressed.forget();
+}
+
+// A question in tokens.
+struct Asked {
+  Tokens context;
+  std::vector<Tokens> choices;  // with the question
+  size_t n_question = 0;        // tokens before the choices part
+  int answer = 0;
+};
+
+Result<Asked> ask(const model::Tokenizer& tokenizer, const eval::LaterQuestion& question) {
+  Asked asked;
+  HCACHE_ASSIGN_OR_RETURN(asked.context, tokenizer.encode(question.context, {.add_special = true}));
+  Tokens common;
+  for (const std::string& choice : question.later.choices) {
+    HCACHE_ASSIGN_OR_RETURN(Tokens tokens, tokenizer.encode(question.later.prompt + choice));
+    if (asked.choices.empty()) common = tokens;
+    const auto differ = std::mismatch(common.begin(), common.end(), tokens.begin(), tokens.end());
+    common.erase(differ.first, common.end());
+    asked.choices.push_back(std::move(tokens));
+  }
+  asked.n_question = common.size();
+  asked.answer = question.later.answer;
+  return asked;
+}
+
+// Whether the likeliest choice is the right one.
+Result<bool> answers(Compressed& compressed, const Asked& asked, const CompressionRow& row,
+                     double* kept) {
+  int best = 0;
+  double most = 0;
+  for (size_t c = 0; c < asked.choices.size(); ++c) {
+    const Tokens& tokens = asked.choices[c];
+    double log_p = 0;
+    const auto add = [&](size_t i, std::span<const float> logits) -> Status {
+      if (i + 1 >= asked.n_question) log_p += model::log_prob(logits, tokens[i + 1]);
+      return {};
+    };
+    HCACHE_ASSIGN_OR_RETURN(*kept,
+                            compressed.predict(row.policy, row.budget,
+                                               std::span(tokens).first(tokens.size() - 1), add));
+    if (c == 0 || log_p > most) {
+      best = static_cast<int>(c);
+      most = log_p;
+    }
+  }
+  return best == asked.answer;
+}
+
+Status score_question(Compressed& compressed, const Asked& asked,
+                      std::span<const Compression> policies, std::vector<CompressionRow>& rows) {
+  HCACHE_RETURN_IF_ERROR(compressed.read(asked.context, policies));
+  for (CompressionRow& row : rows) {
+    double kept = 1;
+    HCACHE_ASSIGN_OR_RETURN(const bool right, answers(compressed, asked, row, &kept));
+    row.right.push_back({right ? 1.0 : 0.0, 1});
+    row.kept.add(kept);
+  }
+  return compressed.forget();
+}
+
+Json row_json(const CompressionRow& row) {
+  Json json = {{"policy", policy::compression_info(row.policy).name},
+               {"budget", row.budget},
+               {"kept", row.kept.sum / row.kept.n}};
+  if (!row.right.empty()) {
+    json["accuracy"] = to_json(eval::bootstrap_mean(row.right));
+    return json;
+  }
+  json["perplexity"] = to_json(eval::exponential(eval::bootstrap_mean(row.nll)));
+  json["perplexity_ratio"] = to_json(eval::exponential(eval::bootstrap_mean(row.more_nll)));
+  json["mean_kl"] = to_json(eval::bootstrap_mean(row.kl));
+  json["same_top"] = to_json(eval::bootstrap_mean(row.same_top));
+  return json;
+}
+
+std::vector<std::string> cells(const Json& row) {
+  std::vector<std::string> out = {row["policy"].get<std::string>(),
+                                  fmt::format("{:g}", row["budget"].get<double>()),
+                                  fmt::format("{:.1f} %", 100 * row["kept"].get<double>())};
+  if (row.contains("accuracy")) {
+    out.push_back(with_interval(row["accuracy"], "{:.1f} %", 100));
+    return out;
+  }
+  out.push_back(with_interval(row["mean_kl"], "{:.4f}"));
+  out.push_back(with_interval(row["same_top"], "{:.1f} %", 100));
+  out.push_back(with_interval(row["perplexity_ratio"], "{:.4f}"));
+  return out;
+}
+
+// What is scored: pieces of a text, or questions.
+struct Subject {
+  std::vector<Tokens> pieces;
+  std::vector<Asked> questions;
+  size_t longest = 0;  // tokens of a context with what follows
+  Json about;
+
+  [[nodiscard]] size_t size() const { return std::max(pieces.size(), questions.size()); }
+};
+
+Result<Subject> text_of(const CompressionArgs& args, const model::Tokenizer& tokenizer) {
+  Subject subject;
+  HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
+  HCACHE_ASSIGN_OR_RETURN(const Tokens tokens, tokenizer.encode(text, {.add_special = true}));
+  const int64_t piece = args.context + args.tokens + 1;
+  const int64_t n = std::min(static_cast<int64_t>(tokens.size()) / piece, args.pieces);
+  if (n == 0) {
+    return invalid_argument(fmt::format("{} has {} tokens, less than a context of {} and {} more",
+                                        args.file, tokens.size(), args.context, args.tokens + 1));
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    Tokens part(tokens.begin() + i * piece, tokens.begin() + (i + 1) * piece);
+    if (tokenizer.adds_bos()) part[0] = tokenizer.bos();
+    subject.pieces.push_back(std::move(part));
+  }
+  subject.longest = static_cast<size_t>(piece);
+  subject.about = {
+      {"file", args.file}, {"context", args.context}, {"tokens", args.tokens}, {"pieces", n}};
+  return subject;
+}
+
+Result<Subject> questions_of(const CompressionArgs& args, const model::Tokenizer& tokenizer) {
+  Subject subject;
+  std::vector<eval::Question> all;
+  for (const eval::LaterQuestion& question : eval::later_retrieval_questions(
+           args.lines, args.questions, static_cast<uint64_t>(args.seed))) {
+    all.push_back(question.later);
+    HCACHE_ASSIGN_OR_RETURN(Asked asked, ask(tokenizer, question));
+    for (const Tokens& choice : asked.choices) {
+      subject.longest = std::max(subject.longest, asked.context.size() + choice.size());
+    }
+    subject.questions.push_back(std::move(asked));
+  }
+  subject.about = {{"lines", args.lines},
+                   {"questions", subject.questions.size()},
+                   {"chance", eval::chance(all)},
+                   {"longest", subject.longest}};
+  return subject;
+}
+
+}  // namespace
+
+CompressionArgs::CompressionArgs() {
+  withhold({&reps, &text_file, &paced, &runtime.kv_type, &runtime.attention, &runtime.weights,
+            &runtime.state.key_file, &runtime.state.stores, &runtime.state_type, &runtime.pack,
+            &runtime.saver});
+}
+
+Status eval_compression(CompressionArgs args) {
+  if (args.runtime.model.device == "list") return list_devices();
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<double> budgets, parse_budgets(args.budgets));
+  HCACHE_RETURN_IF_ERROR(policy::parse_layer_budgets(args.layers).status());
+  std::vector<CompressionRow> rows = {{}};
+  std::vector<Compression> policies;
+  for (const std::string& name : args.policies) {
+    HCACHE_ASSIGN_OR_RETURN(policies.emplace_back(), policy::parse_compression(name));
+    for (const double budget : budgets) {
+      if (policies.back() != Compression::kNone) {
+        rows.push_back({.policy = policies.back(), .budget = budget, .kept = {}});
+      }
+    }
+  }
+  HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
+  HCACHE_ASSIGN_OR_RETURN(const Subject subject, args.file.empty() ? questions_of(args, *tokenizer)
+                                                                   : text_of(args, *tokenizer));
+  HCACHE_ASSIGN_OR_RETURN(const Tokens repeat,
+                          tokenizer->encode("\n\nThe same text once more:\n\n"));
+  HCACHE_ASSIGN_OR_RETURN(const auto devices,
+                          model::open_devices(args.runtime.model.device, args.runtime.model.threads,
+                                              offload_options(args.runtime.model)));
+  model::LoadOptions load;
+  load.placement = devices.placement;
+  HCACHE_ASSIGN_OR_RETURN(const auto model,
+                          model::Model::load(path, *devices.devices.front(), load));
+  // The context, what repeats it, and a copy of it with what follows.
+  const auto cells_wanted = static_cast<int64_t>(3 * subject.longest + repeat.size());
+  HCACHE_ASSIGN_OR_RETURN(
+      const auto engine,
+      engine::Engine::create(
+          *model, {.arena_tokens = std::max(cells_wanted, state::kSparsityCells),
+                   .max_batch_rows = std::max(args.runtime.batch, static_cast<int>(args.tokens)),
+                   .separate_layers = true}));
+  ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
+                          state::measure_sparsity(*engine, *tokenizer));
+  Compressed compressed(args, *engine, sparsity.density(), repeat);
+  for (size_t i = 0; i < subject.size(); ++i) {
+    if (!line.update(fmt::format("{} {} of {}", subject.pieces.empty() ? "question" : "piece",
+                                 i + 1, subject.size()),
+                     static_cast<double>(i) / static_cast<double>(subject.size()))) {
+      return cancelled("interrupted");
+    }
+    HCACHE_RETURN_IF_ERROR(
+        subject.pieces.empty()
+            ? score_question(compressed, subject.questions[i], policies, rows)
+            : score_text(compressed, subject.pieces[i], args.context, policies, rows));
+  }
+  line.finish();
+  Json results = {{"machine", machine_json(*model)},
+                  {"model", path},
+                  {"type", model->type_name()},
+                  {"layers", args.layers},
+                  {subject.pieces.empty() ? "questions" : "text", subject.about}};
+  std::vector<std::vector<std::string>> table = {{"policy", "budget", "rows kept"}};
+  if (subject.pieces.empty()) {
+    table[0].emplace_back("right (95 %)");
+  } else {
+    table[0].insert(table[0].end(),
+                    {"mean KL (95 %)", "same first choice", "perplexity / all rows' (95 %)"});
+  }
+  for (const CompressionRow& row : rows) {
+    results["rows"].push_back(row_json(row));
+    table.push_back(cells(results["rows"].back()));
+  }
+  return report(args, results, table);
+}
+
+}  // namespace hcache::cli
