@@ -34,5 +34,5 @@ case " $* " in
   *) shape=(--shape llama-30b --layers 0 --type q8_0) ;;
 esac
 exec python3 bench/batch_bar.py --weights host --device-memory 24GiB --cache-memory 32GiB --buffer 8192 \
-  --step-tokens 8192 --graph-tokens 512 --peer-slots 64,32 --peer-options "--no-mmap -b 4096 -ub 2048" \
+  --step-tokens 8192 --graph-tokens 512 --peer-slots 64,32 --peer-options "--load-mode none -b 4096 -ub 2048" \
   "${shape[@]}" "${common[@]}" "$@"
