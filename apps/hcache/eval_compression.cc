@@ -65,7 +65,9 @@ class Compressed {
     n_ = static_cast<int64_t>(context.size());
     scores_.clear();
     HCACHE_ASSIGN_OR_RETURN(context_, engine_.create_sequence());
+    const double begin_s = now_s();
     HCACHE_RETURN_IF_ERROR(run(context_, context));
+    plain_s_.push_back(now_s() - begin_s);
     for (const Compression policy : policies) {
       const ScoreSource source = policy::compression_info(policy).source;
       if (!scores_.contains(source)) HCACHE_RETURN_IF_ERROR(score(context, source));
@@ -73,6 +75,17 @@ class Compressed {
     return {};
   }
   Status forget() { return engine_.release_sequence(context_); }
+
+  // Seconds of prefilling each context, without and with scores of every row; null where no policy
+  // wants those.
+  [[nodiscard]] Json scoring_json() const {
+    if (scored_s_.size() != plain_s_.size()) return {};
+    std::vector<double> ratios;
+    for (size_t i = 0; i < plain_s_.size(); ++i) ratios.push_back(scored_s_[i] / plain_s_[i]);
+    return {{"plain_s", spread(plain_s_, 1)},
+            {"scored_s", spread(scored_s_, 1)},
+            {"ratio", spread(ratios, 1)}};
+  }
 
   // The logits of `tokens` behind the context, of which the policy keeps rows. Returns their share.
   Result<double> predict(Compression policy, double budget, std::span<const int32_t> tokens,
@@ -126,7 +139,9 @@ class Compressed {
                          .stride = source == ScoreSource::kEveryRow ? state::kObservedStride : 1,
                          .n_keys = n_},
                         &told));
+    const double begin_s = now_s();
     const Status ran = run(seq, tokens);
+    if (source == ScoreSource::kEveryRow) scored_s_.push_back(now_s() - begin_s);
     HCACHE_RETURN_IF_ERROR(engine_.observe({}, nullptr));
     HCACHE_RETURN_IF_ERROR(ran);
     for (const engine::AttentionTally& tally : told.tallies) {
@@ -160,6 +175,8 @@ class Compressed {
   engine::SeqId context_ = -1;
   int64_t n_ = 0;
   std::map<ScoreSource, RowScores> scores_;
+  std::vector<double> plain_s_;  // of prefilling each context
+  std::vector<double> scored_s_;
 };
 
 // A stretch of text behind a context: every row against all rows kept.
@@ -402,6 +419,7 @@ Status eval_compression(CompressionArgs args) {
                   {"model", path},
                   {"type", model->type_name()},
                   {"layers", args.layers},
+                  {"scoring", compressed.scoring_json()},
                   {subject.pieces.empty() ? "questions" : "text", subject.about}};
   std::vector<std::vector<std::string>> table = {{"policy", "budget", "rows kept"}};
   if (subject.pieces.empty()) {

@@ -72,6 +72,14 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual(sum(turn["killed"] for turn in found["turns"]), 1)
         self.assertGreater(found["turns"][-1]["dropped"], 0)
 
+    def test_compression(self):
+        self.run_script("bench/compression.py", "--quick", "--work", self.work)
+        found = self.results("compression.json")
+        self.assertEqual({(m["policy"], m["budget"]) for m in found["means"]},
+                         {("none", 1), ("recent", 0.5), ("car", 0.5)})
+        self.assertGreater(found["texts"][0]["scoring"]["ratio"]["median"], 0)
+        self.assertEqual(found["questions"][0]["questions"]["questions"], 2)
+
     def test_quality(self):
         self.run_script("bench/quality.py", "--quick", "--work", self.work)
         found = self.results("quality.json")
