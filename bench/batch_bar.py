@@ -56,7 +56,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-memory", default="32MiB")
     parser.add_argument("--peer-slots", default="1,4,8,16", help="llama-server's -np")
     parser.add_argument("--peer-tokens", default="2,8", help="of the two waves")
-    parser.add_argument("--peer-options", default="", help='more of llama-server\'s: "--load-mode none -ub 2048"')
+    parser.add_argument("--peer-options", default="",
+                        help='more of llama-server\'s: "--load-mode none -ub 2048"')
     parser.add_argument("--llama-server", type=Path)
     args = parser.parse_args()
     if args.quick:
