@@ -212,7 +212,8 @@ void StepRunner::observe(const StepState& step, int begin, int end) {
   }
   for (int layer = begin; layer < end; ++layer) {
     if (observation.any()) {
-      observation.tallies = &scores_->tallies[static_cast<size_t>(layer * scores_->n_head_kv)];
+      observation.tallies =
+          scores_->tallies.data() + static_cast<std::ptrdiff_t>(layer) * scores_->n_head_kv;
     }
     stages_.of(layer).graphs().synchronize();
     stages_.of(layer).attention(sequences_.group_of(layer)).observe(layer, observation);

@@ -139,7 +139,8 @@ struct AttentionScores {
   std::vector<AttentionTally> tallies{};  // [layer][n_head_kv]
 
   [[nodiscard]] const AttentionTally& at(int layer, int kv_head) const {
-    return tallies[static_cast<size_t>(layer * n_head_kv + kv_head)];
+    return tallies[static_cast<size_t>(layer) * static_cast<size_t>(n_head_kv) +
+                   static_cast<size_t>(kv_head)];
   }
 };
 
