@@ -357,7 +357,9 @@ TEST_F(KeptRowsTest, AttentionIsToldOfTheRowsThatAreAskedFor) {
       const AttentionTally& tally = scores.at(layer, head);
       EXPECT_EQ(tally.n_rows, 10 * hp.n_head / hp.n_head_kv) << "rows 10, 14, ... 46";
       double seen = 0;
-      for (int pos = 10; pos < 50; pos += 4) seen += (pos + 1) * hp.n_head / hp.n_head_kv;
+      for (int pos = 10; pos < 50; pos += 4) {
+        seen += static_cast<double>(pos + 1) * (static_cast<double>(hp.n_head) / hp.n_head_kv);
+      }
       EXPECT_EQ(tally.seen, seen);
       double weight = 0;
       for (int key = 0; key < 30; ++key) weight += static_cast<double>(tally.sum[key]);
