@@ -74,8 +74,10 @@ Status profile_sparsity(const ProfileArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const auto runtime, open_runtime(options, env, line));
   const model::Model& model = runtime->model();
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(model.path()));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
+                          tokenizer->encode(state::sparsity_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
-                          state::measure_sparsity(runtime->engine(), *tokenizer));
+                          state::measure_sparsity(runtime->engine(), tokens));
   line.finish();
   const std::vector<double> density = sparsity.density();
   const auto heads = static_cast<size_t>(sparsity.n_head_kv);

@@ -400,8 +400,10 @@ Status eval_compression(CompressionArgs args) {
                    .max_batch_rows = std::max(args.runtime.batch, static_cast<int>(args.tokens)),
                    .separate_layers = true}));
   ProgressLine line;
+  HCACHE_ASSIGN_OR_RETURN(const Tokens sample,
+                          tokenizer->encode(state::sparsity_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
-                          state::measure_sparsity(*engine, *tokenizer));
+                          state::measure_sparsity(*engine, sample));
   Compressed compressed(args, *engine, sparsity.density(), repeat);
   for (size_t i = 0; i < subject.size(); ++i) {
     if (!line.update(fmt::format("{} {} of {}", subject.pieces.empty() ? "question" : "piece",

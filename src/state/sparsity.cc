@@ -78,13 +78,14 @@ std::vector<double> SparsityProfile::density() const {
   return density;
 }
 
-Result<SparsityProfile> measure_sparsity(engine::Engine& engine,
-                                         const model::Tokenizer& tokenizer) {
+std::string sparsity_text() {
   std::string text;
   for (const std::string_view prompt : kPrompts) text.append(prompt).append("\n");
-  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
-                          tokenizer.encode(text, {.add_special = true}));
-  tokens.resize(std::min<size_t>(tokens.size(), kSparsityCells));
+  return text;
+}
+
+Result<SparsityProfile> measure_sparsity(engine::Engine& engine, std::span<const int32_t> tokens) {
+  tokens = tokens.first(std::min<size_t>(tokens.size(), kSparsityCells));
   HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
   engine::AttentionScores scores;
   const auto measure = [&]() -> Status {

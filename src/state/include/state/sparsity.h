@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "engine/engine.h"
-#include "model/tokenizer.h"
 
 namespace hcache::state {
 
@@ -29,8 +30,11 @@ struct SparsityProfile {
 // Cells of the arena that measuring takes.
 inline constexpr int64_t kSparsityCells = 1024;
 
-// Of predefined prompts, on an engine with so much room. Errors: Engine::observe()'s.
+// The predefined prompts, one behind the other: some 900 tokens.
+[[nodiscard]] std::string sparsity_text();
+
+// Of its tokens, or the first kSparsityCells of them. Errors: Engine::observe()'s.
 [[nodiscard]] Result<SparsityProfile> measure_sparsity(engine::Engine& engine,
-                                                       const model::Tokenizer& tokenizer);
+                                                       std::span<const int32_t> tokens);
 
 }  // namespace hcache::state
