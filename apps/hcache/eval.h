@@ -204,6 +204,11 @@ class Evaluation {
   std::unique_ptr<serving::Serving> base_;  // null: serving_ computes it
 };
 
+// A text's tokens in pieces of so many, at most `most` of them; the rest is left out. Each begins
+// with BOS where the model wants one, in place of a token of the text.
+[[nodiscard]] std::vector<std::vector<int32_t>> pieces_of(const model::Tokenizer& tokenizer,
+                                                          std::span<const int32_t> tokens,
+                                                          int64_t size, int64_t most);
 // The vocabulary of the model that the options name.
 [[nodiscard]] Result<std::unique_ptr<model::Tokenizer>> load_tokenizer(const EvalArgs& args);
 [[nodiscard]] Json to_json(const eval::Estimate& estimate);

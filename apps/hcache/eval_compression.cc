@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "base/tokens.h"
 #include "commands.h"
 #include "engine/engine.h"
 #include "eval.h"
@@ -56,9 +57,15 @@ Result<std::vector<double>> parse_budgets(const std::vector<std::string>& texts)
 // One context at a time on an engine whose layers keep rows of their own.
 class Compressed {
  public:
-  Compressed(const CompressionArgs& args, engine::Engine& engine, std::vector<double> density,
-             Tokens repeat)
-      : args_(args), engine_(engine), density_(std::move(density)), repeat_(std::move(repeat)) {}
+  // density: of the layers, see layer_budgets(); repeat: stands before the context that is
+  // repeated.
+  Compressed(engine::Engine& engine, policy::LayerBudgets budgets, std::vector<double> density,
+             Tokens repeat, uint64_t seed)
+      : engine_(engine),
+        budgets_(budgets),
+        density_(std::move(density)),
+        repeat_(std::move(repeat)),
+        seed_(seed) {}
 
   // Computes it, and what its policies score rows by.
   Status read(std::span<const int32_t> context, std::span<const Compression> policies) {
@@ -66,7 +73,7 @@ class Compressed {
     scores_.clear();
     HCACHE_ASSIGN_OR_RETURN(context_, engine_.create_sequence());
     const double begin_s = now_s();
-    HCACHE_RETURN_IF_ERROR(run(context_, context));
+    HCACHE_RETURN_IF_ERROR(engine_.prefill(context_, context));
     plain_s_.push_back(now_s() - begin_s);
     for (const Compression policy : policies) {
       const ScoreSource source = policy::compression_info(policy).source;
@@ -106,28 +113,16 @@ class Compressed {
   }
 
  private:
-  // In steps, each with logits so that the last layer attends too.
-  Status run(engine::SeqId seq, std::span<const int32_t> tokens) {
-    const auto most = static_cast<size_t>(engine_.options().max_batch_rows);
-    while (!tokens.empty()) {
-      const auto piece = tokens.first(std::min(most, tokens.size()));
-      const engine::BatchItem item{.seq = seq, .tokens = piece};
-      HCACHE_RETURN_IF_ERROR(engine_.decode({&item, 1}).status());
-      tokens = tokens.subspan(piece.size());
-    }
-    return {};
-  }
-
   Status score(std::span<const int32_t> context, ScoreSource source) {
     RowScores& scores = scores_[source];
     const model::HParams& hp = engine_.model().hparams();
     scores = {.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n_};
     if (source == ScoreSource::kNobody) return {};
-    const int64_t seen = source == ScoreSource::kRepeated   ? n_
-                         : source == ScoreSource::kEveryRow ? 0
-                                                            : n_ - policy::kWindow;
-    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq,
-                            engine_.fork_sequence(context_, std::max<int64_t>(0, seen)));
+    const int64_t seen = source == ScoreSource::kRepeated ? n_
+                         : source == ScoreSource::kEveryRow
+                             ? 0
+                             : std::max<int64_t>(0, n_ - policy::kWindow);
+    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_.fork_sequence(context_, seen));
     Tokens tokens;
     if (source == ScoreSource::kRepeated) tokens = repeat_;
     std::copy(context.begin() + (source == ScoreSource::kLastRows ? seen : 0), context.end(),
@@ -136,11 +131,11 @@ class Compressed {
     HCACHE_RETURN_IF_ERROR(
         engine_.observe({.seq = seq,
                          .first_pos = seen,
-                         .stride = source == ScoreSource::kEveryRow ? state::kObservedStride : 1,
+                         .stride = source == ScoreSource::kEveryRow ? policy::kScoredStride : 1,
                          .n_keys = n_},
                         &told));
     const double begin_s = now_s();
-    const Status ran = run(seq, tokens);
+    const Status ran = engine_.prefill(seq, tokens);
     if (source == ScoreSource::kEveryRow) scored_s_.push_back(now_s() - begin_s);
     HCACHE_RETURN_IF_ERROR(engine_.observe({}, nullptr));
     HCACHE_RETURN_IF_ERROR(ran);
@@ -153,14 +148,11 @@ class Compressed {
 
   Result<double> compress(engine::SeqId seq, Compression policy, double budget) {
     const RowScores& scores = scores_.at(policy::compression_info(policy).source);
-    HCACHE_ASSIGN_OR_RETURN(const policy::LayerBudgets how,
-                            policy::parse_layer_budgets(args_.layers));
-    const std::vector<double> budgets = policy::layer_budgets(how, budget, density_);
+    const std::vector<double> budgets = policy::layer_budgets(budgets_, budget, density_);
     size_t n_kept = 0;
     for (int layer = 0; layer < engine_.n_layer(); ++layer) {
       const std::vector<int32_t> kept =
-          policy::choose_rows(policy, scores, layer, budgets[static_cast<size_t>(layer)],
-                              static_cast<uint64_t>(args_.seed));
+          policy::choose_rows(policy, scores, layer, budgets[static_cast<size_t>(layer)], seed_);
       n_kept += kept.size();
       HCACHE_RETURN_IF_ERROR(engine_.keep_rows(seq, layer, kept));
     }
@@ -168,10 +160,11 @@ class Compressed {
     return static_cast<double>(n_kept) / all;
   }
 
-  const CompressionArgs& args_;
   engine::Engine& engine_;
-  const std::vector<double> density_;  // per layer
-  const Tokens repeat_;                // stands before the context that is repeated
+  const policy::LayerBudgets budgets_;
+  const std::vector<double> density_;
+  const Tokens repeat_;
+  const uint64_t seed_;
   engine::SeqId context_ = -1;
   int64_t n_ = 0;
   std::map<ScoreSource, RowScores> scores_;
@@ -233,8 +226,7 @@ Result<Asked> ask(const model::Tokenizer& tokenizer, const eval::LaterQuestion& 
   for (const std::string& choice : question.later.choices) {
     HCACHE_ASSIGN_OR_RETURN(Tokens tokens, tokenizer.encode(question.later.prompt + choice));
     if (asked.choices.empty()) common = tokens;
-    const auto differ = std::mismatch(common.begin(), common.end(), tokens.begin(), tokens.end());
-    common.erase(differ.first, common.end());
+    common.resize(static_cast<size_t>(common_prefix(common, tokens)));
     asked.choices.push_back(std::move(tokens));
   }
   asked.n_question = common.size();
@@ -321,19 +313,16 @@ Result<Subject> text_of(const CompressionArgs& args, const model::Tokenizer& tok
   HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
   HCACHE_ASSIGN_OR_RETURN(const Tokens tokens, tokenizer.encode(text, {.add_special = true}));
   const int64_t piece = args.context + args.tokens + 1;
-  const int64_t n = std::min(static_cast<int64_t>(tokens.size()) / piece, args.pieces);
-  if (n == 0) {
+  subject.pieces = pieces_of(tokenizer, tokens, piece, args.pieces);
+  if (subject.pieces.empty()) {
     return invalid_argument(fmt::format("{} has {} tokens, less than a context of {} and {} more",
                                         args.file, tokens.size(), args.context, args.tokens + 1));
   }
-  for (int64_t i = 0; i < n; ++i) {
-    Tokens part(tokens.begin() + i * piece, tokens.begin() + (i + 1) * piece);
-    if (tokenizer.adds_bos()) part[0] = tokenizer.bos();
-    subject.pieces.push_back(std::move(part));
-  }
   subject.longest = static_cast<size_t>(piece);
-  subject.about = {
-      {"file", args.file}, {"context", args.context}, {"tokens", args.tokens}, {"pieces", n}};
+  subject.about = {{"file", args.file},
+                   {"context", args.context},
+                   {"tokens", args.tokens},
+                   {"pieces", subject.pieces.size()}};
   return subject;
 }
 
@@ -367,7 +356,8 @@ CompressionArgs::CompressionArgs() {
 Status eval_compression(CompressionArgs args) {
   if (args.runtime.model.device == "list") return list_devices();
   HCACHE_ASSIGN_OR_RETURN(const std::vector<double> budgets, parse_budgets(args.budgets));
-  HCACHE_RETURN_IF_ERROR(policy::parse_layer_budgets(args.layers).status());
+  HCACHE_ASSIGN_OR_RETURN(const policy::LayerBudgets layers,
+                          policy::parse_layer_budgets(args.layers));
   std::vector<CompressionRow> rows = {{}};
   std::vector<Compression> policies;
   for (const std::string& name : args.policies) {
@@ -404,7 +394,8 @@ Status eval_compression(CompressionArgs args) {
                           tokenizer->encode(state::sparsity_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
                           state::measure_sparsity(*engine, sample));
-  Compressed compressed(args, *engine, sparsity.density(), repeat);
+  Compressed compressed(*engine, layers, sparsity.density(), repeat,
+                        static_cast<uint64_t>(args.seed));
   for (size_t i = 0; i < subject.size(); ++i) {
     if (!line.update(fmt::format("{} {} of {}", subject.pieces.empty() ? "question" : "piece",
                                  i + 1, subject.size()),

@@ -152,6 +152,19 @@ Status Evaluation::close() {
   return serving_->close();
 }
 
+std::vector<std::vector<int32_t>> pieces_of(const model::Tokenizer& tokenizer,
+                                            std::span<const int32_t> tokens, int64_t size,
+                                            int64_t most) {
+  std::vector<std::vector<int32_t>> pieces;
+  const int64_t n = std::min(static_cast<int64_t>(tokens.size()) / size, most);
+  for (int64_t i = 0; i < n; ++i) {
+    std::vector<int32_t>& piece =
+        pieces.emplace_back(tokens.begin() + i * size, tokens.begin() + (i + 1) * size);
+    if (tokenizer.adds_bos()) piece[0] = tokenizer.bos();
+  }
+  return pieces;
+}
+
 Result<std::unique_ptr<model::Tokenizer>> load_tokenizer(const EvalArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
   return model::Tokenizer::load(path);

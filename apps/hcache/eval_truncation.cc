@@ -186,7 +186,8 @@ Status eval_truncation(TruncationArgs args) {
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           tokenizer->encode(text, {.add_special = true}));
-  const int64_t n = std::min(static_cast<int64_t>(tokens.size()) / piece, args.pieces);
+  const auto pieces = pieces_of(*tokenizer, tokens, piece, args.pieces);
+  const size_t n = pieces.size();
   if (n == 0) {
     return invalid_argument(
         fmt::format("{} has {} tokens, and so many overflows of this context take {}", args.file,
@@ -198,12 +199,10 @@ Status eval_truncation(TruncationArgs args) {
   HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, piece, line));
   HCACHE_ASSIGN_OR_RETURN(const auto naive, Evaluation::open(naive_args, piece, line));
   const bool with_whole = piece <= evaluation->model().hparams().n_ctx_train;
-  for (int64_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < n; ++i) {
     HCACHE_RETURN_IF_ERROR(evaluation->tell(fmt::format("piece {} of {}", i + 1, n),
                                             static_cast<double>(i) / static_cast<double>(n)));
-    std::vector<int32_t> part(tokens.begin() + i * piece, tokens.begin() + (i + 1) * piece);
-    if (tokenizer->adds_bos()) part[0] = tokenizer->bos();
-    HCACHE_RETURN_IF_ERROR(scoring.score(*evaluation, *naive, part, with_whole));
+    HCACHE_RETURN_IF_ERROR(scoring.score(*evaluation, *naive, pieces[i], with_whole));
   }
   Json results = eval_json(*evaluation);
   results["text"] = {{"file", args.file}, {"tokens", tokens.size()}, {"pieces", n}};

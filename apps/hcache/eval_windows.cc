@@ -27,7 +27,6 @@ Result<std::string> read_text(const std::string& file) {
   return text;
 }
 
-// Each window begins with BOS where the model wants one, in place of a token of the text.
 Result<Windows> cut(const WindowArgs& args, const model::Tokenizer& tokenizer,
                     const std::string& text) {
   Windows windows;
@@ -39,18 +38,14 @@ Result<Windows> cut(const WindowArgs& args, const model::Tokenizer& tokenizer,
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           tokenizer.encode(text, {.add_special = true}));
   windows.text_tokens = static_cast<int64_t>(tokens.size());
-  int64_t n = windows.text_tokens / args.window;
-  if (n == 0) {
+  const int64_t most = args.windows > 0 ? args.windows : windows.text_tokens;
+  windows.tokens = pieces_of(tokenizer, tokens, args.window, most);
+  if (windows.tokens.empty()) {
     return invalid_argument(fmt::format("{} has {} tokens, less than a window (--window {})",
                                         args.file, tokens.size(), args.window));
   }
-  if (args.windows > 0) n = std::min(n, args.windows);
-  for (int64_t i = 0; i < n; ++i) {
-    const auto begin = tokens.begin() + i * args.window;
-    std::vector<int32_t> window(begin, begin + args.window);
-    if (tokenizer.adds_bos()) window[0] = tokenizer.bos();
+  for (const std::vector<int32_t>& window : windows.tokens) {
     windows.prompts.push_back({.tokens = {window.begin(), window.end() - 1}, .from = windows.from});
-    windows.tokens.push_back(std::move(window));
   }
   return windows;
 }

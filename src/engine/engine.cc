@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -121,6 +122,17 @@ Result<Logits> Engine::decode(std::span<const BatchItem> items) {
   HCACHE_ASSIGN_OR_RETURN(Step step, prepare(items));
   HCACHE_RETURN_IF_ERROR(run_layers(step, 0, n_layer()));
   return finish(step);
+}
+
+Status Engine::prefill(SeqId seq, std::span<const int32_t> tokens) {
+  const auto most = static_cast<size_t>(options().max_batch_rows);
+  while (!tokens.empty()) {
+    const auto piece = tokens.first(std::min(most, tokens.size()));
+    const BatchItem item{.seq = seq, .tokens = piece};
+    HCACHE_RETURN_IF_ERROR(decode({&item, 1}).status());
+    tokens = tokens.subspan(piece.size());
+  }
+  return {};
 }
 
 // --- Capture

@@ -210,12 +210,12 @@ void StepRunner::observe(const StepState& step, int begin, int end) {
                    .end_row = static_cast<int32_t>(rows_end - s.first_pos),
                    .stride = static_cast<int32_t>(observed_.stride)};
   }
+  stages_.synchronize();  // graphs under way tell what they were given
   for (int layer = begin; layer < end; ++layer) {
     if (observation.any()) {
       observation.tallies =
           scores_->tallies.data() + static_cast<std::ptrdiff_t>(layer) * scores_->n_head_kv;
     }
-    stages_.of(layer).graphs().synchronize();
     stages_.of(layer).attention(sequences_.group_of(layer)).observe(layer, observation);
   }
 }

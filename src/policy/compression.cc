@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -14,21 +15,21 @@ namespace hcache::policy {
 namespace {
 
 constexpr std::array kPolicies = {
-    CompressionInfo{Compression::kNone, "none", "every row is kept", ScoreSource::kNobody},
+    CompressionInfo{Compression::kNone, "none", "every row is kept", ScoreSource::kNobody, false},
     CompressionInfo{Compression::kRecent, "recent", "the first rows and the last ones",
-                    ScoreSource::kNobody},
+                    ScoreSource::kNobody, false},
     CompressionInfo{Compression::kRandom, "random", "any rows: what a score has to beat",
-                    ScoreSource::kNobody},
+                    ScoreSource::kNobody, true},
     CompressionInfo{Compression::kCar, "car",
                     "the rows that the context's own attention used most, the same for all heads",
-                    ScoreSource::kEveryRow},
+                    ScoreSource::kEveryRow, false},
     CompressionInfo{Compression::kSnap, "snap",
                     "by head, the rows that the last rows' attention used most, and their "
                     "neighbours",
-                    ScoreSource::kLastRows},
+                    ScoreSource::kLastRows, true},
     CompressionInfo{Compression::kSelf, "self",
                     "by head, the rows that repeating the context would need most",
-                    ScoreSource::kRepeated},
+                    ScoreSource::kRepeated, true},
 };
 constexpr std::array<std::string_view, 2> kBudgetNames = {"uniform", "profile"};
 
@@ -139,8 +140,13 @@ std::vector<int32_t> choose_rows(Compression policy, const RowScores& scores, in
   const int64_t n = policy == Compression::kNone ? n_rows : kept_rows(n_rows, budget);
   std::mt19937_64 random(seed + static_cast<uint64_t>(layer));
   std::vector<int32_t> kept;
+  kept.reserve(static_cast<size_t>(n * scores.n_head_kv));
   std::vector<int32_t> rows(static_cast<size_t>(n_rows));
   for (int head = 0; head < scores.n_head_kv; ++head) {
+    if (head > 0 && !compression_info(policy).by_head) {
+      std::copy_n(rows.begin(), n, std::back_inserter(kept));
+      continue;
+    }
     std::vector<double> score = scores_of(policy, scores, layer, head, random);
     for (int64_t i = 0; i < n_rows; ++i) {
       if (i < kSinks || i >= n_rows - kWindow) {

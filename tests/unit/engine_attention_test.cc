@@ -128,30 +128,40 @@ std::vector<float> compute(const Data& data, const std::vector<AttentionSegment>
   return out;
 }
 
+// In F64: the weights of one query head's row over its keys.
+std::vector<double> reference_weights(const Data& data, int row, int head, int64_t first_cell,
+                                      int64_t n_keys) {
+  const AttentionShape& s = data.shape;
+  const int kv = head / (s.n_head / s.n_head_kv);
+  const float* q = data.q.data() + row * data.q_pitch + static_cast<size_t>(head) * s.head_dim_k;
+  std::vector<double> w(static_cast<size_t>(n_keys));
+  for (int64_t j = 0; j < n_keys; ++j) {
+    const uint16_t* k = data.k.data() + static_cast<size_t>(first_cell + j) * data.k_pitch +
+                        static_cast<size_t>(kv) * s.head_dim_k;
+    double dot = 0;
+    for (int d = 0; d < s.head_dim_k; ++d) dot += q[d] * from_half(k[d]);
+    w[static_cast<size_t>(j)] = dot * s.scale;
+  }
+  const double top = *std::max_element(w.begin(), w.end());
+  double sum = 0;
+  for (double& x : w) sum += x = std::exp(x - top);
+  for (double& x : w) x /= sum;
+  return w;
+}
+
 // Row `row` over n_keys cells from first_cell, in F64.
 std::vector<double> reference_row(const Data& data, int row, int64_t first_cell, int64_t n_keys) {
   const AttentionShape& s = data.shape;
   std::vector<double> out(static_cast<size_t>(s.n_head) * s.head_dim_v);
-  std::vector<double> p(static_cast<size_t>(n_keys));
   for (int head = 0; head < s.n_head; ++head) {
     const int kv = head / (s.n_head / s.n_head_kv);
-    const float* q = data.q.data() + row * data.q_pitch + static_cast<size_t>(head) * s.head_dim_k;
-    for (int64_t j = 0; j < n_keys; ++j) {
-      const uint16_t* k = data.k.data() + static_cast<size_t>(first_cell + j) * data.k_pitch +
-                          static_cast<size_t>(kv) * s.head_dim_k;
-      double dot = 0;
-      for (int d = 0; d < s.head_dim_k; ++d) dot += q[d] * from_half(k[d]);
-      p[static_cast<size_t>(j)] = dot * s.scale;
-    }
-    const double top = *std::max_element(p.begin(), p.end());
-    double sum = 0;
-    for (double& x : p) sum += x = std::exp(x - top);
+    const std::vector<double> p = reference_weights(data, row, head, first_cell, n_keys);
     for (int64_t j = 0; j < n_keys; ++j) {
       const uint16_t* v = data.v.data() + static_cast<size_t>(first_cell + j) * data.v_pitch +
                           static_cast<size_t>(kv) * s.head_dim_v;
       for (int d = 0; d < s.head_dim_v; ++d) {
         out[static_cast<size_t>(head) * s.head_dim_v + d] +=
-            p[static_cast<size_t>(j)] / sum * from_half(v[d]);
+            p[static_cast<size_t>(j)] * from_half(v[d]);
       }
     }
   }
@@ -369,27 +379,6 @@ TEST_P(AttentionTest, PlanServesManyLayersWithAnyNumberOfThreads) {
   run_threads(plan, Data(shape, 1, 0).tensors(none), 3);
   plan.set_batch(segments);
   EXPECT_EQ(plan.scratch_bytes(), bytes) << "a step of a size seen before allocates nothing";
-}
-
-// In F64: the weights of one query head's row over its keys.
-std::vector<double> reference_weights(const Data& data, int row, int head, int64_t first_cell,
-                                      int64_t n_keys) {
-  const AttentionShape& s = data.shape;
-  const int kv = head / (s.n_head / s.n_head_kv);
-  const float* q = data.q.data() + row * data.q_pitch + static_cast<size_t>(head) * s.head_dim_k;
-  std::vector<double> w(static_cast<size_t>(n_keys));
-  for (int64_t j = 0; j < n_keys; ++j) {
-    const uint16_t* k = data.k.data() + static_cast<size_t>(first_cell + j) * data.k_pitch +
-                        static_cast<size_t>(kv) * s.head_dim_k;
-    double dot = 0;
-    for (int d = 0; d < s.head_dim_k; ++d) dot += q[d] * from_half(k[d]);
-    w[static_cast<size_t>(j)] = dot * s.scale;
-  }
-  const double top = *std::max_element(w.begin(), w.end());
-  double sum = 0;
-  for (double& x : w) sum += x = std::exp(x - top);
-  for (double& x : w) x /= sum;
-  return w;
 }
 
 // What the rows of a segment should be told to attend.

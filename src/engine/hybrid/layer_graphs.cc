@@ -246,6 +246,7 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
     const model::HParams& hp = model_.hparams();
     ggml_tensor* q = ggml_reshape_3d(g.ctx, view(rows.q), hp.head_dim, hp.n_head, piece.n_rows);
     g.add(q);
+    // Nobody observes a layer here, so that any will do.
     ggml_tensor* attended = attention->build(g.ctx, 0, q, buffer.k, buffer.v);
     g.add(ggml_cpy(g.ctx, attended, view(rows.q)));
   }

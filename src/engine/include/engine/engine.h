@@ -236,6 +236,9 @@ class Engine {
   Result<Logits> finish(Step& step);
   // prepare + all layers + finish.
   Result<Logits> decode(std::span<const BatchItem> items);
+  // Appends tokens whose logits nobody reads, in as many steps as they take; each goes through all
+  // of the last layer, for observe().
+  Status prefill(SeqId seq, std::span<const int32_t> tokens);
 
   // --- Capture -----------------------------------------------------------------------------
   // From the next step on. The sink must outlive its use; nullptr switches the tap off.

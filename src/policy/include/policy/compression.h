@@ -36,6 +36,7 @@ struct CompressionInfo {
   std::string_view name;
   std::string_view summary;
   ScoreSource source;
+  bool by_head;  // whether a layer's heads keep different rows
 };
 
 [[nodiscard]] std::span<const CompressionInfo> compressions();
@@ -46,6 +47,10 @@ struct CompressionInfo {
 // Rows that every policy but kNone keeps: attention sinks, and what was said last.
 inline constexpr int64_t kSinks = 4;
 inline constexpr int64_t kWindow = 32;
+
+// Of kEveryRow, rows whose attention stands for all rows': every so many. Their weights cost at
+// most a thirty-second of what attention does.
+inline constexpr int64_t kScoredStride = 16;
 
 // What attention fell on, by layer, KV head and row.
 struct RowScores {

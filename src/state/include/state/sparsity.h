@@ -11,10 +11,6 @@
 
 namespace hcache::state {
 
-// Rows whose attention stands for all rows': every so many. Their weights cost at most a
-// thirty-second of what attention does.
-inline constexpr int64_t kObservedStride = 16;
-
 struct SparsityProfile {
   struct Head {
     double small = 0;   // share of the weights below a hundredth of their row's largest
