@@ -52,8 +52,7 @@ Status WeightStream::open_reader(bool direct) {
   if (!direct) {
     const std::array<size_t, 2>& image = weights_->image_bytes;
     const size_t n_bytes = image[0] + image[1];
-    host_.reset(
-        ggml_backend_buft_alloc_buffer(model_.device().host_buffer_type(), n_bytes + kBlock));
+    host_.reset(model_.device().alloc_host(n_bytes + kBlock));
     if (host_ == nullptr) {
       return resource_exhausted(
           fmt::format("no {} of host memory to read weights into", format_bytes(n_bytes)));

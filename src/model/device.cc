@@ -19,6 +19,7 @@
 
 #include "base/cpu_target.h"
 #include "base/log.h"
+#include "base/units.h"
 
 namespace hcache::model {
 namespace {
@@ -334,6 +335,18 @@ ggml_backend_buffer_type_t Device::buffer_type() const {
 ggml_backend_buffer_type_t Device::host_buffer_type() const {
   ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(dev_);
   return pinned != nullptr ? pinned : ggml_backend_cpu_buffer_type();
+}
+
+ggml_backend_buffer_t Device::alloc_host(size_t n_bytes) const {
+  ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(host_buffer_type(), n_bytes);
+  static std::once_flag told;
+  if (buffer != nullptr && ggml_backend_buffer_get_type(buffer) != host_buffer_type()) {
+    std::call_once(told, [&] {
+      log::warn("{}: host memory can't be pinned (at {} it was refused); copies from it are slower",
+                name(), format_bytes(n_bytes));
+    });
+  }
+  return buffer;
 }
 
 bool Device::pins_host_memory() const { return ggml_backend_dev_host_buffer_type(dev_) != nullptr; }

@@ -174,8 +174,7 @@ Status fill_host(const GgufFile& file, const Device& device, const Progress& pro
                  StreamedLayers& out) {
   StreamedWeights& w = out.weights;
   const size_t n_bytes = w.n_bytes();
-  out.buffers.emplace_back(
-      ggml_backend_buft_alloc_buffer(device.host_buffer_type(), n_bytes + kBlock));
+  out.buffers.emplace_back(device.alloc_host(n_bytes + kBlock));
   if (out.buffers.back() == nullptr) {
     return resource_exhausted(fmt::format(
         "{}: no {} of host memory for the weights that are not on the device; use --weights disk",

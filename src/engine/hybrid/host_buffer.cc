@@ -12,8 +12,7 @@ namespace hcache::engine {
 Result<HostBuffer> HostBuffer::make(const model::Device& device, size_t n_bytes,
                                     const std::string& what) {
   HostBuffer made;
-  made.buffer_ =
-      ggml_backend_buft_alloc_buffer(device.host_buffer_type(), n_bytes + kDirectAlignment);
+  made.buffer_ = device.alloc_host(n_bytes + kDirectAlignment);
   if (made.buffer_ == nullptr) {
     return resource_exhausted(
         fmt::format("no {} KiB of host memory for {}; batch fewer requests", n_bytes >> 10, what));

@@ -61,6 +61,9 @@ class Device {
   [[nodiscard]] ggml_backend_buffer_type_t buffer_type() const;
   // Host memory the device copies from and to fastest (pinned where the backend has it).
   [[nodiscard]] ggml_backend_buffer_type_t host_buffer_type() const;
+  // Memory of that type, to be freed by ggml_backend_buffer_free(); nullptr: there is none. A
+  // backend that can't pin so much gives ordinary memory instead, which is logged once.
+  [[nodiscard]] ggml_backend_buffer_t alloc_host(size_t n_bytes) const;
   // Whether that is another kind of memory than the system's own.
   [[nodiscard]] bool pins_host_memory() const;
   // Host memory that this device has a copy of: uploads take that.
