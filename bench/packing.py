@@ -2,10 +2,12 @@
 """Packed against plain K and V over links of two orders of magnitude.
 
     bench/packing.py --json packing.json       the default model, 2,048 tokens of history
+    bench/packing.py --rounded                 and rounded to eight and four bits
 
 At each link three processes save the same conversation and restore it, by turns, with `--pack off`, `on`
 and `auto`; answers and K and V must be those of the uninterrupted run to the bit. Prints the times to first
-token, what `auto` chose, how much longer it took than the better of both, and the bytes.
+token, what `auto` chose, how much longer it took than the better of both, and the bytes. With --rounded two
+more have `--pack q8_0` and `q4_0`, whose K and V differ; `hcache eval kl` says by how much that matters.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import benchlib as lib
 
 MODES = ("off", "on", "auto")
+ROUNDED = ("q8_0", "q4_0")
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,6 +30,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--slowest", type=float, default=30e6, help="link, bytes/s")
     parser.add_argument("--points", type=int, default=5)
     parser.add_argument("--decades", type=float, default=2.0)
+    parser.add_argument("--rounded", action="store_true",
+                        help="K and V rounded to eight and four bits as well")
     args = parser.parse_args()
     if args.quick:
         args.history, args.reps, args.turns, args.points = 128, 1, 1, 2
@@ -39,7 +44,11 @@ def restore(args, hcache: lib.Hcache, model, link: float, pack: str) -> dict:
                            f"{link:.0f}", "--reps", args.reps)
     row = results["rows"][0]
     fidelity = row["fidelity"]
-    if not fidelity["kv_identical"] or fidelity["greedy_agree"] != fidelity["greedy_total"]:
+    same = fidelity["kv_identical"] and fidelity["greedy_agree"] == fidelity["greedy_total"]
+    if pack in ROUNDED:
+        if fidelity["kv_identical"]:
+            raise RuntimeError(f"--pack {pack}: nothing was rounded")
+    elif not same:
         raise RuntimeError(f"--pack {pack}: the restored conversation is another one")
     return {"samples_ms": row["ttft_samples_ms"], "predicted_ms": row["predicted_ms"],
             "packed": results["store"]["packed"], "machine": results["machine"],
@@ -48,10 +57,11 @@ def restore(args, hcache: lib.Hcache, model, link: float, pack: str) -> dict:
 
 
 def at_link(args, hcache: lib.Hcache, model, link: float) -> dict:
-    found: dict = {mode: [] for mode in MODES}
+    modes = MODES + (ROUNDED if args.rounded else ())
+    found: dict = {mode: [] for mode in modes}
     for turn in range(args.turns):
-        for i in range(len(MODES)):
-            mode = MODES[(i + turn) % len(MODES)]
+        for i in range(len(modes)):
+            mode = modes[(i + turn) % len(modes)]
             found[mode].append(restore(args, hcache, model, link, mode))
     row = {"link_bytes_per_s": link, "machine": found["on"][0]["machine"]}
     for mode, runs in found.items():
@@ -62,7 +72,9 @@ def at_link(args, hcache: lib.Hcache, model, link: float) -> dict:
                      "share_of_kv": runs[0]["page_bytes"] / runs[0]["kv_bytes"]}
     best = min(row["off"]["ttft_ms"], row["on"]["ttft_ms"])
     row["auto_over_best"] = row["auto"]["ttft_ms"] / best
-    row["on_over_off"] = row["on"]["ttft_ms"] / row["off"]["ttft_ms"]
+    for mode in ("on", *ROUNDED):
+        if mode in row:
+            row[f"{mode}_over_off"] = row[mode]["ttft_ms"] / row["off"]["ttft_ms"]
     return row
 
 
@@ -85,6 +97,11 @@ def main() -> None:
               f"{r['auto_over_best']:.3f}"] for r in rows]
     print(lib.table(["MB/s", "plain ms", "packed ms", "auto ms", "auto packed", "packed / plain",
                      "auto / best"], table))
+    if args.rounded:
+        header = [f"{mode} ms" for mode in ROUNDED] + [f"{mode} / plain" for mode in ROUNDED]
+        table = [[f"{r['link_bytes_per_s'] / 1e6:.0f}", *(f"{r[mode]['ttft_ms']:.0f}" for mode in ROUNDED),
+                  *(f"{r[f'{mode}_over_off']:.3f}" for mode in ROUNDED)] for r in rows]
+        print(lib.table(["MB/s", *header], table))
     print(json.dumps({"share_of_kv": rows[0]["on"]["share_of_kv"],
                       "worst_auto_over_best": results["worst_auto_over_best"]}, indent=1))
     lib.write_results(args.json_file or (args.work / "packing.json"), results)

@@ -6,10 +6,11 @@
 
 First `hcache eval ppl` is held against llama-perplexity (`make peer`), on the same windows: they may
 differ by 0.1 %. Then each method's predictions, after save, restart and restore, are compared with those
-that are computed on the spot, token by token; and numbers are looked up in texts of several lengths,
-which shows something only where the model without any loss finds more than chance would. Last, each text
-outgrows contexts of several sizes: its perplexity behind tokens that were dropped from the KV cache may be
-higher by 0.02 than with the tokens that are left computed anew (AttentionStore's bound).
+that are computed on the spot, token by token, and those from K and V that were rounded when they were saved.
+Numbers are looked up in texts of several lengths, which shows something only where the model without any loss
+finds more than chance would. Last, each text outgrows contexts of several sizes: its perplexity behind tokens
+that were dropped from the KV cache may be higher by 0.02 than with the tokens that are left computed anew
+(AttentionStore's bound).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import benchlib as lib
 
 MOST_DIFFERENCE = 0.001  # of perplexities, ours over llama-perplexity's
 QUICK_DIFFERENCE = 0.02  # of so few tokens that roundings show
+ROUNDED = ("q8_0", "q4_0")  # --pack
 MOST_TRUNCATED = 0.02    # more perplexity than computed anew
 
 
@@ -78,6 +80,9 @@ def measure_text(args, evals: Evals, name: str, text: Path) -> dict:
     theirs = peer_perplexity(args, text)
     most = QUICK_DIFFERENCE if args.quick else MOST_DIFFERENCE
     kl = evals.run("kl", text, *windows, "--methods", args.methods)
+    for pack in ROUNDED:
+        [row] = evals.run("kl", text, *windows, "--methods", "kv", "--pack", pack)["rows"]
+        kl["rows"].append(row | {"method": f"kv, {pack}"})
     return {"text": name, "perplexity": ours["perplexity"], "scored": ours["scored"],
             "llama_perplexity": theirs, "over_llama": ours["perplexity"]["value"] / theirs,
             "agrees": abs(ours["perplexity"]["value"] / theirs - 1) <= most,

@@ -9,12 +9,12 @@
 namespace hcache::cli {
 
 BenchArgs::BenchArgs() {
-  offer(runtime,
-        {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
-         &runtime.model.tensor_split, &runtime.model.override_tensors, &runtime.model.split_mode,
-         &runtime.model.main_gpu, &runtime.model.threads, &runtime.batch, &runtime.kv_type,
-         &runtime.attention, &runtime.state.state_dir, &runtime.state.stores,
-         &runtime.state.key_file, &runtime.state_type, &runtime.pack, &runtime.saver});
+  offer(runtime, {&runtime.model.path, &runtime.model.device, &runtime.model.gpu_layers,
+                  &runtime.model.tensor_split, &runtime.model.override_tensors,
+                  &runtime.model.split_mode, &runtime.model.main_gpu, &runtime.model.threads,
+                  &runtime.batch, &runtime.kv_type, &runtime.attention, &runtime.state.state_dir,
+                  &runtime.state.stores, &runtime.state.key_file, &runtime.state_type,
+                  &runtime.pack, &runtime.quality, &runtime.saver});
 }
 
 void BenchArgs::save_all() {
@@ -29,12 +29,12 @@ RestoreBenchArgs::RestoreBenchArgs() {
 
 BatchBenchArgs::BatchBenchArgs() {
   withhold({&runtime.model.path, &runtime.kv_type, &runtime.state.stores, &runtime.state.key_file,
-            &runtime.state_type, &runtime.pack, &runtime.saver, &text_file});
+            &runtime.state_type, &runtime.pack, &runtime.quality, &runtime.saver, &text_file});
 }
 
 PipelineBenchArgs::PipelineBenchArgs() {
   withhold({&runtime.kv_type, &runtime.attention, &runtime.state.key_file, &runtime.state_type,
-            &runtime.pack, &runtime.saver, &text_file});
+            &runtime.pack, &runtime.quality, &runtime.saver, &text_file});
 }
 
 ThroughputArgs::ThroughputArgs() { offer(runtime, {&runtime.save}); }

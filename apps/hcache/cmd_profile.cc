@@ -9,6 +9,7 @@
 #include "commands.h"
 #include "model/tokenizer.h"
 #include "session.h"
+#include "state/sample_text.h"
 #include "state/sparsity.h"
 
 namespace hcache::cli {
@@ -44,6 +45,10 @@ Json curve_json(const policy::CostCurve& curve) {
   return points;
 }
 
+Json packing_json(const policy::KvPacking& packing) {
+  return {{"ratio", packing.ratio}, {"unpack_row_s", packing.unpack_row_s}};
+}
+
 // What `hcache sim` takes in place of published hardware.
 Json costs_json(const policy::RestoreCosts& costs, const state::CostProfile& p) {
   const policy::LayerCosts& layer = costs.layer(0);
@@ -75,7 +80,7 @@ Status profile_sparsity(const ProfileArgs& args) {
   const model::Model& model = runtime->model();
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(model.path()));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
-                          tokenizer->encode(state::sparsity_text(), {.add_special = true}));
+                          tokenizer->encode(state::sample_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
                           state::measure_sparsity(runtime->engine(), tokens));
   line.finish();
@@ -132,23 +137,25 @@ Status profile(const ProfileArgs& args) {
                       {"load_kv_ms", p.layer.load_kv.at(n) * 1e3},
                       {"recompute_ms", policy::prefill_layer_s(p.layer, n, 0, batch) * 1e3}});
     }
-    HCACHE_RETURN_IF_ERROR(write_json(
-        {{"model", model.path()},
-         {"device", describe_devices(model)},
-         {"threads", model.device().n_threads()},
-         {"key", p.key},
-         {"layers", model.hparams().n_layer},
-         {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
-         {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
-         {"read_bytes_per_s", p.read_bytes_per_s},
-         {"gemm_flops_per_s", p.gemm_flops_per_s},
-         {"packing", {{"ratio", p.packing.ratio}, {"unpack_row_s", p.packing.unpack_row_s}}},
-         {"compute_scale", p.compute_scale},
-         {"paper_link_bytes_per_s", state::paper_link_bytes_per_s(p)},
-         {"finish_ms", p.finish_s * 1e3},
-         {"layer_costs", rows},
-         {"costs", costs_json(runtime->costs(), p)}},
-        ""));
+    HCACHE_RETURN_IF_ERROR(write_json({{"model", model.path()},
+                                       {"device", describe_devices(model)},
+                                       {"threads", model.device().n_threads()},
+                                       {"key", p.key},
+                                       {"layers", model.hparams().n_layer},
+                                       {"hidden_bytes_per_token_and_layer", p.layer.hidden_bytes},
+                                       {"kv_bytes_per_token_and_layer", p.layer.kv_bytes},
+                                       {"read_bytes_per_s", p.read_bytes_per_s},
+                                       {"gemm_flops_per_s", p.gemm_flops_per_s},
+                                       {"packing",
+                                        {{"lossless", packing_json(p.packings.lossless)},
+                                         {"q8_0", packing_json(p.packings.q8_0)},
+                                         {"q4_0", packing_json(p.packings.q4_0)}}},
+                                       {"compute_scale", p.compute_scale},
+                                       {"paper_link_bytes_per_s", state::paper_link_bytes_per_s(p)},
+                                       {"finish_ms", p.finish_s * 1e3},
+                                       {"layer_costs", rows},
+                                       {"costs", costs_json(runtime->costs(), p)}},
+                                      ""));
     return runtime->close();
   }
   fmt::print("model         {} ({} layers)\n", model.path(), model.hparams().n_layer);
@@ -159,10 +166,13 @@ Status profile(const ProfileArgs& args) {
              p.read_bytes_per_s > 0 ? format_rate(p.read_bytes_per_s) : "not measured yet");
   fmt::print("state         {} bytes of hidden, {} of KV per token and layer\n",
              p.layer.hidden_bytes, p.layer.kv_bytes);
-  if (p.packing.ratio > 0) {
-    const double bytes_per_s = static_cast<double>(p.layer.kv_bytes) / p.packing.unpack_row_s;
-    fmt::print("packing       to {:.1f} % of K and V's bytes, unpacked at {}\n",
-               100 * p.packing.ratio, format_rate(bytes_per_s));
+  for (const auto& [name, packing] :
+       {std::pair("without loss", p.packings.lossless), std::pair("as q8_0", p.packings.q8_0),
+        std::pair("as q4_0", p.packings.q4_0)}) {
+    if (packing.ratio == 0) continue;
+    const double bytes_per_s = static_cast<double>(p.layer.kv_bytes) / packing.unpack_row_s;
+    fmt::print("packing       {}: to {:.1f} % of K and V's bytes, unpacked at {}\n", name,
+               100 * packing.ratio, format_rate(bytes_per_s));
   }
   fmt::print("paper's link  {} (--link paper)\n\n", format_rate(state::paper_link_bytes_per_s(p)));
   std::vector<std::vector<std::string>> rows = {{"tokens", "from hidden", "from KV", "recompute"}};

@@ -16,6 +16,7 @@
 #include "eval/questions.h"
 #include "model/logits.h"
 #include "policy/compression.h"
+#include "state/sample_text.h"
 #include "state/sparsity.h"
 
 namespace hcache::cli {
@@ -350,7 +351,7 @@ Result<Subject> questions_of(const CompressionArgs& args, const model::Tokenizer
 CompressionArgs::CompressionArgs() {
   withhold({&reps, &text_file, &paced, &runtime.kv_type, &runtime.attention, &runtime.weights,
             &runtime.state.key_file, &runtime.state.stores, &runtime.state_type, &runtime.pack,
-            &runtime.saver});
+            &runtime.quality, &runtime.saver});
 }
 
 Status eval_compression(CompressionArgs args) {
@@ -391,7 +392,7 @@ Status eval_compression(CompressionArgs args) {
                    .separate_layers = true}));
   ProgressLine line;
   HCACHE_ASSIGN_OR_RETURN(const Tokens sample,
-                          tokenizer->encode(state::sparsity_text(), {.add_special = true}));
+                          tokenizer->encode(state::sample_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
                           state::measure_sparsity(*engine, sample));
   Compressed compressed(*engine, layers, sparsity.density(), repeat,

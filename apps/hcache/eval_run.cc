@@ -22,7 +22,7 @@ Result<EvalMethod> parse_method(const std::string& name) {
 }  // namespace
 
 EvalArgs::EvalArgs() {
-  withhold({&reps, &text_file, &paced, &runtime.pack, &runtime.saver});
+  withhold({&reps, &text_file, &paced, &runtime.saver});
   offer(runtime,
         {&runtime.weights, &runtime.device_memory, &runtime.token_rounding, &runtime.link});
   save_all();

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/units.h"
+#include "state/sample_text.h"
 
 namespace hcache::cli {
 namespace {
@@ -90,6 +91,16 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(o.save, policy::parse_save_mode(args.save));
   o.state_type = args.state_type;
   HCACHE_ASSIGN_OR_RETURN(o.pack, policy::parse_pack_mode(args.pack));
+  o.quality = args.quality;
+  if (o.quality > 0 && o.pack != policy::PackMode::kAuto) {
+    return invalid_argument(fmt::format(
+        "--quality decides what K and V are rounded to, and --pack {} did; leave one of them out",
+        args.pack));
+  }
+  o.sample = [path = o.model_path]() -> Result<std::vector<int32_t>> {
+    HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
+    return tokenizer->encode(state::sample_text(), {.add_special = true});
+  };
   o.saver.direct = args.saver == "direct";
   o.salt = args.salt;
   return o;
@@ -256,7 +267,7 @@ Status Conversation::load() {
   }
   if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(fmt::format(
-        "session {} was held with another model or KV type; choose another name, or remove it "
+        "session {} was held with another model, KV type or --pack; choose another name, or remove it "
         "with `hcache store rm --session {}`",
         name_, name_));
   }

@@ -55,8 +55,16 @@ struct RuntimeArgs : Options {
   std::string pack = choice(&pack, "--pack", "auto",
                             {{"auto", "where restores come earlier by it, by the disks' speed"},
                              {"on", "wherever it makes them smaller"},
-                             {"off", "as the KV cache has them"}},
-                            "whether saved K and V are packed, without loss");
+                             {"off", "as the KV cache has them"},
+                             {"q8_0",
+                              "rounded to eight bits: about half of the bytes, and answers "
+                              "behind a restore may differ (hcache eval kl says how much)"},
+                             {"q4_0", "to four bits"}},
+                            "whether saved K and V are packed; without loss but for q8_0 and q4_0");
+  double quality =
+      number(&quality, "--quality", "KL", 0, {0, 10},
+             "with --pack auto K and V may be rounded, where restores come earlier by it and the "
+             "mean KL divergence of predictions (nats), measured once, is no more; 0: never");
   std::string saver = choice(&saver, "--saver", "background", "background|direct",
                              "write behind the computation, or in its path (for comparison)");
   std::string salt =

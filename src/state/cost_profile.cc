@@ -450,31 +450,21 @@ std::string profile_key(const Engine& engine, const std::string& content_digest,
 
 namespace {
 
-// Pages of tokens from all over the vocabulary, of a few layers, packed and unpacked.
-Result<policy::KvPacking> pack_sample(Env& env, Engine& engine, engine::SeqId seq, int64_t n_rows) {
-  std::vector<int32_t> tokens;
-  const int32_t n_vocab = engine.model().hparams().n_vocab;
-  for (int64_t i = 0; i < n_rows; ++i) {
-    tokens.push_back(static_cast<int32_t>((i * kTokenStride) % n_vocab));
-  }
-  const BatchItem item{.seq = seq, .tokens = tokens};
-  HCACHE_RETURN_IF_ERROR(engine.decode({&item, 1}).status());
-
-  const size_t element_bytes = packable_bytes(engine.options().kv_type);
-  const size_t half = engine.kv_row_bytes() * static_cast<size_t>(n_rows);
-  std::vector<std::byte> page(2 * half);
+// Of a few layers' pages, packed and unpacked.
+Result<policy::KvPacking> pack_sample(Env& env, ggml_type type, policy::PackMode mode,
+                                      std::span<const std::vector<std::byte>> pages,
+                                      int64_t n_rows) {
   KvPacker packer;
   size_t n_packed = 0;
   size_t n_bytes = 0;
   double fastest_s = std::numeric_limits<double>::infinity();
-  const int stride = std::max(1, engine.n_layer() / kPackedLayers);
-  for (int layer = 0; layer < engine.n_layer(); layer += stride) {
-    HCACHE_RETURN_IF_ERROR(
-        engine.read_kv(seq, layer, 0, static_cast<int>(n_rows), page.data(), page.data() + half));
+  std::vector<std::byte> page;
+  for (const std::vector<std::byte>& plain : pages) {
     const std::vector<std::byte> packed =
-        packer.pack(page, element_bytes, static_cast<size_t>(n_rows));
-    n_bytes += page.size();
-    n_packed += packed.empty() ? page.size() : packed.size();
+        packer.pack(plain, type, mode, static_cast<size_t>(n_rows));
+    n_bytes += plain.size();
+    n_packed += packed.empty() ? plain.size() : packed.size();
+    page.resize(plain.size());
     for (int i = 0; !packed.empty() && i < kUnpackings; ++i) {
       const int64_t begin_ns = env.monotonic_ns();
       HCACHE_RETURN_IF_ERROR(packer.unpack(packed, page));
@@ -486,14 +476,43 @@ Result<policy::KvPacking> pack_sample(Env& env, Engine& engine, engine::SeqId se
                            .unpack_row_s = fastest_s / static_cast<double>(n_rows)};
 }
 
-Result<policy::KvPacking> measure_packing(Env& env, Engine& engine) {
+// Pages of tokens from all over the vocabulary, of a few layers.
+Result<std::vector<std::vector<std::byte>>> sample_pages(Engine& engine, engine::SeqId seq,
+                                                         int64_t n_rows) {
+  std::vector<int32_t> tokens;
+  const int32_t n_vocab = engine.model().hparams().n_vocab;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    tokens.push_back(static_cast<int32_t>((i * kTokenStride) % n_vocab));
+  }
+  const BatchItem item{.seq = seq, .tokens = tokens};
+  HCACHE_RETURN_IF_ERROR(engine.decode({&item, 1}).status());
+  const size_t half = engine.kv_row_bytes() * static_cast<size_t>(n_rows);
+  std::vector<std::vector<std::byte>> pages;
+  const int stride = std::max(1, engine.n_layer() / kPackedLayers);
+  for (int layer = 0; layer < engine.n_layer(); layer += stride) {
+    std::vector<std::byte>& page = pages.emplace_back(2 * half);
+    HCACHE_RETURN_IF_ERROR(
+        engine.read_kv(seq, layer, 0, static_cast<int>(n_rows), page.data(), page.data() + half));
+  }
+  return pages;
+}
+
+Result<policy::KvPackings> measure_packing(Env& env, Engine& engine) {
+  const ggml_type type = engine.options().kv_type;
   const int64_t n_rows = std::min({int64_t{store::kChunkTokens}, engine.arena_free_cells(),
                                    int64_t{engine.options().max_batch_rows}});
-  if (packable_bytes(engine.options().kv_type) == 0 || n_rows < 1) return policy::KvPacking{};
+  policy::KvPackings packings;
+  if (packable_bytes(type) == 0 || n_rows < 1) return packings;
   HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
-  Result<policy::KvPacking> packing = pack_sample(env, engine, seq, n_rows);
+  const auto pages = sample_pages(engine, seq, n_rows);
   HCACHE_RETURN_IF_ERROR(engine.release_sequence(seq));
-  return packing;
+  HCACHE_RETURN_IF_ERROR(pages.status());
+  for (const auto& [mode, packing] : {std::pair(policy::PackMode::kOn, &packings.lossless),
+                                      std::pair(policy::PackMode::kQ8_0, &packings.q8_0),
+                                      std::pair(policy::PackMode::kQ4_0, &packings.q4_0)}) {
+    HCACHE_ASSIGN_OR_RETURN(*packing, pack_sample(env, type, mode, *pages, n_rows));
+  }
+  return packings;
 }
 
 }  // namespace
@@ -517,7 +536,7 @@ Result<CostProfile> measure_cost_profile(Env& env, Engine& engine, const std::st
     if (range.begin == 0) profile.gemm_flops_per_s = measurement.gemm_flops_per_s();
     profile.finish_s = measurement.finish_s();  // the last one's
   }
-  HCACHE_ASSIGN_OR_RETURN(profile.packing, measure_packing(env, engine));
+  HCACHE_ASSIGN_OR_RETURN(profile.packings, measure_packing(env, engine));
   profile.layer = profile.stages.front().layer;
   profile.upload_bytes_per_s = profile.stages.front().upload_bytes_per_s;
   if (profile.stages.size() == 1) profile.stages.clear();

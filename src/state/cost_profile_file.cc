@@ -1,6 +1,7 @@
 // A cost profile's file: JSON under a name that is made of its key.
 #include <fmt/format.h>
 
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -15,7 +16,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kFormatVersion = 3;
+constexpr int kFormatVersion = 4;
 
 json to_json(const policy::CostCurve& curve) {
   if (curve.points().empty()) {
@@ -75,6 +76,13 @@ Result<StageCosts> stage_from_json(const json& j) {
   return stage;
 }
 
+// Each with its name in the file.
+template <typename Packings>
+auto packings_of(Packings& packings) {
+  return std::array{std::pair("lossless", &packings.lossless), std::pair("q8_0", &packings.q8_0),
+                    std::pair("q4_0", &packings.q4_0)};
+}
+
 std::string profile_path(const std::string& dir, const std::string& key) {
   struct Tag;
   return join_path(dir, to_hex(Hasher("hcache.profile").add(key).finish<Id128<Tag>>()) + ".json");
@@ -92,11 +100,17 @@ Result<CostProfile> parse_profile(const std::string& text) {
     p.read_bytes_per_s = j.at("read_bytes_per_s").get<double>();
     p.upload_bytes_per_s = j.at("upload_bytes_per_s").get<double>();
     p.gemm_flops_per_s = j.at("gemm_flops_per_s").get<double>();
-    p.packing.ratio = j.at("packing").at("ratio").get<double>();
-    p.packing.unpack_row_s = j.at("packing").at("unpack_row_s").get<double>();
-    for (const double value : {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s,
-                               p.gemm_flops_per_s, p.packing.ratio, p.packing.unpack_row_s}) {
+    for (const double value :
+         {p.finish_s, p.read_bytes_per_s, p.upload_bytes_per_s, p.gemm_flops_per_s}) {
       if (!is_rate(value)) return data_loss("a figure below zero");
+    }
+    for (const auto& [name, packing] : packings_of(p.packings)) {
+      const json& from = j.at("packing").at(name);
+      packing->ratio = from.at("ratio").get<double>();
+      packing->unpack_row_s = from.at("unpack_row_s").get<double>();
+      if (!is_rate(packing->ratio) || !is_rate(packing->unpack_row_s)) {
+        return data_loss("a figure below zero");
+      }
     }
     if (!(p.compute_scale >= 1 / kMaxComputeScale && p.compute_scale <= kMaxComputeScale)) {
       return data_loss("a scale of the costs out of its range");
@@ -133,7 +147,9 @@ Status save_cost_profile(Env& env, const std::string& dir, const CostProfile& pr
   j["read_bytes_per_s"] = profile.read_bytes_per_s;
   j["upload_bytes_per_s"] = profile.upload_bytes_per_s;
   j["gemm_flops_per_s"] = profile.gemm_flops_per_s;
-  j["packing"] = {{"ratio", profile.packing.ratio}, {"unpack_row_s", profile.packing.unpack_row_s}};
+  for (const auto& [name, packing] : packings_of(profile.packings)) {
+    j["packing"][name] = {{"ratio", packing->ratio}, {"unpack_row_s", packing->unpack_row_s}};
+  }
   for (const StageCosts& stage : profile.stages) {
     json one = to_json(stage.layer);
     one["layers"] = stage.n_layers;

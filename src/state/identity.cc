@@ -35,7 +35,7 @@ const TypeRow* find_row(ggml_type type) {
 }  // namespace
 
 Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
-                              ggml_type kv_type) {
+                              ggml_type kv_type, policy::PackMode pack) {
   Hasher hasher("hcache.state.1");
   hasher.add(content_digest);
   hasher.add_u64(static_cast<uint64_t>(hparams.n_rot));
@@ -47,6 +47,10 @@ Fingerprint state_fingerprint(const std::string& content_digest, const model::HP
   }
   // The store's number, which is frozen; ggml's is not ours to rely on.
   hasher.add_u64(static_cast<uint64_t>(element_type(kv_type).value_or(store::ElementType::kNone)));
+  // What follows a restore of rounded rows is computed from those.
+  if (policy::loses(pack) && packable_bytes(kv_type) > 0) {
+    hasher.add(policy::pack_mode_name(pack));
+  }
   return hasher.finish<Fingerprint>();
 }
 

@@ -7,10 +7,13 @@
 #include <cstring>
 #include <utility>
 
+#include "rounded_f16.h"
+
 namespace hcache::state {
 namespace {
 
-constexpr std::byte kVersion{1};
+constexpr std::byte kPlanes{1};
+constexpr std::byte kRounded{2};
 constexpr size_t kHeadBytes = 8;  // before the planes' lengths
 constexpr size_t kMaxElementBytes = 4;
 constexpr int kLevel = 1;  // higher ones find no more in noise
@@ -48,6 +51,53 @@ void put_planes(const std::array<const std::byte*, kMaxElementBytes>& planes, si
   }
 }
 
+// The numbers of types in rounded pages.
+struct RoundedType {
+  ggml_type type;
+  std::byte number;
+};
+constexpr std::array kElements = {RoundedType{GGML_TYPE_F32, std::byte{1}},
+                                  RoundedType{GGML_TYPE_F16, std::byte{2}},
+                                  RoundedType{GGML_TYPE_BF16, std::byte{3}}};
+constexpr std::array kRoundedTo = {RoundedType{GGML_TYPE_Q8_0, std::byte{8}},
+                                   RoundedType{GGML_TYPE_Q4_0, std::byte{4}}};
+
+template <size_t kTypes>
+std::byte number_of(const std::array<RoundedType, kTypes>& types, ggml_type type) {
+  return std::find_if(types.begin(), types.end(),
+                      [&](const RoundedType& t) { return t.type == type; })
+      ->number;
+}
+// COUNT: there is none.
+template <size_t kTypes>
+ggml_type type_of(const std::array<RoundedType, kTypes>& types, std::byte number) {
+  const auto at = std::find_if(types.begin(), types.end(),
+                               [&](const RoundedType& t) { return t.number == number; });
+  return at == types.end() ? GGML_TYPE_COUNT : at->type;
+}
+
+void to_floats(std::span<const std::byte> page, ggml_type type, std::span<float> values) {
+  const auto n = static_cast<int64_t>(values.size());
+  if (type == GGML_TYPE_F32) {
+    std::memcpy(values.data(), page.data(), page.size());
+  } else {
+    ggml_get_type_traits(type)->to_float(page.data(), values.data(), n);
+  }
+}
+
+void from_floats(std::span<const float> values, ggml_type type, std::span<std::byte> page) {
+  const auto n = static_cast<int64_t>(values.size());
+  if (type == GGML_TYPE_F32) {
+    std::memcpy(page.data(), values.data(), page.size());
+  } else {
+    ggml_get_type_traits(type)->from_float_ref(values.data(), page.data(), n);
+  }
+}
+
+Status damaged(const char* what) {
+  return data_loss(std::string("a packed page is damaged: ") + what);
+}
+
 }  // namespace
 
 size_t packable_bytes(ggml_type type) {
@@ -71,14 +121,67 @@ struct KvPacker::Contexts {
 KvPacker::KvPacker() : contexts_(std::make_unique<Contexts>()) {}
 KvPacker::~KvPacker() = default;
 
-std::vector<std::byte> KvPacker::pack(std::span<const std::byte> page, size_t element_bytes,
-                                      size_t n_rows) {
+std::vector<std::byte> KvPacker::pack(std::span<const std::byte> page, ggml_type type,
+                                      policy::PackMode mode, size_t n_rows) {
+  if (mode == policy::PackMode::kQ8_0) return round(page, type, GGML_TYPE_Q8_0, n_rows);
+  if (mode == policy::PackMode::kQ4_0) return round(page, type, GGML_TYPE_Q4_0, n_rows);
+  return pack_planes(page, packable_bytes(type), n_rows);
+}
+
+Status KvPacker::unpack(std::span<const std::byte> packed, std::span<std::byte> page) {
+  if (packed.size() < kHeadBytes || read_u32(&packed[4]) != page.size()) {
+    return damaged("its length");
+  }
+  if (packed[0] == kPlanes) return unpack_planes(packed, page);
+  if (packed[0] == kRounded) return unpack_rounded(packed, page);
+  return damaged("its head");
+}
+
+std::vector<std::byte> KvPacker::round(std::span<const std::byte> page, ggml_type type,
+                                       ggml_type to, size_t n_rows) {
+  const size_t n = page.size() / packable_bytes(type);
+  if (n % static_cast<size_t>(ggml_blck_size(to)) != 0) return {};
+  const size_t end = kHeadBytes + ggml_row_size(to, static_cast<int64_t>(n));
+  const size_t padded = (end + n_rows - 1) / n_rows * n_rows;
+  if (padded >= page.size()) return {};
+  values_.resize(n);
+  to_floats(page, type, values_);
+  std::vector<std::byte> packed(padded);
+  packed[0] = kRounded;
+  packed[1] = number_of(kElements, type);
+  packed[2] = number_of(kRoundedTo, to);
+  write_u32(&packed[4], page.size());
+  ggml_get_type_traits(to)->from_float_ref(values_.data(), &packed[kHeadBytes],
+                                           static_cast<int64_t>(n));
+  return packed;
+}
+
+Status KvPacker::unpack_rounded(std::span<const std::byte> packed, std::span<std::byte> page) {
+  const ggml_type type = type_of(kElements, packed[1]);
+  const ggml_type from = type_of(kRoundedTo, packed[2]);
+  if (type == GGML_TYPE_COUNT || from == GGML_TYPE_COUNT) return damaged("its types");
+  const size_t n = page.size() / packable_bytes(type);
+  if (page.size() % packable_bytes(type) != 0 ||
+      n % static_cast<size_t>(ggml_blck_size(from)) != 0 ||
+      packed.size() < kHeadBytes + ggml_row_size(from, static_cast<int64_t>(n))) {
+    return damaged("its length");
+  }
+  const auto blocks = packed.subspan(kHeadBytes);
+  if (type == GGML_TYPE_F16 && rounded_to_f16(from, blocks, page)) return {};
+  values_.resize(n);
+  ggml_get_type_traits(from)->to_float(blocks.data(), values_.data(), static_cast<int64_t>(n));
+  from_floats(values_, type, page);
+  return {};
+}
+
+std::vector<std::byte> KvPacker::pack_planes(std::span<const std::byte> page, size_t element_bytes,
+                                             size_t n_rows) {
   const size_t plane_bytes = page.size() / element_bytes;
   size_t end = kHeadBytes + 4 * element_bytes;
   plane_.resize(plane_bytes);
   if (!contexts_->compress) contexts_->compress.reset(ZSTD_createCCtx());
   std::vector<std::byte> packed(end + element_bytes * ZSTD_compressBound(plane_bytes));
-  packed[0] = kVersion;
+  packed[0] = kPlanes;
   packed[1] = static_cast<std::byte>(element_bytes);
   write_u32(&packed[4], page.size());
   for (size_t i = 0; i < element_bytes; ++i) {
@@ -99,32 +202,25 @@ std::vector<std::byte> KvPacker::pack(std::span<const std::byte> page, size_t el
   return packed;
 }
 
-Status KvPacker::unpack(std::span<const std::byte> packed, std::span<std::byte> page) {
-  const auto wrong = [](const char* what) {
-    return data_loss(std::string("a packed page is damaged: ") + what);
-  };
-  if (packed.size() < kHeadBytes || packed[0] != kVersion) return wrong("its head");
+Status KvPacker::unpack_planes(std::span<const std::byte> packed, std::span<std::byte> page) {
   const auto element_bytes = static_cast<size_t>(packed[1]);
-  if (element_bytes != 2 && element_bytes != 4) return wrong("its elements");
+  if (element_bytes != 2 && element_bytes != 4) return damaged("its elements");
   size_t begin = kHeadBytes + 4 * element_bytes;
-  if (packed.size() < begin || read_u32(&packed[4]) != page.size() ||
-      page.size() % element_bytes != 0) {
-    return wrong("its length");
-  }
+  if (packed.size() < begin || page.size() % element_bytes != 0) return damaged("its length");
   const size_t plane_bytes = page.size() / element_bytes;
   plane_.resize(plane_bytes * element_bytes);
   if (!contexts_->decompress) contexts_->decompress.reset(ZSTD_createDCtx());
   std::array<const std::byte*, kMaxElementBytes> planes{};
   for (size_t i = 0; i < element_bytes; ++i) {
     const size_t n = read_u32(&packed[kHeadBytes + 4 * i]);
-    if (n > packed.size() - begin) return wrong("the length of a plane");
+    if (n > packed.size() - begin) return damaged("the length of a plane");
     if (n == plane_bytes) {
       planes[i] = packed.data() + begin;
     } else {
       std::byte* plane = plane_.data() + i * plane_bytes;
       const size_t got = ZSTD_decompressDCtx(contexts_->decompress.get(), plane, plane_bytes,
                                              packed.data() + begin, n);
-      if (ZSTD_isError(got) != 0 || got != plane_bytes) return wrong("a plane");
+      if (ZSTD_isError(got) != 0 || got != plane_bytes) return damaged("a plane");
       planes[i] = plane;
     }
     begin += n;

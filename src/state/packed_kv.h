@@ -1,5 +1,7 @@
-// Pages of K and V without what they repeat: byte planes, each compressed by zstd where that is
-// shorter. Lossless. docs/format.md, "Packed pages", has the bytes.
+// Pages of K and V in fewer bytes. docs/format.md, "Packed pages", has the bytes.
+//
+// Without loss: without what they repeat, as byte planes, each compressed by zstd where that is
+// shorter.
 //
 // Of floats the upper byte, sign and exponent, takes few of its values; the lower ones are noise.
 // So the bytes of equal weight of all elements stand together, and a compressor for bytes does the
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "policy/packing.h"
 
 namespace hcache::state {
 
@@ -30,18 +33,27 @@ class KvPacker {
   KvPacker(const KvPacker&) = delete;
   KvPacker& operator=(const KvPacker&) = delete;
 
-  // The page packed, to a multiple of n_rows bytes; empty where it would not be shorter. The page
-  // is a multiple of element_bytes, which is packable_bytes() of something.
-  [[nodiscard]] std::vector<std::byte> pack(std::span<const std::byte> page, size_t element_bytes,
-                                            size_t n_rows);
+  // The page packed, to a multiple of n_rows bytes; empty where it would not be shorter, or can't
+  // be rounded: a number of values that 32 does not divide. It holds values of `type`, which is one
+  // of packable_bytes(). `mode`: kQ8_0 or kQ4_0, else without loss.
+  [[nodiscard]] std::vector<std::byte> pack(std::span<const std::byte> page, ggml_type type,
+                                            policy::PackMode mode, size_t n_rows);
   // Of a packed page that comes from anywhere. kDataLoss: it is none of a page of page.size()
   // bytes; what is in `page` then has no meaning.
   [[nodiscard]] Status unpack(std::span<const std::byte> packed, std::span<std::byte> page);
 
  private:
+  std::vector<std::byte> pack_planes(std::span<const std::byte> page, size_t element_bytes,
+                                     size_t n_rows);
+  std::vector<std::byte> round(std::span<const std::byte> page, ggml_type type, ggml_type to,
+                               size_t n_rows);
+  Status unpack_planes(std::span<const std::byte> packed, std::span<std::byte> page);
+  Status unpack_rounded(std::span<const std::byte> packed, std::span<std::byte> page);
+
   struct Contexts;
   std::unique_ptr<Contexts> contexts_;
   std::vector<std::byte> plane_;
+  std::vector<float> values_;
 };
 
 // Memory for unpacked pages that is not asked for anew each time. Threading: one thread at a time.

@@ -18,13 +18,13 @@ void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
 
 }  // namespace
 
-void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, KvPacker* packer) {
-  const size_t element_bytes = packable_bytes(kv_type);
-  if (element_bytes == 0) return;
+void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, policy::PackMode mode,
+                KvPacker* packer) {
+  if (packable_bytes(kv_type) == 0) return;
   for (ReadyChunk& chunk : chunks) {
     for (PageBuffer& page : chunk.layers) {
       if (page.kv.empty()) continue;
-      page.packed_kv = packer->pack(page.kv, element_bytes, chunk.tokens.size());
+      page.packed_kv = packer->pack(page.kv, kv_type, mode, chunk.tokens.size());
       if (!page.packed_kv.empty()) page.kv = {};
     }
   }

@@ -37,8 +37,9 @@ struct ReadyChunk {
   std::vector<PageBuffer> layers;  // exactly tokens.size() rows
 };
 
-// Packs the pages of K and V that get shorter by it.
-void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, KvPacker* packer);
+// Packs the pages of K and V that get shorter by it, with loss where `mode` says so.
+void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, policy::PackMode mode,
+                KvPacker* packer);
 
 // What the store is to put. Sequences with the same tokens give the same chunk, which then has the
 // pages of all of them. Refers to the chunks.

@@ -14,6 +14,7 @@
 #include "packed_kv.h"
 #include "planned_pages.h"
 #include "state/identity.h"
+#include "state/rounding.h"
 
 namespace hcache::state {
 namespace {
@@ -23,8 +24,7 @@ constexpr uint64_t kMinObservedBytes = 8U << 20;
 
 // Host memory that the device copies from fastest; empty where it has no more.
 AlignedBuffer pinned_memory(const model::Device& device, size_t n_bytes) {
-  ggml_backend_buffer_t buffer =
-      ggml_backend_buft_alloc_buffer(device.host_buffer_type(), n_bytes + kDirectAlignment);
+  ggml_backend_buffer_t buffer = device.alloc_host(n_bytes + kDirectAlignment);
   if (buffer == nullptr) return {};
   void* base = ggml_backend_buffer_get_base(buffer);
   size_t room = ggml_backend_buffer_get_size(buffer);
@@ -84,17 +84,22 @@ class RuntimeImpl : public Runtime {
   // The same where so much of K and V is packed.
   [[nodiscard]] policy::RestoreCosts packed(const policy::RestoreCosts& prices,
                                             const policy::PackedShare& share) const {
-    return policy::with_packed(prices, share, profile_.packing.unpack_row_s);
+    return policy::with_packed(prices, share, packing().unpack_row_s);
+  }
+  [[nodiscard]] const policy::KvPacking& packing() const {
+    return profile_.packings.of(options_.pack);
   }
   // What the save plan packs, if it does.
   [[nodiscard]] policy::PackedShare packed_by_plan() const {
     if (!save_plan_.packed) return {};
-    return {.share = 1, .ratio = profile_.packing.ratio > 0 ? profile_.packing.ratio : 1};
+    return {.share = 1, .ratio = packing().ratio > 0 ? packing().ratio : 1};
   }
   Status open_direct_storage(store::StoreOptions* options);
   Status open_profile();
   Status measure_profile();
   Status choose_save_plan();
+  [[nodiscard]] policy::SaveRequest save_request() const;
+  Status choose_rounding();
   Status choose_packing(const policy::SaveRequest& request, bool was_packed);
   void keep_hidden_where_lossless();
   // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
@@ -147,7 +152,8 @@ Status RuntimeImpl::init() {
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
   HCACHE_ASSIGN_OR_RETURN(digest_,
                           model_->content_digest(digest_dir, report("checking the weights")));
-  fingerprint_ = state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type);
+  fingerprint_ =
+      state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack);
   salt_ = own_salt(options_.salt);
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
@@ -162,6 +168,7 @@ Status RuntimeImpl::init() {
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
   HCACHE_RETURN_IF_ERROR(open_profile());
   if (options_.on_profile) options_.on_profile(profile_);
+  HCACHE_RETURN_IF_ERROR(choose_rounding());
   if (store_) HCACHE_RETURN_IF_ERROR(store_->set_costs(costs(), profile_.read_bytes_per_s));
   if (store_ && !options_.read_only_store) {
     HCACHE_RETURN_IF_ERROR(choose_save_plan());
@@ -200,7 +207,8 @@ bool RuntimeImpl::wants_batch() const {
 Status RuntimeImpl::open_saver() {
   SaverOptions options = options_.saver;
   // The batch engine has no profile to choose by.
-  options.pack_kv = engine_ ? save_plan_.packed : options_.pack == policy::PackMode::kOn;
+  const bool packs = engine_ ? save_plan_.packed : options_.pack != policy::PackMode::kAuto;
+  options.pack = packs ? options_.pack : policy::PackMode::kOff;
   HCACHE_ASSIGN_OR_RETURN(saver_,
                           Saver::create(env_, *store_, *model_, options_.engine.kv_type, options));
   return {};
@@ -321,6 +329,49 @@ policy::RestoreCosts RuntimeImpl::prices(double max_read_bytes_per_s) const {
   return out;
 }
 
+policy::SaveRequest RuntimeImpl::save_request() const {
+  policy::SaveRequest request;
+  request.mode = options_.save;
+  if (options_.truncates) request.max_unsaved_layers = 1;
+  request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
+  request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
+  return request;
+}
+
+// By the link that restores will have, --link included.
+Status RuntimeImpl::choose_rounding() {
+  if (options_.pack != policy::PackMode::kAuto || options_.quality <= 0 || !store_) return {};
+  if (options_.progress && !options_.progress("measuring what rounding costs", 0)) {
+    return cancelled("interrupted");
+  }
+  const auto file = [&](std::string_view name) {
+    return join_path(profile_dir(), fmt::format("{}-{}", name, to_hex(fingerprint_)));
+  };
+  HCACHE_ASSIGN_OR_RETURN(const policy::RoundingKl kl,
+                          rounding_kl(env_, *engine_, file("rounding"), options_.sample));
+  const std::string path = file("rounded");
+  policy::PackMode in_force = policy::PackMode::kAuto;
+  if (const Result<std::string> before = read_whole_file(env_, path); before.ok()) {
+    if (const auto mode = policy::parse_pack_mode(*before); mode.ok()) in_force = *mode;
+  }
+  HCACHE_ASSIGN_OR_RETURN(
+      options_.pack,
+      policy::choose_rounding(prices(env_.nominal_read_bytes_per_s()), save_request(),
+                              profile_.packings, kl, options_.quality, in_force));
+  if (!options_.read_only_store) {
+    HCACHE_RETURN_IF_ERROR(
+        write_whole_file(env_, path, std::string(policy::pack_mode_name(options_.pack))));
+  }
+  log::info(
+      "K and V are saved {}: rounding costs a mean KL of {:.2g} (q8_0) or {:.2g} (q4_0), and "
+      "--quality allows {:.2g}",
+      policy::loses(options_.pack) ? policy::pack_mode_name(options_.pack) : "without loss",
+      kl.q8_0, kl.q4_0, options_.quality);
+  fingerprint_ =
+      state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack);
+  return {};
+}
+
 Status RuntimeImpl::choose_save_plan() {
   // The plan in force lives beside the profile, so that hysteresis spans processes.
   const std::string path =
@@ -339,13 +390,14 @@ Status RuntimeImpl::choose_save_plan() {
       was_packed = packed != json.end() && packed->is_boolean() && packed->get<bool>();
     }
   }
-  policy::SaveRequest request;
-  request.mode = options_.save;
-  if (options_.truncates) request.max_unsaved_layers = 1;
-  request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
-  request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
+  const policy::SaveRequest request = save_request();
+  // Which layers are saved as K and V depends on how few bytes those are, if that is settled.
+  policy::RestoreCosts saved = prices(0);
+  if (policy::loses(options_.pack) && packing().ratio > 0) {
+    saved = packed(saved, {.share = 1, .ratio = packing().ratio});
+  }
   HCACHE_ASSIGN_OR_RETURN(save_plan_,
-                          policy::plan_save(prices(0), request, previous ? &*previous : nullptr));
+                          policy::plan_save(saved, request, previous ? &*previous : nullptr));
   keep_hidden_where_lossless();
   HCACHE_RETURN_IF_ERROR(choose_packing(request, was_packed));
   tap_.clear();
@@ -365,13 +417,14 @@ Status RuntimeImpl::choose_save_plan() {
 // By the link that restores will have, --link included.
 Status RuntimeImpl::choose_packing(const policy::SaveRequest& request, bool was_packed) {
   const bool can_pack = packable_bytes(options_.engine.kv_type) > 0;
-  bool pack = can_pack && options_.pack == policy::PackMode::kOn;
+  const bool wanted = options_.pack == policy::PackMode::kOn || policy::loses(options_.pack);
+  bool pack = can_pack && wanted;
   if (options_.pack == policy::PackMode::kAuto) {
     HCACHE_ASSIGN_OR_RETURN(pack,
                             policy::packing_pays(prices(env_.nominal_read_bytes_per_s()), request,
-                                                 save_plan_.layers, profile_.packing, was_packed));
+                                                 save_plan_.layers, packing(), was_packed));
   }
-  if (options_.pack == policy::PackMode::kOn && !can_pack) {
+  if (wanted && !can_pack) {
     log::warn("K and V are saved as they are: {} can't be packed",
               ggml_type_name(options_.engine.kv_type));
   }

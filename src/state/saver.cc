@@ -589,7 +589,9 @@ void SaverImpl::add_ready(ReadyChunk chunk) {
 
 // A put for each owner: one whose quota is used up does not keep others from being saved.
 void SaverImpl::write_ready() {
-  if (options_.pack_kv) pack_pages(ready_, kv_type_, &packer_);
+  if (options_.pack != policy::PackMode::kOff) {
+    pack_pages(ready_, kv_type_, options_.pack, &packer_);
+  }
   std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
     return a.salt.owner < b.salt.owner;
   });

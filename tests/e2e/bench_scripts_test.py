@@ -85,7 +85,8 @@ class BenchScripts(unittest.TestCase):
         found = self.results("quality.json")
         [text] = found["texts"]
         self.assertTrue(text["agrees"], text)
-        self.assertEqual([row["method"] for row in text["methods"]], ["kv"])
+        self.assertEqual([row["method"] for row in text["methods"]],
+                         ["kv", "kv, q8_0", "kv, q4_0"])
         [truncated] = found["truncation"]
         self.assertEqual([row["overflows"] for row in truncated["rows"]], [1, 2])
 
@@ -109,12 +110,13 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual(self.results("sweep.json")["summary"]["links"], 3)
 
     def test_packing(self):
-        self.run_script("bench/packing.py", "--quick", "--work", self.work)
+        self.run_script("bench/packing.py", "--quick", "--rounded", "--work", self.work)
         found = self.results("packing.json")
         self.assertEqual(len(found["rows"]), 2)
         for row in found["rows"]:
             self.assertLess(row["on"]["share_of_kv"], 0.88)
             self.assertEqual(row["off"]["share_of_kv"], 1)
+            self.assertAlmostEqual(row["q8_0"]["share_of_kv"], 34 / 64, delta=0.01)
 
     def test_sim_check(self):
         self.run_script("bench/sim_check.py", "--quick", "--work", self.work, "--json",

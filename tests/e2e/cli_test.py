@@ -156,6 +156,27 @@ class Cli(unittest.TestCase):
         self.hcache("store", "gc", *store)
         self.assertEqual(json.loads(self.hcache("store", "stat", *store))["chunks"], 0)
 
+    def test_rounded_state_is_a_state_of_its_own(self):
+        words = "The harbour master wrote the names of nine boats into a green book. " * 12
+        rounded = ["run", "--save", "kv", "--restore-method", "kv", "--pack", "q8_0", "-p", words]
+        self.assertEqual(json.loads(self.talk(*rounded))["restore"]["restored_tokens"], 0)
+        self.assertGreater(json.loads(self.talk(*rounded))["restore"]["restored_tokens"], 128)
+        exact = [word if word != "q8_0" else "on" for word in rounded]
+        self.assertEqual(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 0)
+        self.assertGreater(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 128)
+        # What is allowed decides, and is remembered.
+        slow = ["run", "--save", "kv", "--restore-method", "kv", "--link", "20MB/s", "-p", words]
+        strict = json.loads(self.talk(*slow, "--quality", "0.0000001"))
+        self.assertGreater(strict["restore"]["restored_tokens"], 128, "the exact state, or packed")
+        lax = json.loads(self.talk(*slow, "--quality", "10"))
+        self.assertEqual(lax["restore"]["restored_tokens"], 0, "another state: four bits")
+        self.assertGreater(json.loads(self.talk(*slow, "--quality", "10"))["restore"]["restored_tokens"], 128)
+        self.assertIn("--quality", self.talk(*rounded, "--quality", "1", code=2))
+        stat = json.loads(self.hcache("store", "stat", "--state-dir", self.state, "--json"))
+        self.assertGreater(stat["tokens"], 3 * 128, "each has its own")
+        self.assertTrue(json.loads(self.hcache("store", "verify", "--state-dir", self.state,
+                                               "--json"))["ok"])
+
     def test_an_interrupt_ends_the_reply_and_keeps_it(self):
         chat = subprocess.Popen(
             [PROGRAM, "chat", "-m", MODEL, "--state-dir", self.state, "--ctx", "4096",

@@ -109,6 +109,25 @@ class Eval(unittest.TestCase):
         table = self.hcache("tasks", "--lines", "8", "--questions", "2")
         self.assertIn("25.0 % are right by chance", table)
 
+    def test_rounded_state_is_smaller_and_nearly_the_same(self):
+        rows = {}
+        for pack in ("off", "on", "q8_0", "q4_0"):
+            out = self.json("kl", self.text, "--window", "256", "--windows", "2", "--methods", "kv", "--pack",
+                            pack)
+            [rows[pack]] = out["rows"]
+            self.assertGreaterEqual(rows[pack]["source"]["kv"], 2 * 127, "restored, not computed")
+        for pack in ("off", "on"):
+            self.assertEqual(rows[pack]["mean_kl"]["value"], 0, pack)
+        self.assertGreater(rows["q8_0"]["mean_kl"]["value"], 0)
+        self.assertLess(rows["q8_0"]["mean_kl"]["value"], 0.01)
+        self.assertGreater(rows["q4_0"]["mean_kl"]["value"], rows["q8_0"]["mean_kl"]["value"])
+        self.assertLess(rows["q4_0"]["mean_kl"]["value"], 1)
+        read = {pack: row["source"]["bytes_read"] / rows["off"]["source"]["bytes_read"]
+                for pack, row in rows.items()}
+        self.assertLess(read["on"], 0.9)
+        self.assertAlmostEqual(read["q8_0"], 34 / 64, delta=0.02)
+        self.assertAlmostEqual(read["q4_0"], 18 / 64, delta=0.02)
+
     def test_what_is_lost_grows_with_what_is_left_out(self):
         out = self.json("compression", self.text, "--context", "384", "--tokens", "48", "--pieces", "2",
                         "--budgets", "1,0.5,0.15", "--policies", "none,recent,random,car,snap,self")

@@ -13,10 +13,12 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 
-std::string packed_seed(size_t element_bytes) {
+using hcache::policy::PackMode;
+
+std::string packed_seed(ggml_type type, PackMode mode) {
   std::vector<std::byte> page(kPageBytes);
   for (size_t i = 0; i < page.size(); ++i) page[i] = static_cast<std::byte>(i * i % 7 + i % 3);
-  const std::vector<std::byte> packed = hcache::state::KvPacker().pack(page, element_bytes, 64);
+  const std::vector<std::byte> packed = hcache::state::KvPacker().pack(page, type, mode, 64);
   return {reinterpret_cast<const char*>(packed.data()), packed.size()};
 }
 
@@ -32,4 +34,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   return 0;
 }
 
-std::vector<std::string> hcache::fuzz::seeds() { return {packed_seed(2), packed_seed(4)}; }
+std::vector<std::string> hcache::fuzz::seeds() {
+  return {packed_seed(GGML_TYPE_F16, PackMode::kOn), packed_seed(GGML_TYPE_F32, PackMode::kOn),
+          packed_seed(GGML_TYPE_F16, PackMode::kQ8_0),
+          packed_seed(GGML_TYPE_BF16, PackMode::kQ4_0)};
+}

@@ -92,5 +92,29 @@ TEST(CostCurve, WithMoreForEachRow) {
   EXPECT_DOUBLE_EQ(table.at(19), 18.5);
 }
 
+// By what is allowed, by what the link makes of it, and by what was chosen before.
+TEST(Rounding, IsChosenWhereItIsAllowedAndPays) {
+  const KvPackings packings = {.lossless = {.ratio = 0.87, .unpack_row_s = 2e-7},
+                               .q8_0 = {.ratio = 0.53, .unpack_row_s = 5e-7},
+                               .q4_0 = {.ratio = 0.28, .unpack_row_s = 5e-7}};
+  const RoundingKl kl = {.q8_0 = 0.001, .q4_0 = 0.05};
+  SaveRequest request;
+  request.mode = SaveMode::kKv;
+  request.new_tokens = 0;
+  const auto choose = [&](double link, double most_kl, PackMode in_force) {
+    return choose_rounding(costs(link), request, packings, kl, most_kl, in_force).value();
+  };
+  constexpr double kSlow = 30e6;
+  constexpr double kFast = 1e12;
+  EXPECT_EQ(choose(kSlow, 0.0001, PackMode::kAuto), PackMode::kAuto) << "none is exact enough";
+  EXPECT_EQ(choose(kSlow, 0.01, PackMode::kAuto), PackMode::kQ8_0);
+  EXPECT_EQ(choose(kSlow, 0.1, PackMode::kAuto), PackMode::kQ4_0);
+  EXPECT_EQ(choose(kFast, 0.1, PackMode::kAuto), PackMode::kAuto) << "unpacking costs more";
+  // What was chosen stays unless much is won, or it is no longer allowed.
+  EXPECT_EQ(choose(kSlow, 0.01, PackMode::kQ4_0), PackMode::kQ8_0);
+  EXPECT_EQ(choose(kSlow, 0.1, PackMode::kQ8_0), PackMode::kQ4_0) << "half of the bytes";
+  EXPECT_EQ(choose(kSlow, 0.0001, PackMode::kQ8_0), PackMode::kAuto);
+}
+
 }  // namespace
 }  // namespace hcache::policy

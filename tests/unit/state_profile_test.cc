@@ -47,7 +47,9 @@ CostProfile sample_profile() {
   p.compute_scale = 1.25;
   p.read_bytes_per_s = 1.7e9;
   p.gemm_flops_per_s = 1.9e11;
-  p.packing = {.ratio = 0.875, .unpack_row_s = 3e-7};
+  p.packings = {.lossless = {.ratio = 0.875, .unpack_row_s = 3e-7},
+                .q8_0 = {.ratio = 0.53, .unpack_row_s = 4e-7},
+                .q4_0 = {.ratio = 0.28, .unpack_row_s = 5e-7}};
   return p;
 }
 
@@ -75,8 +77,11 @@ TEST(CostProfileFile, RoundTrips) {
   EXPECT_DOUBLE_EQ(q->read_bytes_per_s, p.read_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->upload_bytes_per_s, p.upload_bytes_per_s);
   EXPECT_DOUBLE_EQ(q->gemm_flops_per_s, p.gemm_flops_per_s);
-  EXPECT_DOUBLE_EQ(q->packing.ratio, p.packing.ratio);
-  EXPECT_DOUBLE_EQ(q->packing.unpack_row_s, p.packing.unpack_row_s);
+  for (const auto mode :
+       {policy::PackMode::kOn, policy::PackMode::kQ8_0, policy::PackMode::kQ4_0}) {
+    EXPECT_DOUBLE_EQ(q->packings.of(mode).ratio, p.packings.of(mode).ratio);
+    EXPECT_DOUBLE_EQ(q->packings.of(mode).unpack_row_s, p.packings.of(mode).unpack_row_s);
+  }
 }
 
 // Each device's layers have costs of their own, which plans are made with.
@@ -125,7 +130,7 @@ TEST(CostProfileFile, DamageIsToldFromAbsence) {
   };
   for (const std::string& text :
        {std::string(), std::string("{"), std::string("[]"), good.substr(0, good.size() / 2),
-        with("\"version\": 3", "\"version\": 99"), with("\"ratio\": 0.875", "\"ratio\": -1"),
+        with("\"version\": 4", "\"version\": 99"), with("\"ratio\": 0.875", "\"ratio\": -1"),
         with("\"compute_scale\": 1.25", "\"compute_scale\": 0"),
         with("\"finish_s\": 0.004", "\"finish_s\": -1"),
         with("\"kv_bytes\": 768", "\"kv_bytes\": \"x\""), with("threads=2", "threads=3"),
@@ -213,9 +218,14 @@ TEST_F(RealModel, IsMeasuredAndLeftAsItWas) {
   EXPECT_GE(p->layer.attn_per_key.at(128), 0);
   EXPECT_GE(p->finish_s, 0);
   EXPECT_GT(p->gemm_flops_per_s, 0);
-  EXPECT_GT(p->packing.ratio, 0.7);
-  EXPECT_LT(p->packing.ratio, 0.88);
-  EXPECT_GT(p->packing.unpack_row_s, 0);
+  EXPECT_GT(p->packings.lossless.ratio, 0.7);
+  EXPECT_LT(p->packings.lossless.ratio, 0.88);
+  EXPECT_NEAR(p->packings.q8_0.ratio, 34.0 / 64, 0.01);
+  EXPECT_NEAR(p->packings.q4_0.ratio, 18.0 / 64, 0.01);
+  for (const auto mode :
+       {policy::PackMode::kOn, policy::PackMode::kQ8_0, policy::PackMode::kQ4_0}) {
+    EXPECT_GT(p->packings.of(mode).unpack_row_s, 0);
+  }
 
   const policy::RestoreCosts costs = restore_costs(*p, *e, 0);
   EXPECT_TRUE(policy::validate(costs).ok()) << policy::validate(costs).to_string();
@@ -367,6 +377,15 @@ TEST(Identity, FingerprintCoversWhatShapesKv) {
   EXPECT_EQ(base, state_fingerprint("digest", hp, GGML_TYPE_F16));
   EXPECT_NE(base, state_fingerprint("digesu", hp, GGML_TYPE_F16));
   EXPECT_NE(base, state_fingerprint("digest", hp, GGML_TYPE_F32));
+  // Rounded state is another; packed without loss it is the same.
+  EXPECT_EQ(base, state_fingerprint("digest", hp, GGML_TYPE_F16, policy::PackMode::kOn));
+  const Fingerprint rounded =
+      state_fingerprint("digest", hp, GGML_TYPE_F16, policy::PackMode::kQ8_0);
+  EXPECT_NE(base, rounded);
+  EXPECT_NE(rounded, state_fingerprint("digest", hp, GGML_TYPE_F16, policy::PackMode::kQ4_0));
+  EXPECT_EQ(state_fingerprint("digest", hp, GGML_TYPE_Q8_0),
+            state_fingerprint("digest", hp, GGML_TYPE_Q8_0, policy::PackMode::kQ4_0))
+      << "a type that is saved as it is";
   hp.rope_freq_base = 1e6F;
   EXPECT_NE(base, state_fingerprint("digest", hp, GGML_TYPE_F16));
   hp = {};

@@ -34,7 +34,7 @@ struct CostProfile {
   double read_bytes_per_s = 0;    // of the store's disks together; 0: not measured yet
   double upload_bytes_per_s = 0;  // host to device, where that runs beside compute; 0: it does not
   double gemm_flops_per_s = 0;    // of the K and V projection at 512 rows, for --link paper
-  policy::KvPacking packing;      // of this model's K and V
+  policy::KvPackings packings;    // of this model's K and V
   // In the layers' order, which all of them are in; `layer` and the rates above are then the first
   // stage's. Empty: one device has all layers.
   std::vector<StageCosts> stages{};

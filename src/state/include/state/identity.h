@@ -11,15 +11,16 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/packing.h"
 #include "policy/truncation.h"
 #include "store/store.h"
 
 namespace hcache::state {
 
 // Covers whatever changes K and V: the weights' digest (Model::content_digest), the RoPE
-// parameters in force, and the arena's type.
+// parameters in force, the arena's type, and to what they are rounded when they are saved.
 Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
-                              ggml_type kv_type);
+                              ggml_type kv_type, policy::PackMode pack = policy::PackMode::kOff);
 
 // What is computed behind a cut (policy/truncation.h) is another state than what stood before it
 // had.

@@ -54,6 +54,11 @@ struct RuntimeOptions {
   policy::SaveMode save = policy::SaveMode::kPlan;
   std::string state_type = "native";                // see parse_state_type
   policy::PackMode pack = policy::PackMode::kAuto;  // K and V that are saved
+  // With kAuto, K and V may be rounded where restores come earlier by it and predictions diverge by
+  // so much at most, in the mean (KL, nats); 0: never.
+  double quality = 0;
+  // Tokens of sample_text(), which `quality` is measured on; required with it.
+  std::function<Result<std::vector<int32_t>>()> sample;
   SaverOptions saver;
   std::string salt;  // cache salt: isolates tenants
   // Planned with instead of a measured profile (experiments, tests); it is neither kept nor

@@ -14,6 +14,7 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/packing.h"
 #include "store/store.h"
 
 namespace hcache::state {
@@ -23,7 +24,8 @@ struct SaverOptions {
   size_t batch_bytes = 64U << 20;    // stage two writes at most so much at once
   int64_t flush_interval_ms = 1000;  // full chunks are written at the latest after this
   bool direct = false;               // write in the step's path (the paper's Fig. 14)
-  bool pack_kv = false;              // pages of K and V, where that makes them shorter
+  // Pages of K and V, where that makes them shorter: kOff, or as it says.
+  policy::PackMode pack = policy::PackMode::kOff;
 };
 
 struct SaverStats {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -26,10 +25,8 @@ struct SparsityProfile {
 // Cells of the arena that measuring takes.
 inline constexpr int64_t kSparsityCells = 1024;
 
-// The predefined prompts, one behind the other: some 900 tokens.
-[[nodiscard]] std::string sparsity_text();
-
-// Of its tokens, or the first kSparsityCells of them. Errors: Engine::observe()'s.
+// Of these tokens (sample_text.h), or the first kSparsityCells of them. Errors:
+// Engine::observe()'s.
 [[nodiscard]] Result<SparsityProfile> measure_sparsity(engine::Engine& engine,
                                                        std::span<const int32_t> tokens);
 
