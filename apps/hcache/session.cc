@@ -266,10 +266,11 @@ Status Conversation::load() {
     return permission_denied(fmt::format("session {} belongs to another salt", name_));
   }
   if (stored->fingerprint != runtime.fingerprint()) {
-    return failed_precondition(fmt::format(
-        "session {} was held with another model, KV type or --pack; choose another name, or remove it "
-        "with `hcache store rm --session {}`",
-        name_, name_));
+    return failed_precondition(
+        fmt::format("session {} was held with another model, KV type or --pack; choose another "
+                    "name, or remove it "
+                    "with `hcache store rm --session {}`",
+                    name_, name_));
   }
   tokens_ = std::move(stored->tokens);
   reply_ended_ = !tokens_.empty() && tokenizer_->is_eog(tokens_.back());

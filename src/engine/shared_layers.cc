@@ -14,7 +14,7 @@ Result<ggml_tensor*> SharedLayers::run(StepState& step, int begin, int end, bool
     const bool kv_only = (kv_only_last && layer == end - 1) || (last && step.output_rows.empty());
     HCACHE_RETURN_IF_ERROR(run_piece(step, layer, Piece::kAttention, kv_only));
     if (kv_only) return no_logits;
-    if (!model_.spec().parallel_attention) {
+    if (!model_.hparams().parallel) {
       HCACHE_RETURN_IF_ERROR(run_piece(step, layer, Piece::kFeedForward, false));
     }
   }

@@ -24,21 +24,33 @@ ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* 
 ggml_tensor* apply_rope(ggml_context* ctx, const Model& model, int layer, ggml_tensor* heads,
                         ggml_tensor* positions, float magnitude) {
   const HParams& hp = model.hparams();
-  if (model.spec().rope_mode < 0) return heads;
+  const DecoderSpec& spec = model.spec();
+  const bool skipped = spec.no_rope_step > 0 && (layer + 1) % spec.no_rope_step == 0;
+  if (spec.rope_mode < 0 || skipped) return heads;
   return ggml_rope_ext(ctx, heads, positions, model.weights().layers[layer].rope_factors, hp.n_rot,
-                       model.spec().rope_mode, hp.rope_n_ctx_orig, hp.rope_freq_base,
-                       hp.rope_freq_scale, hp.rope_ext_factor, magnitude, hp.rope_beta_fast,
-                       hp.rope_beta_slow);
+                       spec.rope_mode, hp.rope_n_ctx_orig, hp.rope_freq_base, hp.rope_freq_scale,
+                       hp.rope_ext_factor, magnitude, hp.rope_beta_fast, hp.rope_beta_slow);
 }
 
-// One of Q or K: projection, head norm, RoPE.
+// Of each head, where the norm's weights are those of each.
+ggml_tensor* norm_each_head(ggml_context* ctx, const Model& model, const NormWeights& norm,
+                            ggml_tensor* heads) {
+  if (norm.w == nullptr) return heads;
+  const NormWeights by_head = {.w = ggml_reshape_2d(ctx, norm.w, heads->ne[0], heads->ne[1])};
+  return apply_norm(ctx, model, model.spec().norm, by_head, heads);
+}
+
+// One of Q or K: projection, norm, RoPE.
 ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int layer,
                                  ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
                                  const NormWeights& head_norm, int n_head,
                                  const Product& product = ggml_mul_mat) {
+  const HeadNorm kind = model.spec().head_norm;
   ggml_tensor* heads = apply_linear(ctx, linear, hidden, product);
+  if (kind == HeadNorm::kRow) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
   heads = ggml_reshape_3d(ctx, heads, model.hparams().head_dim, n_head, heads->ne[1]);
-  if (model.spec().qk_norm) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
+  if (kind == HeadNorm::kHead) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
+  if (kind == HeadNorm::kEachHead) heads = norm_each_head(ctx, model, head_norm, heads);
   return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
 }
 
@@ -46,8 +58,17 @@ ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int laye
 ggml_tensor* parallel_ffn_input(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden) {
   const LayerWeights& w = model.weights().layers[layer];
-  return w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, model.spec().norm, w.attn_norm, x)
-                                    : hidden;
+  const Norm norm = model.spec().norm;
+  if (w.ffn_norm.w != nullptr) return apply_norm(ctx, model, norm, w.ffn_norm, x);
+  return w.attn_norm_2.w != nullptr ? apply_norm(ctx, model, norm, w.attn_norm, x) : hidden;
+}
+
+// What a block gives, as it is added to the residual.
+ggml_tensor* block_output(ggml_context* ctx, const Model& model, const NormWeights& post_norm,
+                          ggml_tensor* y) {
+  if (model.spec().post_norm) y = apply_norm(ctx, model, model.spec().norm, post_norm, y);
+  const float scale = model.hparams().residual_scale;
+  return scale == 1 ? y : ggml_scale(ctx, y, scale);
 }
 
 // From the block's normed input to its output, without the residual.
@@ -66,6 +87,7 @@ ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeig
     case Activation::kRelu:
       act = spec.gated_ffn ? ggml_reglu_split(ctx, act, up) : ggml_relu(ctx, act);
       break;
+    case Activation::kSquaredRelu: act = ggml_sqr(ctx, ggml_relu(ctx, act)); break;
   }
   return apply_linear(ctx, w.down, act);
 }
@@ -73,6 +95,7 @@ ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeig
 }  // namespace
 
 ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x) {
+  if (!model.spec().pre_norm) return x;
   const LayerWeights& w = model.weights().layers[layer];
   const NormWeights& norm = w.attn_norm_2.w != nullptr ? w.attn_norm_2 : w.attn_norm;
   return apply_norm(ctx, model, model.spec().norm, norm, x);
@@ -113,30 +136,35 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden, ggml_tensor* attn) {
   ggml_tensor* y = build_attention_output(ctx, model, layer, x, hidden, attn);
-  return model.spec().parallel_attention ? y : build_feed_forward(ctx, model, layer, y);
+  return model.hparams().parallel ? y : build_feed_forward(ctx, model, layer, y);
 }
 
 ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
                                     ggml_tensor* hidden, ggml_tensor* attn) {
   const LayerWeights& w = part.weights().layers[layer];
-  ggml_tensor* y = apply_linear(ctx, w.o, attn);
-  if (part.spec().parallel_attention) {
+  ggml_tensor* y = block_output(ctx, part, w.attn_post_norm, apply_linear(ctx, w.o, attn));
+  if (part.hparams().parallel) {
     ggml_tensor* ffn_in = parallel_ffn_input(ctx, part, layer, x, hidden);
-    y = ggml_add(ctx, feed_forward(ctx, part, w, ffn_in), y);
+    ggml_tensor* ffn = feed_forward(ctx, part, w, ffn_in);
+    y = ggml_add(ctx, block_output(ctx, part, w.ffn_post_norm, ffn), y);
   }
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
 ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x) {
   const LayerWeights& w = part.weights().layers[layer];
-  ggml_tensor* ffn_in = apply_norm(ctx, part, part.spec().norm, w.ffn_norm, x);
-  ggml_tensor* y = feed_forward(ctx, part, w, ffn_in);
+  const DecoderSpec& spec = part.spec();
+  ggml_tensor* ffn_in = spec.pre_norm ? apply_norm(ctx, part, spec.norm, w.ffn_norm, x) : x;
+  ggml_tensor* y = block_output(ctx, part, w.ffn_post_norm, feed_forward(ctx, part, w, ffn_in));
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x) {
   const Weights& w = model.weights();
-  return apply_linear(ctx, w.output, apply_norm(ctx, model, model.spec().norm, w.output_norm, x));
+  ggml_tensor* logits =
+      apply_linear(ctx, w.output, apply_norm(ctx, model, model.spec().norm, w.output_norm, x));
+  const float scale = model.hparams().logit_scale;
+  return scale == 1 ? logits : ggml_scale(ctx, logits, scale);
 }
 
 }  // namespace hcache::model

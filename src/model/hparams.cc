@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "base/log.h"
+
 namespace hcache::model {
 namespace {
 
@@ -67,7 +69,8 @@ class Keys {
 };
 
 // Features of other models that would silently change the result if they were ignored.
-Status refuse_unsupported(const GgufFile& file, const Keys& keys, int64_t n_ctx_train) {
+Status refuse_unsupported(const GgufFile& file, const Keys& keys, const DecoderSpec& spec,
+                          int64_t n_ctx_train) {
   const auto refuse = [&](std::string_view key, std::string_view feature) {
     return unimplemented(
         fmt::format("{}: key {}: {} is not supported", file.path(), keys.full(key), feature));
@@ -83,7 +86,7 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys, int64_t n_ctx_
   if (experts > 0) return refuse("expert_count", "a mixture of experts");
   HCACHE_ASSIGN_OR_RETURN(const int64_t window,
                           keys.integer("attention.sliding_window", 0, kMax, 0));
-  if (window > 0 && window < n_ctx_train) {
+  if (spec.window && window > 0 && window < n_ctx_train) {
     return refuse("attention.sliding_window", "sliding-window attention");
   }
   HCACHE_ASSIGN_OR_RETURN(const auto causal, file.boolean(keys.full("attention.causal")));
@@ -92,24 +95,38 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys, int64_t n_ctx_
   if (!pre_norm.value_or(true)) {
     return refuse("do_layer_norm_before", "normalisation after the blocks (OPT-350m)");
   }
+  HCACHE_ASSIGN_OR_RETURN(const int64_t more_layers,
+                          keys.integer("nextn_predict_layers", 0, kMax, 0));
+  if (more_layers > 0) {
+    return refuse("nextn_predict_layers", "a file with layers that predict further tokens");
+  }
+  return {};
+}
+
+// What no model of this kind computes with, whatever its file says: llama.cpp, for which these
+// files are made, does not read it either.
+Status tell_ignored(const GgufFile& file, const Keys& keys, const DecoderSpec& spec) {
   struct Neutral {
     const char* key;
     float value;
-    const char* feature;
+    bool read = false;
   };
-  constexpr std::array kNeutral = {
-      Neutral{"attention.max_alibi_bias", 0, "ALiBi"},
-      Neutral{"attention.clamp_kqv", 0, "clamping of Q, K and V"},
-      Neutral{"attn_logit_softcapping", 0, "soft-capping of attention logits"},
-      Neutral{"final_logit_softcapping", 0, "soft-capping of logits"},
-      Neutral{"logit_scale", 1, "scaled logits"},
-      Neutral{"residual_scale", 1, "scaled residuals"},
-      Neutral{"embedding_scale", 1, "scaled embeddings"},
-      Neutral{"rope.scaling.alpha", 0, "NTK-alpha RoPE scaling"},
+  const std::array neutral = {
+      Neutral{"attention.max_alibi_bias", 0},
+      Neutral{"attention.clamp_kqv", 0},
+      Neutral{"attn_logit_softcapping", 0},
+      Neutral{"final_logit_softcapping", 0},
+      Neutral{"logit_scale", 1, spec.scales},
+      Neutral{"residual_scale", 1, spec.scales},
+      Neutral{"embedding_scale", 1, spec.scales},
+      Neutral{"rope.scaling.alpha", 0},
+      Neutral{"attention.sliding_window", 0, spec.window},
   };
-  for (const Neutral& n : kNeutral) {
+  for (const Neutral& n : neutral) {
     HCACHE_ASSIGN_OR_RETURN(const float value, keys.number(n.key, n.value));
-    if (value != n.value && value != 0) return refuse(n.key, n.feature);
+    if (n.read || value == n.value || value == 0) continue;
+    log::warn("{}: key {} is ignored: {} models know nothing of it", file.path(), keys.full(n.key),
+              spec.arch);
   }
   return {};
 }
@@ -134,7 +151,8 @@ Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
 
   HCACHE_ASSIGN_OR_RETURN(const auto type, file.string(keys.full("rope.scaling.type")));
   const std::string scaling = type.value_or("linear");
-  if (scaling != "none" && scaling != "linear" && scaling != "yarn") {
+  h.long_rope = scaling == "longrope";
+  if (scaling != "none" && scaling != "linear" && scaling != "yarn" && !h.long_rope) {
     return unimplemented(fmt::format("{}: key {}: RoPE scaling \"{}\" is not supported",
                                      file.path(), keys.full("rope.scaling.type"),
                                      scaling.substr(0, 32)));
@@ -158,6 +176,37 @@ Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
   h.rope_attn_factor *= attn_factor;
   if (!std::isfinite(h.rope_attn_factor)) return keys.bad("rope.scaling.factor", "is too small");
   return {};
+}
+
+// 0 and absent keys scale nothing.
+Status read_scales(const Keys& keys, const DecoderSpec& spec, HParams& h) {
+  if (spec.embedding_by_width) h.embedding_scale = sqrtf(static_cast<float>(h.n_embd));
+  if (!spec.scales) return {};
+  const auto read = [&](const char* key, float& scale) -> Status {
+    HCACHE_ASSIGN_OR_RETURN(const float value, keys.number(key, 0.0F));
+    if (value != 0) scale = value;
+    return {};
+  };
+  HCACHE_RETURN_IF_ERROR(read("embedding_scale", h.embedding_scale));
+  HCACHE_RETURN_IF_ERROR(read("residual_scale", h.residual_scale));
+  HCACHE_RETURN_IF_ERROR(read("logit_scale", h.logit_scale));
+  if (spec.divides_logits) h.logit_scale = 1.0F / h.logit_scale;
+  return {};
+}
+
+Result<bool> is_parallel(const GgufFile& file, const Keys& keys, const DecoderSpec& spec) {
+  switch (spec.parallel) {
+    case Parallel::kNever: return false;
+    case Parallel::kAlways: return true;
+    case Parallel::kByKey: {
+      HCACHE_ASSIGN_OR_RETURN(const auto parallel,
+                              file.boolean(keys.full("use_parallel_residual")));
+      return parallel.value_or(true);
+    }
+    case Parallel::kWithoutFfnNorm:
+      return file.tensor(fmt::format("blk.0.{}.weight", spec.ffn_norm)) == nullptr;
+  }
+  return false;
 }
 
 }  // namespace
@@ -209,7 +258,10 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   h.n_head_kv = static_cast<int>(n_head_kv);
   h.head_dim = static_cast<int>(head_dim);
 
-  HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys, n_ctx));
+  HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys, spec, n_ctx));
+  HCACHE_RETURN_IF_ERROR(tell_ignored(file, keys, spec));
+  HCACHE_RETURN_IF_ERROR(read_scales(keys, spec, h));
+  HCACHE_ASSIGN_OR_RETURN(h.parallel, is_parallel(file, keys, spec));
 
   const char* eps_key =
       spec.norm == Norm::kRms ? "attention.layer_norm_rms_epsilon" : "attention.layer_norm_epsilon";

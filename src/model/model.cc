@@ -141,6 +141,12 @@ Status Model::Impl::place_layers(const LoadOptions& options, Device& otherwise) 
 Status Model::Impl::sharing_devices(const LoadOptions& options, std::vector<Device*>& devices,
                                     std::vector<double>& proportions) const {
   const Placement& p = options.placement;
+  if (spec->post_norm || spec->head_norm == HeadNorm::kRow) {
+    return unimplemented(
+        fmt::format("{} normalises what devices would add up; --split-mode tensor does not know "
+                    "how, use --split-mode layer",
+                    spec->arch));
+  }
   if (options.weights == WeightPlace::kHost || options.weights == WeightPlace::kDisk) {
     return unimplemented(
         "weights are streamed on one device, and --split-mode tensor shares each layer; use "
@@ -187,7 +193,7 @@ Result<WeightPlan> Model::Impl::plan(const std::vector<StreamedSource>& sources,
                                   [&](const StreamedSource& s) { return s.layer != begin->layer; });
     sizes.slot_bytes.push_back(image_of(*file, {begin, end}).n_bytes);
     // Attention and feed-forward in parallel have one input and one sum: no way to halve them.
-    if (!spec->parallel_attention) {
+    if (!hparams.parallel) {
       const auto halves = halves_of({begin, end});
       sizes.half_bytes.push_back(
           {image_of(*file, halves[0]).n_bytes, image_of(*file, halves[1]).n_bytes});
@@ -521,6 +527,9 @@ Status Model::embed_tokens(std::span<const int32_t> tokens, float* out) const {
   }
   for (const int32_t token : tokens) {
     widen_row(*impl_->token_embd, token, out);
+    if (h.embedding_scale != 1) {
+      for (int i = 0; i < h.n_embd; ++i) out[i] *= h.embedding_scale;
+    }
     out += h.n_embd;
   }
   return {};

@@ -24,8 +24,9 @@ bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
 
 // Whether that weight belongs to the feed-forward block, its norm included.
 bool is_feed_forward(const LayerWeights& l, ggml_tensor* const* target) {
-  const std::array<ggml_tensor* const*, 8> parts = {
-      &l.ffn_norm.w, &l.ffn_norm.b, &l.gate.w, &l.gate.b, &l.up.w, &l.up.b, &l.down.w, &l.down.b};
+  const std::array<ggml_tensor* const*, 9> parts = {
+      &l.ffn_norm.w, &l.ffn_norm.b, &l.ffn_post_norm.w, &l.gate.w, &l.gate.b,
+      &l.up.w,       &l.up.b,       &l.down.w,          &l.down.b};
   return std::find(parts.begin(), parts.end(), target) != parts.end();
 }
 
@@ -114,7 +115,8 @@ Status TensorReader::vector(ggml_tensor*& target, const std::string& name, int64
 
 Status TensorReader::norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
   HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, {0, n}, required));
-  const bool has_bias = spec_.norm == Norm::kLayer && file_.tensor(name + ".weight") != nullptr;
+  const bool has_bias =
+      spec_.norm == Norm::kLayer && spec_.norm_biases && file_.tensor(name + ".weight") != nullptr;
   return has_bias ? vector(target.b, name + ".bias", n, {0, n}, true) : Status();
 }
 
@@ -160,6 +162,39 @@ Status TensorReader::fused_qkv(LayerWeights& l, const std::string& name) {
   return {};
 }
 
+// The gate's rows, then those of up.
+Status TensorReader::fused_gate_up(LayerWeights& l, const std::string& name) {
+  HCACHE_ASSIGN_OR_RETURN(
+      const GgufTensor* t,
+      claim(name + ".weight", {h_.n_embd, 2 * static_cast<int64_t>(h_.n_ff)}, true));
+  HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+  const Range part = ff_part();
+  add_slot(l.gate.w, t, part, Use::kMatrix);
+  add_slot(l.up.w, t, {h_.n_ff + part.first, part.n}, Use::kMatrix);
+  return {};
+}
+
+// Of Q (of as many heads as `n`) or K, before RoPE.
+Status TensorReader::head_norm(ggml_tensor*& target, const std::string& name, int64_t n_head,
+                               Range part) {
+  switch (spec_.head_norm) {
+    case HeadNorm::kNone: return {};
+    case HeadNorm::kHead: return vector(target, name, h_.head_dim, {0, h_.head_dim}, true);
+    case HeadNorm::kRow: {
+      const int64_t n = n_head * h_.head_dim;
+      return vector(target, name, n, {0, n}, true);
+    }
+    case HeadNorm::kEachHead: {
+      HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {h_.head_dim, n_head}, false));
+      if (t == nullptr) return {};
+      if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
+      add_slot(target, t, part, Use::kVector);
+      return {};
+    }
+  }
+  return {};
+}
+
 // The embedding tables: rows are looked up on the host.
 Status TensorReader::tables(const GgufTensor*& token_embd, const GgufTensor*& position_embd) {
   token_embd = file_.tensor("token_embd.weight");
@@ -193,11 +228,17 @@ Status TensorReader::layer(LayerWeights& l, int index) {
   const std::string p = fmt::format("blk.{}.", index);
   device_ = devices_[static_cast<size_t>(index)];
   const int64_t n_embd = h_.n_embd;
-  HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
-  if (spec_.parallel_attention) {
-    HCACHE_RETURN_IF_ERROR(norm(l.attn_norm_2, p + "attn_norm_2", n_embd, false));
-  } else {
-    HCACHE_RETURN_IF_ERROR(norm(l.ffn_norm, p + "ffn_norm", n_embd, true));
+  if (spec_.pre_norm) {
+    HCACHE_RETURN_IF_ERROR(norm(l.attn_norm, p + "attn_norm", n_embd, true));
+    if (spec_.parallel == Parallel::kAlways) {
+      HCACHE_RETURN_IF_ERROR(norm(l.attn_norm_2, p + "attn_norm_2", n_embd, false));
+    } else if (!h_.parallel || spec_.parallel == Parallel::kByKey) {
+      HCACHE_RETURN_IF_ERROR(norm(l.ffn_norm, p + spec_.ffn_norm, n_embd, true));
+    }
+  }
+  if (spec_.post_norm) {
+    HCACHE_RETURN_IF_ERROR(norm(l.attn_post_norm, p + "post_attention_norm", n_embd, true));
+    HCACHE_RETURN_IF_ERROR(norm(l.ffn_post_norm, p + "post_ffw_norm", n_embd, true));
   }
   if (spec_.fused_qkv || file_.tensor(p + "attn_qkv.weight") != nullptr) {
     HCACHE_RETURN_IF_ERROR(fused_qkv(l, p + "attn_qkv"));
@@ -208,28 +249,37 @@ Status TensorReader::layer(LayerWeights& l, int index) {
     HCACHE_RETURN_IF_ERROR(rows_of(l.k, p + "attn_k", kv, kv_part(), Use::kPlainMatrix));
     HCACHE_RETURN_IF_ERROR(rows_of(l.v, p + "attn_v", kv, kv_part(), Use::kPlainMatrix));
   }
-  if (spec_.qk_norm) {
-    const Range head = {0, h_.head_dim};
-    HCACHE_RETURN_IF_ERROR(vector(l.q_norm.w, p + "attn_q_norm.weight", h_.head_dim, head, true));
-    HCACHE_RETURN_IF_ERROR(vector(l.k_norm.w, p + "attn_k_norm.weight", h_.head_dim, head, true));
-  }
+  HCACHE_RETURN_IF_ERROR(head_norm(l.q_norm.w, p + "attn_q_norm.weight", h_.n_head, q_part()));
+  HCACHE_RETURN_IF_ERROR(head_norm(l.k_norm.w, p + "attn_k_norm.weight", h_.n_head_kv, kv_part()));
   HCACHE_RETURN_IF_ERROR(columns_of(l.o, p + "attn_output", {h_.n_embd_q(), n_embd}, q_part()));
   const Shape up = {n_embd, h_.n_ff};
-  if (spec_.gated_ffn) {
-    HCACHE_RETURN_IF_ERROR(rows_of(l.gate, p + "ffn_gate", up, ff_part(), Use::kMatrix));
+  if (spec_.fused_gate_up) {
+    HCACHE_RETURN_IF_ERROR(fused_gate_up(l, p + "ffn_up"));
+  } else {
+    if (spec_.gated_ffn) {
+      HCACHE_RETURN_IF_ERROR(rows_of(l.gate, p + "ffn_gate", up, ff_part(), Use::kMatrix));
+    }
+    HCACHE_RETURN_IF_ERROR(rows_of(l.up, p + "ffn_up", up, ff_part(), Use::kMatrix));
   }
-  HCACHE_RETURN_IF_ERROR(rows_of(l.up, p + "ffn_up", up, ff_part(), Use::kMatrix));
   return columns_of(l.down, p + "ffn_down", {h_.n_ff, n_embd}, ff_part());
 }
 
-// Llama 3's frequency factors: one tensor for all layers of a device, the first of which has it.
+// Factors of RoPE's frequencies: one tensor for all layers of a device, the first of which has it.
+// LongRoPE's are those for contexts beyond the original one where the model has such.
 Status TensorReader::rope_factors(Weights& w) {
   const int64_t n = h_.n_rot / 2;
+  const bool longer = h_.n_ctx_train > h_.rope_n_ctx_orig;
+  std::string used = "rope_freqs.weight";
+  if (spec_.long_rope || h_.long_rope) {
+    used = longer ? "rope_factors_long.weight" : "rope_factors_short.weight";
+    const std::string other = longer ? "rope_factors_short.weight" : "rope_factors_long.weight";
+    HCACHE_RETURN_IF_ERROR(claim(other, {n}, false).status());
+  }
   for (auto at = devices_.begin(); at != devices_.end(); ++at) {
     if (std::find(devices_.begin(), at, *at) != at) continue;
     device_ = *at;
     ggml_tensor*& target = w.layers[static_cast<size_t>(at - devices_.begin())].rope_factors;
-    HCACHE_RETURN_IF_ERROR(vector(target, "rope_freqs.weight", n, {0, n}, false));
+    HCACHE_RETURN_IF_ERROR(vector(target, used, n, {0, n}, h_.long_rope));
   }
   return {};
 }
@@ -265,7 +315,7 @@ Status TensorReader::read(Weights& w, const GgufTensor*& token_embd,
       slots_[s].is_feed_forward = is_feed_forward(l, slots_[s].target);
     }
   }
-  if (spec_.rope_mode == GGML_ROPE_TYPE_NORMAL) {
+  if (spec_.rope_freqs || spec_.long_rope || h_.long_rope) {
     HCACHE_RETURN_IF_ERROR(rope_factors(w));
   }
   for (const GgufTensor& t : file_.tensors()) {

@@ -88,6 +88,8 @@ class TensorReader {
   Status rows_of(Linear& target, const std::string& name, Shape shape, Range rows, Use use);
   Status columns_of(Linear& target, const std::string& name, Shape shape, Range columns);
   Status fused_qkv(LayerWeights& l, const std::string& name);
+  Status fused_gate_up(LayerWeights& l, const std::string& name);
+  Status head_norm(ggml_tensor*& target, const std::string& name, int64_t n_head, Range part);
   Status layer(LayerWeights& l, int index);
   Status output(Weights& w, const GgufTensor& token_embd);
   Status rope_factors(Weights& w);

@@ -115,7 +115,7 @@ void check_erase(const model::Model& model, const EngineOptions& options, double
 }
 
 TEST(EraseRange, RotatesK) {
-  for (const char* arch : {"llama", "qwen2", "qwen3", "falcon"}) {
+  for (const char* arch : {"llama", "qwen2", "qwen3", "falcon", "smollm3", "glm4", "olmo2"}) {
     SCOPED_TRACE(arch);
     check_erase(tiny_model(arch, arch == std::string("falcon") ? 1 : 2, GGML_TYPE_Q8_0),
                 small_arena(256), 4e-3);

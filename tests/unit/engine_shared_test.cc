@@ -133,7 +133,8 @@ SeqId restore(Engine& e, const SavedRows& saved, ggml_type type, const Tokens& t
 
 const std::vector<std::tuple<const char*, int>>& architectures() {
   static const std::vector<std::tuple<const char*, int>> all = {
-      {"llama", 8}, {"llama", 4}, {"qwen2", 4}, {"qwen3", 4}, {"falcon", 8}, {"opt", 8}};
+      {"llama", 8},     {"llama", 4},   {"qwen2", 4}, {"qwen3", 4},   {"falcon", 8},    {"opt", 8},
+      {"command-r", 4}, {"granite", 4}, {"phi3", 8},  {"gptneox", 8}, {"starcoder2", 4}};
   return all;
 }
 

@@ -21,6 +21,7 @@
 #include "engine/engine.h"
 #include "model/logits.h"
 #include "model/tools.h"
+#include "model_fixtures.h"
 
 namespace hcache::engine::testing {
 
@@ -105,10 +106,7 @@ inline std::string tiny_model_path(const std::string& arch, int n_head_kv, ggml_
   const std::filesystem::path path =
       dir.path() / (arch + std::to_string(n_head_kv) + ggml_type_name(type) + ".gguf");
   if (!std::filesystem::exists(path)) {
-    model::SynthOptions options;
-    options.shape = model::tiny_shape(*model::find_decoder_spec(arch), n_head_kv);
-    options.type = type;
-    options.n_threads = 1;
+    const model::SynthOptions options = model::test::tiny_options(arch.c_str(), n_head_kv, type);
     const Status status = model::synthesise_model(options, path.string());
     if (!status.ok()) die(status.to_string());
   }

@@ -178,7 +178,7 @@ TEST(StreamedWeights, AsynchronousQueuesKeepTheOrderOfSlots) {
 // Half a layer at a time: an attention block while the feed-forward block before it is computed.
 TEST(StreamedWeights, ByHalvesGiveTheBitsOfResidentOnes) {
   for (const Case& c : kCases) {
-    if (model::find_decoder_spec(c.arch)->parallel_attention) continue;
+    if (model::find_decoder_spec(c.arch)->parallel != model::Parallel::kNever) continue;
     for (const int n_layer : {3, 5}) {
       SCOPED_TRACE(std::string(c.arch) + " " + ggml_type_name(c.type) + " " +
                    std::to_string(n_layer) + " layers");

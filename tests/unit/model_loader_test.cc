@@ -2,6 +2,7 @@
 #include <ggml-cpu.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -17,20 +18,23 @@ namespace {
 
 using test::TempDir;
 
-struct Case {
-  const char* arch;
-  int n_head_kv;
-};
+using Case = test::ArchCase;
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases = {{"llama", 4}, {"llama", 2},  {"llama", 1},  {"qwen2", 2},
+                             {"qwen3", 2}, {"falcon", 1}, {"falcon", 2}, {"opt", 4}};
+  cases.insert(cases.end(), test::kMoreArchitectures.begin(), test::kMoreArchitectures.end());
+  return cases;
+}
 
 class EveryArchitecture : public ::testing::TestWithParam<Case> {};
 
-INSTANTIATE_TEST_SUITE_P(Model, EveryArchitecture,
-                         ::testing::Values(Case{"llama", 4}, Case{"llama", 2}, Case{"llama", 1},
-                                           Case{"qwen2", 2}, Case{"qwen3", 2}, Case{"falcon", 1},
-                                           Case{"falcon", 2}, Case{"opt", 4}),
+INSTANTIATE_TEST_SUITE_P(Model, EveryArchitecture, ::testing::ValuesIn(all_cases()),
                          [](const auto& info) {
-                           return std::string(info.param.arch) +
-                                  std::to_string(info.param.n_head_kv);
+                           std::string name =
+                               std::string(info.param.arch) + std::to_string(info.param.n_head_kv);
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
                          });
 
 TEST_P(EveryArchitecture, LoadsInEveryWeightType) {
@@ -67,9 +71,14 @@ TEST_P(EveryArchitecture, LoadsInEveryWeightType) {
         EXPECT_TRUE(ggml_backend_buffer_is_host(w->w->buffer));
       }
       EXPECT_EQ(l.q.b != nullptr, options.shape.qkv_bias);
-      EXPECT_EQ(l.q_norm.w != nullptr, m.spec().qk_norm);
+      EXPECT_EQ(l.q_norm.w != nullptr, m.spec().head_norm == HeadNorm::kHead ||
+                                           m.spec().head_norm == HeadNorm::kRow ||
+                                           options.head_norms);
       EXPECT_EQ(l.attn_norm_2.w != nullptr, options.shape.two_norms);
-      EXPECT_EQ(l.ffn_norm.w == nullptr, m.spec().parallel_attention);
+      const bool shares_norm = h.parallel && m.spec().parallel != Parallel::kByKey;
+      EXPECT_EQ(l.ffn_norm.w == nullptr, shares_norm || !m.spec().pre_norm);
+      EXPECT_EQ(l.attn_norm.w == nullptr, !m.spec().pre_norm);
+      EXPECT_EQ(l.attn_post_norm.w != nullptr, m.spec().post_norm);
       EXPECT_EQ(l.gate.w != nullptr, m.spec().gated_ffn);
     }
     std::filesystem::remove(path);
@@ -95,7 +104,8 @@ TEST_P(EveryArchitecture, EmbeddingsAreTheTablesRows) {
   const auto* data = reinterpret_cast<const ggml_fp16_t*>(table->data.data());
   for (size_t i = 0; i < tokens.size(); i++) {
     for (int j = 0; j < n_embd; j++) {
-      ASSERT_EQ(rows[i * n_embd + j], ggml_fp16_to_fp32(data[tokens[i] * n_embd + j]));
+      ASSERT_EQ(rows[i * n_embd + j], (*model)->hparams().embedding_scale *
+                                          ggml_fp16_to_fp32(data[tokens[i] * n_embd + j]));
     }
   }
   for (const int32_t bad : {-1, 320, INT32_MAX}) {

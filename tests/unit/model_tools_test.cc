@@ -127,7 +127,7 @@ TEST(Synth, RefusesWhatCannotBe) {
 
 TEST(ExpandKv, RepeatsEachHeadForItsReaders) {
   const TempDir dir;
-  for (const char* arch : {"llama", "qwen2", "falcon"}) {
+  for (const char* arch : {"llama", "qwen2", "falcon", "olmo2"}) {
     const std::string in = test::make_tiny(dir, test::tiny_options(arch, 2, GGML_TYPE_Q4_1));
     const std::string out = dir.file("twin.gguf");
     ASSERT_TRUE(expand_kv(in, out, 2, nullptr).ok());

@@ -79,6 +79,12 @@ std::vector<Case> all_cases() {
             {"qwen3", 2, GGML_TYPE_Q4_0}, {"falcon", 1, GGML_TYPE_F16}};
   }
   std::vector<Case> cases;
+  // What is really new in these is what the oracle sees; here each comes back by every method.
+  for (const auto& [arch, n_head_kv] : model::test::kMoreArchitectures) {
+    cases.push_back({arch, n_head_kv, GGML_TYPE_F16});
+    cases.push_back({arch, n_head_kv, GGML_TYPE_Q8_0});
+    cases.push_back({arch, n_head_kv, GGML_TYPE_Q4_K});
+  }
   const std::vector<std::pair<const char*, int>> shapes = {
       {"llama", 4}, {"llama", 2}, {"qwen2", 2}, {"qwen3", 2}, {"falcon", 1}, {"opt", 4}};
   for (const auto& [arch, n_head_kv] : shapes) {
@@ -95,6 +101,7 @@ INSTANTIATE_TEST_SUITE_P(Models, RestoreTest, ::testing::ValuesIn(all_cases()),
                            std::string name = std::string(info.param.arch) +
                                               std::to_string(info.param.n_head_kv) + "_" +
                                               ggml_type_name(info.param.type);
+                           std::replace(name.begin(), name.end(), '-', '_');
                            return name;
                          });
 

@@ -221,6 +221,13 @@ struct Padding {
   }
 };
 
+// Layer norms' means and fused matrices' parts don't outlive it, nor what the maps don't name.
+bool can_pad(const DecoderSpec& spec) {
+  return spec.norm == Norm::kRms && spec.pre_norm && !spec.post_norm && !spec.fused_qkv &&
+         !spec.fused_gate_up && spec.head_norm != HeadNorm::kRow && !spec.embedding_by_width &&
+         spec.ffn_norm == std::string_view("ffn_norm");
+}
+
 }  // namespace
 
 Status expand_kv(const std::string& in, const std::string& out, int n_threads,
@@ -239,6 +246,8 @@ Status expand_kv(const std::string& in, const std::string& out, int n_threads,
   for (int64_t head = 0; head < h.n_head; head++) {
     for (int64_t d = 0; d < h.head_dim; d++) kv.push_back(head / group * h.head_dim + d);
   }
+  AxisMap heads;
+  for (int64_t head = 0; head < h.n_head; head++) heads.push_back(head / group);
   AxisMap fused;
   for (int64_t i = 0; i < h.n_embd_q(); i++) fused.push_back(i);
   for (int64_t part = 0; part < 2; part++) {
@@ -252,6 +261,10 @@ Status expand_kv(const std::string& in, const std::string& out, int n_threads,
     AxisMap& axis = name.ends_with(".weight") ? r.rows : r.columns;
     if (name.starts_with("attn_k.") || name.starts_with("attn_v.")) axis = kv;
     if (name.starts_with("attn_qkv.")) axis = fused;
+    if (name == "attn_k_norm.weight") {
+      if (source.spec->head_norm == HeadNorm::kRow) r.columns = kv;
+      if (source.spec->head_norm == HeadNorm::kEachHead) r.rows = heads;
+    }
     plan.push_back(std::move(r));
   }
   return write_all(writer, plan, out, n_threads, progress);
@@ -266,11 +279,11 @@ Status requantise(const std::string& in, const std::string& out, ggml_type type,
     return invalid_argument(fmt::format("{} is no weight type", ggml_type_name(type)));
   }
   const Padding padding = Padding::plan(h, ggml_blck_size(type));
-  if (padding.any() && (source.spec->norm != Norm::kRms || source.spec->fused_qkv)) {
+  if (padding.any() && !can_pad(*source.spec)) {
     return unimplemented(
-        fmt::format("{}: rows must be padded for {}, which changes layer norms; take "
-                    "another type",
-                    in, ggml_type_name(type)));
+        fmt::format("{}: rows must be padded for {}, which {} models do not bear; take another "
+                    "type",
+                    in, ggml_type_name(type), source.spec->arch));
   }
   GgufWriter writer;
   const auto key = [&](const char* name) { return fmt::format("{}.{}", h.arch, name); };

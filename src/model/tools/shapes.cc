@@ -36,7 +36,8 @@ ModelShape opt(std::string name, int n_layer, int n_embd, int n_head) {
           .n_vocab = 50272,
           .n_ctx = 2048,
           .tied_output = true,
-          .qkv_bias = true};
+          .qkv_bias = true,
+          .block_biases = true};
 }
 
 ModelShape qwen2(std::string name, int n_layer, int n_embd, int n_head, int n_head_kv, int n_ff,
@@ -146,6 +147,10 @@ Result<ModelShape> find_shape(std::string_view name) {
 
 ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
   const std::string_view arch = spec.arch;
+  const auto is_any = [&](std::initializer_list<std::string_view> names) {
+    return std::find(names.begin(), names.end(), arch) != names.end();
+  };
+  const bool all_biases = is_any({"opt", "gpt2", "gptneox", "phi2", "starcoder2"});
   return {.name = fmt::format("tiny-{}-{}", arch, n_head_kv),
           .arch = spec.arch,
           .n_layer = 3,
@@ -157,9 +162,13 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
           .n_vocab = 320,
           .n_ctx = 2048,
           .norm_eps = 1e-5F,
-          .tied_output = spec.learned_positions,
-          .qkv_bias = arch == "qwen2" || spec.learned_positions,
-          .two_norms = spec.parallel_attention && n_head_kv > 1};
+          .tied_output = is_any({"opt", "gemma", "command-r"}),
+          .qkv_bias = all_biases || is_any({"qwen2", "glm4", "seed_oss"}),
+          .block_biases = all_biases,
+          .output_bias = arch == "phi2",
+          .two_blocks = n_head_kv < 4,
+          .two_norms = arch == "falcon" && n_head_kv > 1,
+          .n_rot = is_any({"phi2", "glm4", "stablelm", "gptneox"}) ? 32 : 0};
 }
 
 Result<ggml_type> parse_weight_type(std::string_view name) {

@@ -98,12 +98,36 @@ class Synth {
   void norm(const std::string& name, int64_t n) {
     constexpr float kSpread = 0.1F;
     vector(name + ".weight", n, {1.0F, kSpread});
-    if (spec_.norm == Norm::kLayer) vector(name + ".bias", n, {0.0F, kSpread});
+    if (spec_.norm == Norm::kLayer && spec_.norm_biases) {
+      vector(name + ".bias", n, {0.0F, kSpread});
+    }
+  }
+  void head_norm(const std::string& name, int n_head) {
+    constexpr Init kWeights = {1.0F, 0.1F};
+    switch (spec_.head_norm) {
+      case HeadNorm::kNone: return;
+      case HeadNorm::kHead: return vector(name, s_.head_dim, kWeights);
+      case HeadNorm::kRow: return vector(name, int64_t{n_head} * s_.head_dim, kWeights);
+      case HeadNorm::kEachHead:
+        if (!o_.head_norms) return;
+        writer_.add_tensor(name, GGML_TYPE_F32, s_.head_dim, n_head);
+        inits_.push_back(kWeights);
+    }
   }
   void linear(const std::string& name, int64_t n_in, int64_t n_out, float gain, bool bias) {
     matrix(name + ".weight", n_in, n_out, gain / std::sqrt(static_cast<float>(n_in)));
     constexpr float kBias = 0.1F;
     if (bias) vector(name + ".bias", n_out, {0.0F, kBias});
+  }
+
+  // Only our own convention has one.
+  [[nodiscard]] int position_offset() const { return s_.arch == "opt" ? 2 : 0; }
+  [[nodiscard]] bool has_ffn_norm() const {
+    switch (spec_.parallel) {
+      case Parallel::kAlways: return false;
+      case Parallel::kWithoutFfnNorm: return s_.two_blocks;
+      default: return true;
+    }
   }
 
   const SynthOptions& o_;
@@ -135,12 +159,26 @@ void Synth::metadata(const GgufFile* vocab) {
                                                        : "attention.layer_norm_epsilon"),
                   s_.norm_eps);
   if (spec_.rope_mode >= 0) {
-    u32("rope.dimension_count", s_.head_dim);
+    u32("rope.dimension_count", s_.n_rot > 0 ? s_.n_rot : s_.head_dim);
     writer_.set_f32(fmt::format("{}.rope.freq_base", a), s_.rope_freq_base);
   }
-  if (spec_.learned_positions) u32("position_offset", 2);
+  if (position_offset() > 0) u32("position_offset", position_offset());
+  if (spec_.parallel == Parallel::kByKey) {
+    writer_.set_bool(fmt::format("{}.use_parallel_residual", a), !s_.two_blocks);
+  }
+  if (spec_.scales) {
+    constexpr float kEmbedding = 3.0F;
+    constexpr float kResidual = 0.5F;
+    constexpr float kLogits = 0.5F;
+    writer_.set_f32(fmt::format("{}.logit_scale", a), spec_.divides_logits ? 1 / kLogits : kLogits);
+    if (spec_.divides_logits) {
+      writer_.set_f32(fmt::format("{}.embedding_scale", a), kEmbedding);
+      writer_.set_f32(fmt::format("{}.residual_scale", a), kResidual);
+    }
+  }
   for (const auto& [key, value] : o_.extra_numbers) writer_.set_f32(key, value);
   for (const auto& [key, value] : o_.extra_strings) writer_.set_string(key, value);
+  for (const auto& [key, value] : o_.extra_integers) writer_.set_u32(key, value);
   if (vocab == nullptr) {
     writer_.set_string("tokenizer.ggml.model", "no_vocab");
     return;
@@ -155,12 +193,17 @@ void Synth::layer(int index) {
   const int64_t n_embd = s_.n_embd;
   const int64_t n_q = int64_t{s_.n_head} * s_.head_dim;
   const int64_t n_kv = int64_t{s_.n_head_kv} * s_.head_dim;
-  const bool ffn_bias = spec_.learned_positions;
   // What is added to the residual stream is kept small enough for any depth.
   const float residual_gain = 1.0F / std::sqrt(2.0F * static_cast<float>(s_.n_layer));
-  norm(p + "attn_norm", n_embd);
-  if (!spec_.parallel_attention) norm(p + "ffn_norm", n_embd);
-  if (s_.two_norms) norm(p + "attn_norm_2", n_embd);
+  if (spec_.pre_norm) {
+    norm(p + "attn_norm", n_embd);
+    if (has_ffn_norm()) norm(p + spec_.ffn_norm, n_embd);
+    if (s_.two_norms) norm(p + "attn_norm_2", n_embd);
+  }
+  if (spec_.post_norm) {
+    norm(p + "post_attention_norm", n_embd);
+    norm(p + "post_ffw_norm", n_embd);
+  }
   if (spec_.fused_qkv) {
     linear(p + "attn_qkv", n_embd, n_q + 2 * n_kv, 1.0F, s_.qkv_bias);
   } else {
@@ -168,14 +211,15 @@ void Synth::layer(int index) {
     linear(p + "attn_k", n_embd, n_kv, 1.0F, s_.qkv_bias);
     linear(p + "attn_v", n_embd, n_kv, 1.0F, s_.qkv_bias);
   }
-  if (spec_.qk_norm) {
-    norm(p + "attn_q_norm", s_.head_dim);
-    norm(p + "attn_k_norm", s_.head_dim);
+  head_norm(p + "attn_q_norm.weight", s_.n_head);
+  head_norm(p + "attn_k_norm.weight", s_.n_head_kv);
+  linear(p + "attn_output", n_q, n_embd, residual_gain, s_.block_biases);
+  if (spec_.gated_ffn && !spec_.fused_gate_up) {
+    linear(p + "ffn_gate", n_embd, s_.n_ff, 1.0F, false);
   }
-  linear(p + "attn_output", n_q, n_embd, residual_gain, ffn_bias);
-  if (spec_.gated_ffn) linear(p + "ffn_gate", n_embd, s_.n_ff, 1.0F, false);
-  linear(p + "ffn_up", n_embd, s_.n_ff, 1.0F, ffn_bias);
-  linear(p + "ffn_down", s_.n_ff, n_embd, residual_gain, ffn_bias);
+  const int64_t n_up = spec_.fused_gate_up ? 2 * int64_t{s_.n_ff} : s_.n_ff;
+  linear(p + "ffn_up", n_embd, n_up, 1.0F, s_.block_biases);
+  linear(p + "ffn_down", s_.n_ff, n_embd, residual_gain, s_.block_biases);
 }
 
 Status Synth::build(const GgufFile* vocab) {
@@ -193,14 +237,16 @@ Status Synth::build(const GgufFile* vocab) {
   const float output_sigma = 2.0F / std::sqrt(static_cast<float>(s_.n_embd));
   matrix("token_embd.weight", s_.n_embd, s_.n_vocab, s_.tied_output ? output_sigma : 1.0F);
   if (spec_.learned_positions) {
-    constexpr int kOffset = 2;
-    matrix("position_embd.weight", s_.n_embd, s_.n_ctx + kOffset, output_sigma);
+    matrix("position_embd.weight", s_.n_embd, s_.n_ctx + position_offset(), output_sigma);
   }
   norm("output_norm", s_.n_embd);
   if (!s_.tied_output) matrix("output.weight", s_.n_embd, s_.n_vocab, output_sigma);
-  if (o_.rope_factors) {
-    constexpr Init kFactors = {4.0F, 3.0F};
-    vector("rope_freqs.weight", s_.head_dim / 2, kFactors);
+  if (s_.output_bias) vector("output.bias", s_.n_vocab, {0.0F, 1.0F});
+  constexpr Init kFactors = {4.0F, 3.0F};
+  if (o_.rope_factors) vector("rope_freqs.weight", s_.head_dim / 2, kFactors);
+  if (o_.long_rope) {
+    vector("rope_factors_long.weight", s_.head_dim / 2, kFactors);
+    vector("rope_factors_short.weight", s_.head_dim / 2, {1.5F, 0.5F});
   }
   for (int i = 0; i < s_.n_layer; i++) layer(i);
   for (size_t i = 0; i < writer_.tensors().size(); i++) {

@@ -21,20 +21,49 @@
 namespace hcache::model {
 
 enum class Norm { kRms, kLayer };
-enum class Activation { kSilu, kGelu, kRelu };
+enum class Activation { kSilu, kGelu, kRelu, kSquaredRelu };
+
+// Normalisation of Q and K before RoPE.
+enum class HeadNorm {
+  kNone,
+  kHead,      // RMS over each head, one weight for all heads (Qwen3)
+  kEachHead,  // of the row's kind over each head, with a weight for each; where the file has it
+  kRow,       // RMS over all heads together (OLMo 2)
+};
+
+// Whether x + attention(norm(x)) + ffn(norm(x)), not the feed-forward block behind attention.
+enum class Parallel {
+  kNever,
+  kAlways,         // one norm for both, or attn_norm_2 for attention (Falcon)
+  kByKey,          // use_parallel_residual; each has a norm of its own (GPT-NeoX)
+  kWithoutFfnNorm  // where the file has no norm for the feed-forward block (StableLM 2 12B)
+};
 
 // One row per architecture (spec.cc): everything in which architectures differ. A bias or an
 // optional weight is used when the file has it and the row allows it.
 struct DecoderSpec {
   const char* arch;         // general.architecture
-  Norm norm;                // of every normalisation except the q/k norm, which is always RMS
-  int rope_mode;            // GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX, or -1: none
-  Activation activation;    // of the feed-forward block
-  bool gated_ffn;           // down(act(gate(x)) * up(x)); otherwise down(act(up(x)))
-  bool parallel_attention;  // x + attention(norm(x)) + ffn(norm(x)) (Falcon)
-  bool learned_positions;   // x0 = embedding + position embedding (OPT)
-  bool qk_norm;             // RMS norm over each head of Q and K before RoPE (Qwen3)
-  bool fused_qkv;           // the file holds one attn_qkv matrix: Q rows, then K, then V
+  Norm norm = Norm::kRms;   // of every normalisation but those of HeadNorm that say otherwise
+  bool norm_biases = true;  // of layer norms
+  bool pre_norm = true;     // of the input of attention and of the feed-forward block
+  bool post_norm = false;   // of what they give, before it is added
+  const char* ffn_norm = "ffn_norm";      // the tensor's name
+  int rope_mode = GGML_ROPE_TYPE_NORMAL;  // or GGML_ROPE_TYPE_NEOX, or -1: none
+  bool rope_freqs = false;  // the file may have factors of RoPE's frequencies (Llama 3)
+  bool long_rope = false;   // the file may have LongRoPE's, whatever it says of scaling (Phi-3)
+  int no_rope_step = 0;     // every so many layers the last one has no RoPE (SmolLM3); 0: all have
+  Activation activation = Activation::kSilu;  // of the feed-forward block
+  bool gated_ffn = true;       // down(act(gate(x)) * up(x)); otherwise down(act(up(x)))
+  bool fused_gate_up = false;  // the file's ffn_up has the gate's rows, then those of up
+  Parallel parallel = Parallel::kNever;
+  bool learned_positions = false;  // x0 = embedding + position embedding (OPT)
+  HeadNorm head_norm = HeadNorm::kNone;
+  bool fused_qkv = false;  // the file holds one attn_qkv matrix: Q rows, then K, then V
+  // Of embeddings, residuals and logits, by the file's keys; see HParams.
+  bool scales = false;
+  bool divides_logits = false;      // by the key's scale, instead of multiplying
+  bool embedding_by_width = false;  // embeddings times the square root of the width (Gemma)
+  bool window = false;              // layers may see a window of the last rows only
 };
 
 // The table of supported architectures.
@@ -58,6 +87,10 @@ struct HParams {
   float norm_eps = 0;
   float attention_scale = 0;  // what Q.K is multiplied by
   int position_offset = 0;    // added to a position before the learned table is read (OPT: 2)
+  bool parallel = false;      // see Parallel
+  float embedding_scale = 1;  // of a token's row
+  float residual_scale = 1;   // of what attention and feed-forward add
+  float logit_scale = 1;
 
   // RoPE (ggml_rope_ext's parameters; YaRN and linear scaling included).
   float rope_freq_base = 10000.0F;
@@ -67,6 +100,7 @@ struct HParams {
   float rope_attn_factor = 1.0F;
   float rope_beta_fast = 32.0F;
   float rope_beta_slow = 1.0F;
+  bool long_rope = false;  // factors of the frequencies for long or for short contexts
 
   [[nodiscard]] int n_embd_q() const { return n_head * head_dim; }
   [[nodiscard]] int n_embd_kv() const { return n_head_kv * head_dim; }
@@ -84,14 +118,16 @@ struct NormWeights {
 
 struct LayerWeights {
   // Its output is the layer's `hidden`, unless attn_norm_2 exists (Falcon-40B): that one then
-  // normalises attention's input, and attn_norm feeds the feed-forward block.
+  // normalises attention's input, and attn_norm feeds the feed-forward block. Null without
+  // pre_norm: `hidden` is the layer's input.
   NormWeights attn_norm, attn_norm_2;
-  NormWeights ffn_norm;  // null in parallel attention
+  NormWeights ffn_norm;  // null where a parallel block shares attention's
+  NormWeights attn_post_norm, ffn_post_norm;
   NormWeights q_norm, k_norm;
   Linear q, k, v, o;  // k and v are always in plain buffers (never repacked): they also multiply
                       // saved hidden states in the native activation type
   Linear gate, up, down;
-  ggml_tensor* rope_factors = nullptr;  // F32 [n_rot/2], Llama 3's frequency factors
+  ggml_tensor* rope_factors = nullptr;  // F32 [n_rot/2], of RoPE's frequencies
 };
 
 struct Weights {
@@ -157,8 +193,8 @@ class Model {
   // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".
   [[nodiscard]] std::string describe_places() const;
 
-  // The token embeddings (plus nothing: positions are added by learned_position_rows) of `tokens`
-  // as F32 rows of n_embd, looked up on the host: out[i * n_embd + j].
+  // The scaled token embeddings (plus nothing: positions are added by add_learned_positions) of
+  // `tokens` as F32 rows of n_embd, looked up on the host: out[i * n_embd + j].
   // kInvalidArgument names a token outside the vocabulary.
   Status embed_tokens(std::span<const int32_t> tokens, float* out) const;
   // Adds the learned position row of positions[i] to out[i]; no-op where the architecture has none.

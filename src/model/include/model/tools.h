@@ -66,7 +66,11 @@ struct ModelShape {
   float norm_eps = 1e-5F;
   bool tied_output = false;
   bool qkv_bias = false;
+  bool block_biases = false;  // of the other matrices of a layer
+  bool output_bias = false;
+  bool two_blocks = true;  // feed-forward behind attention, where the file decides
   bool two_norms = false;  // Falcon-40B: attention and feed-forward have a norm each
+  int n_rot = 0;           // dimensions of a head that RoPE turns; 0: all
 };
 
 std::span<const ModelShape> published_shapes();
@@ -90,7 +94,10 @@ struct SynthOptions {
   // Extra metadata, "<arch>." prefixed by the caller: RoPE scaling in tests.
   std::vector<std::pair<std::string, float>> extra_numbers;
   std::vector<std::pair<std::string, std::string>> extra_strings;
+  std::vector<std::pair<std::string, uint32_t>> extra_integers;
   bool rope_factors = false;  // adds Llama 3's rope_freqs.weight
+  bool long_rope = false;     // adds LongRoPE's factors
+  bool head_norms = false;    // of each head, where the architecture may have them
   int n_threads = 0;          // 0: every core
   Progress progress;
 };
