@@ -74,9 +74,10 @@ uint64_t estimate_device_bytes(const model::HParams& hp, const EngineOptions& op
   const uint64_t cells = static_cast<uint64_t>(options.arena_tokens) + 2 * AttentionOp::kKvPadding;
   const uint64_t arena = n_layer * cells * 2 * ggml_row_size(options.kv_type, hp.n_embd_kv());
   const auto width = static_cast<uint64_t>(hp.n_embd);
+  const int widest = std::max(hp.n_ff, hp.n_expert_used * std::max(hp.n_ff_expert, hp.n_embd));
   const uint64_t activations =
       rows * sizeof(float) *
-      (6 * width + 3 * static_cast<uint64_t>(hp.n_ff) + 3 * static_cast<uint64_t>(hp.n_embd_q()));
+      (6 * width + 3 * static_cast<uint64_t>(widest) + 3 * static_cast<uint64_t>(hp.n_embd_q()));
   const uint64_t logits = static_cast<uint64_t>(hp.n_vocab) * sizeof(float) * 16;
   const uint64_t captured = n_layer * rows * width * sizeof(uint16_t);
   const uint64_t staged = kStagedSlices * rows * width * sizeof(float);

@@ -7,6 +7,7 @@ namespace {
 
 constexpr int kNodesPerLayer = 96;    // upper bound, without ggml's attention
 constexpr int kNodesPerSegment = 16;  // of ggml's attention, per layer
+constexpr int kNodesPerExpert = 4;    // that is used
 
 }  // namespace
 
@@ -72,8 +73,10 @@ Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, 
 
 size_t StepGraphs::most_nodes(Stage& stage, const StepState& step, int n_layers) {
   const bool own_attention = stage.attention(0).ours();
+  const auto n_experts = static_cast<size_t>(stage.model().hparams().n_expert_used);
   return static_cast<size_t>(n_layers) *
-             (kNodesPerLayer + (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
+             (kNodesPerLayer + kNodesPerExpert * n_experts +
+              (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
          64;
 }
 

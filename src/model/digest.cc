@@ -59,6 +59,18 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h, bool 
   text(fmt::format("rope {:a} {:a} {} {:a} {:a} {:a} {:a}\n", h.rope_freq_base, h.rope_freq_scale,
                    h.rope_n_ctx_orig, h.rope_ext_factor, h.rope_attn_factor, h.rope_beta_fast,
                    h.rope_beta_slow));
+  // What came later, where a model has it: digests of others stay what they were.
+  if (h.embedding_scale != 1 || h.residual_scale != 1) {
+    text(fmt::format("scales {:a} {:a}\n", h.embedding_scale, h.residual_scale));
+  }
+  if (const DecoderSpec* spec = find_decoder_spec(h.arch);
+      spec != nullptr && spec->parallel == Parallel::kByKey) {
+    text(fmt::format("parallel {}\n", h.parallel));
+  }
+  if (h.n_expert > 0) {
+    text(fmt::format("experts {} {} {} {:a}\n", h.n_expert_used, h.n_ff_shared, h.n_dense_layers,
+                     h.expert_scale));
+  }
   size_t total = 0;
   for (const GgufTensor& t : file.tensors()) total += t.data.size();
   size_t done = 0;

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "experts.h"
+
 namespace hcache::model {
 namespace {
 
@@ -74,6 +76,7 @@ ggml_tensor* block_output(ggml_context* ctx, const Model& model, const NormWeigh
 // From the block's normed input to its output, without the residual.
 ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeights& w,
                           ggml_tensor* in) {
+  if (w.experts.router.w != nullptr) return build_experts(ctx, model, w.experts, in);
   const DecoderSpec& spec = model.spec();
   ggml_tensor* up = apply_linear(ctx, w.up, in);
   ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, w.gate, in) : up;

@@ -82,8 +82,6 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys, const DecoderS
         "{}: one of {} parts of a split model; join them first (llama-gguf-split --merge)",
         file.path(), *parts));
   }
-  HCACHE_ASSIGN_OR_RETURN(const int64_t experts, keys.integer("expert_count", 0, kMax, 0));
-  if (experts > 0) return refuse("expert_count", "a mixture of experts");
   HCACHE_ASSIGN_OR_RETURN(const int64_t window,
                           keys.integer("attention.sliding_window", 0, kMax, 0));
   if (spec.window && window > 0 && window < n_ctx_train) {
@@ -178,6 +176,39 @@ Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
   return {};
 }
 
+Status read_experts(const Keys& keys, const DecoderSpec& spec, HParams& h) {
+  constexpr int64_t kMaxExperts = 4096;
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_expert, keys.integer("expert_count", 0, kMaxExperts, 0));
+  if (n_expert == 0) return {};
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_used, keys.integer("expert_used_count", 1, n_expert));
+  HCACHE_ASSIGN_OR_RETURN(
+      const int64_t n_dense,
+      keys.integer("leading_dense_block_count", 0, std::numeric_limits<int32_t>::max(), 0));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_ff, keys.per_layer("expert_feed_forward_length",
+                                                             h.n_layer, 0, kMaxDimension, 0));
+  HCACHE_ASSIGN_OR_RETURN(const float scale, keys.number("expert_weights_scale", 0.0F));
+  h.n_expert = static_cast<int>(n_expert);
+  h.n_expert_used = static_cast<int>(n_used);
+  h.n_dense_layers = static_cast<int>(n_dense);
+  h.n_ff_expert = n_ff > 0 ? static_cast<int>(n_ff) : h.n_ff;
+  if (scale != 0) h.expert_scale = scale;
+  if (spec.shared_experts == SharedExperts::kNone) return {};
+  if (spec.shared_experts == SharedExperts::kByCount) {
+    HCACHE_ASSIGN_OR_RETURN(const int64_t n_shared,
+                            keys.integer("expert_shared_count", 1, kMaxExperts));
+    if (n_shared * h.n_ff_expert > kMaxDimension) {
+      return keys.bad("expert_shared_count", fmt::format("is {}, too large", n_shared));
+    }
+    h.n_ff_shared = static_cast<int>(n_shared) * h.n_ff_expert;
+    return {};
+  }
+  const bool always = spec.shared_experts == SharedExperts::kWeighed;
+  HCACHE_ASSIGN_OR_RETURN(const int64_t n_ff_shared,
+                          keys.integer("expert_shared_feed_forward_length", 0, kMaxDimension, 0));
+  h.n_ff_shared = n_ff_shared > 0 || !always ? static_cast<int>(n_ff_shared) : h.n_ff;
+  return {};
+}
+
 // 0 and absent keys scale nothing.
 Status read_scales(const Keys& keys, const DecoderSpec& spec, HParams& h) {
   if (spec.embedding_by_width) h.embedding_scale = sqrtf(static_cast<float>(h.n_embd));
@@ -261,6 +292,7 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys, spec, n_ctx));
   HCACHE_RETURN_IF_ERROR(tell_ignored(file, keys, spec));
   HCACHE_RETURN_IF_ERROR(read_scales(keys, spec, h));
+  HCACHE_RETURN_IF_ERROR(read_experts(keys, spec, h));
   HCACHE_ASSIGN_OR_RETURN(h.parallel, is_parallel(file, keys, spec));
 
   const char* eps_key =

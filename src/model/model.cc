@@ -41,25 +41,39 @@ std::vector<ggml_backend_buffer_type_t> extra_buffer_types(const Device& device)
   return out;
 }
 
+ggml_tensor* new_tensor(ggml_context* ctx, const Slot& slot) {
+  const ggml_type type = slot.source->type;
+  ggml_tensor* t = nullptr;
+  if (slot.use == Use::kVector) {
+    t = ggml_new_tensor_1d(ctx, type, slot.n_rows);
+  } else if (slot.n_matrices > 1) {
+    t = ggml_new_tensor_3d(ctx, type, slot.n_columns, slot.n_rows / slot.n_matrices,
+                           slot.n_matrices);
+  } else {
+    t = ggml_new_tensor_2d(ctx, type, slot.n_columns, slot.n_rows);
+  }
+  ggml_set_name(t, slot.source->name.c_str());
+  return t;
+}
+
 // Whether a product with a matrix of this shape works from that buffer type.
 bool takes_matrix(const Device& device, ggml_backend_buffer_type_t type, const Slot& slot) {
   const ContextPtr ctx(ggml_init({ggml_tensor_overhead() * 4, nullptr, true}));
-  ggml_tensor* w = ggml_new_tensor_2d(ctx.get(), slot.source->type, slot.n_columns, slot.n_rows);
   constexpr int64_t kRows = 512;
-  ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, slot.n_columns, kRows);
-  ggml_tensor* y = ggml_mul_mat(ctx.get(), w, x);
+  ggml_tensor* w = new_tensor(ctx.get(), slot);
+  ggml_tensor* y = nullptr;
+  if (slot.n_matrices > 1) {
+    ggml_tensor* x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, slot.n_columns, 1, kRows);
+    ggml_tensor* ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, kRows);
+    y = ggml_mul_mat_id(ctx.get(), w, x, ids);
+  } else {
+    ggml_tensor* x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, slot.n_columns, kRows);
+    y = ggml_mul_mat(ctx.get(), w, x);
+  }
   const BufferPtr probe(ggml_backend_buft_alloc_buffer(type, 0));
   if (probe == nullptr) return false;
   w->buffer = probe.get();
   return ggml_backend_dev_supports_op(device.dev(), y);
-}
-
-ggml_tensor* new_tensor(ggml_context* ctx, const Slot& slot) {
-  ggml_tensor* t = slot.use == Use::kVector
-                       ? ggml_new_tensor_1d(ctx, slot.source->type, slot.n_rows)
-                       : ggml_new_tensor_2d(ctx, slot.source->type, slot.n_columns, slot.n_rows);
-  ggml_set_name(t, slot.source->name.c_str());
-  return t;
 }
 
 // Advises the system on the pages that hold these bytes of a mapping.
@@ -146,6 +160,10 @@ Status Model::Impl::sharing_devices(const LoadOptions& options, std::vector<Devi
         fmt::format("{} normalises what devices would add up; --split-mode tensor does not know "
                     "how, use --split-mode layer",
                     spec->arch));
+  }
+  if (hparams.n_expert > 0) {
+    return unimplemented(
+        "--split-mode tensor does not know how to share experts; use --split-mode layer");
   }
   if (options.weights == WeightPlace::kHost || options.weights == WeightPlace::kDisk) {
     return unimplemented(
@@ -555,7 +573,8 @@ Status Model::add_learned_positions(std::span<const int32_t> positions, float* o
 std::string Model::type_name() const {
   std::vector<ggml_type> types;
   for (const LayerWeights& l : impl_->weights.layers) {
-    for (const Linear* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
+    for (const Linear* m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.experts.gate,
+                            &l.experts.up, &l.experts.down}) {
       if (m->w != nullptr && std::find(types.begin(), types.end(), m->w->type) == types.end()) {
         types.push_back(m->w->type);
       }

@@ -24,10 +24,13 @@ bool makes_kv(const LayerWeights& l, ggml_tensor* const* target) {
 
 // Whether that weight belongs to the feed-forward block, its norm included.
 bool is_feed_forward(const LayerWeights& l, ggml_tensor* const* target) {
-  const std::array<ggml_tensor* const*, 9> parts = {
-      &l.ffn_norm.w, &l.ffn_norm.b, &l.ffn_post_norm.w, &l.gate.w, &l.gate.b,
-      &l.up.w,       &l.up.b,       &l.down.w,          &l.down.b};
-  return std::find(parts.begin(), parts.end(), target) != parts.end();
+  const ExpertWeights& e = l.experts;
+  const std::array parts = {&l.ffn_norm, &l.ffn_post_norm};
+  const std::array linears = {&l.gate, &l.up,   &l.down,        &e.router,    &e.gate,
+                              &e.up,   &e.down, &e.shared_gate, &e.shared_up, &e.shared_down};
+  const auto has = [target](const auto* part) { return target == &part->w || target == &part->b; };
+  return std::any_of(parts.begin(), parts.end(), has) ||
+         std::any_of(linears.begin(), linears.end(), has) || target == &e.shared_weight;
 }
 
 }  // namespace
@@ -69,9 +72,10 @@ Result<const GgufTensor*> TensorReader::claim(const std::string& name, Shape sha
     return not_found(fmt::format("{}: tensor {} is missing", file_.path(), name));
   }
   claimed_.insert(name);
-  if (t->ne[0] != shape.ne0 || t->ne[1] != shape.ne1 || t->ne[2] != 1 || t->ne[3] != 1) {
-    return data_loss(fmt::format("{}: tensor {} is {}, expected [{}, {}]", file_.path(), name,
-                                 t->describe(), shape.ne0, shape.ne1));
+  if (t->ne[0] != shape.ne0 || t->ne[1] != shape.ne1 || t->ne[2] != shape.ne2 || t->ne[3] != 1) {
+    const std::string more = shape.ne2 > 1 ? fmt::format(", {}", shape.ne2) : "";
+    return data_loss(fmt::format("{}: tensor {} is {}, expected [{}, {}{}]", file_.path(), name,
+                                 t->describe(), shape.ne0, shape.ne1, more));
   }
   return t;
 }
@@ -115,8 +119,7 @@ Status TensorReader::vector(ggml_tensor*& target, const std::string& name, int64
 
 Status TensorReader::norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
   HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, {0, n}, required));
-  const bool has_bias =
-      spec_.norm == Norm::kLayer && spec_.norm_biases && file_.tensor(name + ".weight") != nullptr;
+  const bool has_bias = spec_.norm_biases && file_.tensor(name + ".weight") != nullptr;
   return has_bias ? vector(target.b, name + ".bias", n, {0, n}, true) : Status();
 }
 
@@ -174,7 +177,53 @@ Status TensorReader::fused_gate_up(LayerWeights& l, const std::string& name) {
   return {};
 }
 
-// Of Q (of as many heads as `n`) or K, before RoPE.
+Status TensorReader::expert_matrices(Linear& target, const std::string& name, Shape shape) {
+  shape.ne2 = h_.n_expert;
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name + ".weight", shape, true));
+  HCACHE_RETURN_IF_ERROR(check_matrix(*t));
+  add_slot(target.w, t, {0, shape.ne1 * shape.ne2}, Use::kMatrix);
+  slots_.back().n_matrices = shape.ne2;
+  return {};
+}
+
+Status TensorReader::experts(ExpertWeights& e, const std::string& prefix) {
+  const int64_t n_embd = h_.n_embd;
+  const Range all = {0, h_.n_expert};
+  HCACHE_RETURN_IF_ERROR(
+      rows_of(e.router, prefix + "ffn_gate_inp", {n_embd, h_.n_expert}, all, Use::kPlainMatrix));
+  const Shape in = {n_embd, h_.n_ff_expert};
+  HCACHE_RETURN_IF_ERROR(expert_matrices(e.gate, prefix + "ffn_gate_exps", in));
+  HCACHE_RETURN_IF_ERROR(expert_matrices(e.up, prefix + "ffn_up_exps", in));
+  HCACHE_RETURN_IF_ERROR(
+      expert_matrices(e.down, prefix + "ffn_down_exps", {h_.n_ff_expert, n_embd}));
+  if (h_.n_ff_shared == 0) return {};
+  if (spec_.shared_experts == SharedExperts::kWeighed) {
+    HCACHE_RETURN_IF_ERROR(
+        vector(e.shared_weight, prefix + "ffn_gate_inp_shexp.weight", n_embd, {0, n_embd}, true));
+  }
+  const Shape shared = {n_embd, h_.n_ff_shared};
+  const Range columns = {0, h_.n_ff_shared};
+  HCACHE_RETURN_IF_ERROR(
+      rows_of(e.shared_gate, prefix + "ffn_gate_shexp", shared, columns, Use::kMatrix));
+  HCACHE_RETURN_IF_ERROR(
+      rows_of(e.shared_up, prefix + "ffn_up_shexp", shared, columns, Use::kMatrix));
+  return columns_of(e.shared_down, prefix + "ffn_down_shexp", {h_.n_ff_shared, n_embd}, columns);
+}
+
+Status TensorReader::dense(LayerWeights& l, const std::string& prefix) {
+  const Shape up = {h_.n_embd, h_.n_ff};
+  if (spec_.fused_gate_up) {
+    HCACHE_RETURN_IF_ERROR(fused_gate_up(l, prefix + "ffn_up"));
+  } else {
+    if (spec_.gated_ffn) {
+      HCACHE_RETURN_IF_ERROR(rows_of(l.gate, prefix + "ffn_gate", up, ff_part(), Use::kMatrix));
+    }
+    HCACHE_RETURN_IF_ERROR(rows_of(l.up, prefix + "ffn_up", up, ff_part(), Use::kMatrix));
+  }
+  return columns_of(l.down, prefix + "ffn_down", {h_.n_ff, h_.n_embd}, ff_part());
+}
+
+// Of Q or K, of so many heads, before RoPE.
 Status TensorReader::head_norm(ggml_tensor*& target, const std::string& name, int64_t n_head,
                                Range part) {
   switch (spec_.head_norm) {
@@ -252,16 +301,7 @@ Status TensorReader::layer(LayerWeights& l, int index) {
   HCACHE_RETURN_IF_ERROR(head_norm(l.q_norm.w, p + "attn_q_norm.weight", h_.n_head, q_part()));
   HCACHE_RETURN_IF_ERROR(head_norm(l.k_norm.w, p + "attn_k_norm.weight", h_.n_head_kv, kv_part()));
   HCACHE_RETURN_IF_ERROR(columns_of(l.o, p + "attn_output", {h_.n_embd_q(), n_embd}, q_part()));
-  const Shape up = {n_embd, h_.n_ff};
-  if (spec_.fused_gate_up) {
-    HCACHE_RETURN_IF_ERROR(fused_gate_up(l, p + "ffn_up"));
-  } else {
-    if (spec_.gated_ffn) {
-      HCACHE_RETURN_IF_ERROR(rows_of(l.gate, p + "ffn_gate", up, ff_part(), Use::kMatrix));
-    }
-    HCACHE_RETURN_IF_ERROR(rows_of(l.up, p + "ffn_up", up, ff_part(), Use::kMatrix));
-  }
-  return columns_of(l.down, p + "ffn_down", {h_.n_ff, n_embd}, ff_part());
+  return h_.has_experts(index) ? experts(l.experts, p) : dense(l, p);
 }
 
 // Factors of RoPE's frequencies: one tensor for all layers of a device, the first of which has it.

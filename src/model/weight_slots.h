@@ -34,6 +34,7 @@ struct Slot {
   int64_t n_rows = 0;
   int64_t first_column = 0;  // of each row; 0 and all of them unless devices share the layer
   int64_t n_columns = 0;
+  int64_t n_matrices = 1;  // that the rows belong to, as many to each: one for each expert
   Use use = Use::kVector;
   Device* device = nullptr;
   int layer = -1;                // -1: none's
@@ -73,6 +74,7 @@ class TensorReader {
   struct Shape {
     int64_t ne0;
     int64_t ne1 = 1;
+    int64_t ne2 = 1;
   };
   struct Range {
     int64_t first = 0;
@@ -89,6 +91,10 @@ class TensorReader {
   Status columns_of(Linear& target, const std::string& name, Shape shape, Range columns);
   Status fused_qkv(LayerWeights& l, const std::string& name);
   Status fused_gate_up(LayerWeights& l, const std::string& name);
+  Status dense(LayerWeights& l, const std::string& prefix);
+  Status experts(ExpertWeights& e, const std::string& prefix);
+  // A matrix for each expert.
+  Status expert_matrices(Linear& target, const std::string& name, Shape shape);
   Status head_norm(ggml_tensor*& target, const std::string& name, int64_t n_head, Range part);
   Status layer(LayerWeights& l, int index);
   Status output(Weights& w, const GgufTensor& token_embd);

@@ -16,13 +16,14 @@ struct ModelCase {
   const char* name;
   int n_head_kv;
   ggml_type type;
+  const char* arch = "llama";
 };
 
 class HybridBits : public ::testing::TestWithParam<ModelCase> {
  protected:
   // Thirty-two requests of mixed lengths: from under a block to several.
   void SetUp() override {
-    model_ = &tiny_model("llama", GetParam().n_head_kv, GetParam().type);
+    model_ = &tiny_model(GetParam().arch, GetParam().n_head_kv, GetParam().type);
     batch_ = mixed_batch(*model_, 32, 2, 230, 4);
     expected_ = resident_replies(*model_, batch_);
   }
@@ -180,7 +181,8 @@ INSTANTIATE_TEST_SUITE_P(Models, HybridBits,
                          ::testing::Values(ModelCase{"MultiHeadF16", 4, GGML_TYPE_F16},
                                            ModelCase{"GroupedF16", 2, GGML_TYPE_F16},
                                            ModelCase{"MultiHeadQ8", 4, GGML_TYPE_Q8_0},
-                                           ModelCase{"GroupedQ8", 2, GGML_TYPE_Q8_0}),
+                                           ModelCase{"GroupedQ8", 2, GGML_TYPE_Q8_0},
+                                           ModelCase{"ExpertsQ8", 4, GGML_TYPE_Q8_0, "olmoe"}),
                          [](const auto& tested) { return std::string(tested.param.name); });
 
 }  // namespace

@@ -137,10 +137,10 @@ struct Case {
   int n_head_kv;
   ggml_type type;
 };
-constexpr Case kCases[] = {{"llama", 2, GGML_TYPE_Q8_0},  {"llama", 4, GGML_TYPE_F16},
-                           {"llama", 2, GGML_TYPE_Q4_1},  {"qwen3", 2, GGML_TYPE_BF16},
-                           {"falcon", 1, GGML_TYPE_Q4_K}, {"opt", 4, GGML_TYPE_Q8_0},
-                           {"llama", 2, GGML_TYPE_Q4_0}};
+constexpr Case kCases[] = {
+    {"llama", 2, GGML_TYPE_Q8_0},  {"llama", 4, GGML_TYPE_F16},     {"llama", 2, GGML_TYPE_Q4_1},
+    {"qwen3", 2, GGML_TYPE_BF16},  {"qwen3moe", 2, GGML_TYPE_Q8_0}, {"glm4", 2, GGML_TYPE_Q4_0},
+    {"falcon", 1, GGML_TYPE_Q4_K}, {"opt", 4, GGML_TYPE_Q8_0},      {"llama", 2, GGML_TYPE_Q4_0}};
 
 TEST(StreamedWeights, GiveTheBitsOfResidentOnes) {
   for (const Case& c : kCases) {

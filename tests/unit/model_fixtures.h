@@ -62,7 +62,9 @@ inline constexpr std::array kMoreArchitectures = {
     ArchCase{"command-r", 2}, ArchCase{"starcoder2", 2}, ArchCase{"stablelm", 4},
     ArchCase{"stablelm", 2},  ArchCase{"gptneox", 4},    ArchCase{"gptneox", 2},
     ArchCase{"gpt2", 4},      ArchCase{"internlm2", 2},  ArchCase{"orion", 4},
-    ArchCase{"nemotron", 2}};
+    ArchCase{"nemotron", 2},  ArchCase{"qwen2moe", 2},   ArchCase{"qwen3moe", 2},
+    ArchCase{"olmoe", 4},     ArchCase{"deepseek", 4},   ArchCase{"phimoe", 2},
+    ArchCase{"granitemoe", 2}};
 
 inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type) {
   SynthOptions options;

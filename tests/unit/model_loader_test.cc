@@ -79,7 +79,12 @@ TEST_P(EveryArchitecture, LoadsInEveryWeightType) {
       EXPECT_EQ(l.ffn_norm.w == nullptr, shares_norm || !m.spec().pre_norm);
       EXPECT_EQ(l.attn_norm.w == nullptr, !m.spec().pre_norm);
       EXPECT_EQ(l.attn_post_norm.w != nullptr, m.spec().post_norm);
-      EXPECT_EQ(l.gate.w != nullptr, m.spec().gated_ffn);
+      const bool has_experts = h.has_experts(static_cast<int>(&l - m.weights().layers.data()));
+      EXPECT_EQ(l.gate.w != nullptr, m.spec().gated_ffn && !has_experts);
+      EXPECT_EQ(l.experts.router.w != nullptr, has_experts);
+      if (has_experts) {
+        EXPECT_EQ(l.experts.down.w->ne[2], options.shape.n_expert);
+      }
     }
     std::filesystem::remove(path);
   }
@@ -217,6 +222,11 @@ TEST(Model, DigestFollowsWeightsAndNumbersOnly) {
   auto other_rope = options;
   other_rope.shape.rope_freq_base = 5e5F;
   EXPECT_NE(digest(other_rope, dir.file("cache")), first);
+  // The same tensors, computed with otherwise.
+  auto beside = test::tiny_options("gptneox", 4, GGML_TYPE_F16);
+  auto behind = beside;
+  behind.shape.two_blocks = true;
+  EXPECT_NE(digest(beside, dir.file("cache")), digest(behind, dir.file("cache")));
 }
 
 TEST(Model, DigestIsTakenFromTheCache) {

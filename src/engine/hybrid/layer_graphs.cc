@@ -9,6 +9,7 @@ namespace hcache::engine {
 namespace {
 
 constexpr size_t kNodes = 128;            // of a layer, without ggml's attention
+constexpr size_t kNodesPerExpert = 4;     // that is used
 constexpr size_t kNodesPerSegment = 16;   // of ggml's attention
 constexpr size_t kNodesPerChunk = 32;     // of generating K and V
 constexpr size_t kNodesPerCopy = 4;       // of a device block's page
@@ -42,6 +43,10 @@ Status LayerGraphs::allocate(GroupRows& rows) {
       rows.pool.allocate(stage_.device().buffer_type(), "a group of rows within a layer"));
   rows.q = q;
   return {};
+}
+
+size_t LayerGraphs::n_nodes() const {
+  return kNodes + kNodesPerExpert * static_cast<size_t>(model_.hparams().n_expert_used);
 }
 
 void LayerGraphs::new_step() {
@@ -184,7 +189,7 @@ Status LayerGraphs::project(const StepPlan& plan, const RowGroup& group,
   set_group(plan, group);
   const int layer = projection.layer;
   const int64_t n = group.n_padded;
-  const Graph g(stage_.graphs(), kNodes);
+  const Graph g(stage_.graphs(), n_nodes());
   ggml_tensor* positions = ggml_view_1d(g.ctx, stage_.positions(), n, 0);
   ggml_tensor* hidden = model::build_hidden(g.ctx, model_, layer, step_rows(g, group.first_row, n));
   ggml_tensor* input = hidden;
@@ -232,7 +237,7 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
         attention->set_batch(attention_segments(plan.batches[piece.batch], piece)));
   }
   const Graph g(stage_.graphs(),
-                kNodes + (own_attention_ ? 0 : kNodesPerSegment * piece.ranges.size()));
+                n_nodes() + (own_attention_ ? 0 : kNodesPerSegment * piece.ranges.size()));
   // The piece's rows of what is kept of the group.
   const auto view = [&](ggml_tensor* all) {
     return ggml_view_2d(g.ctx, all, all->ne[0], piece.n_rows, all->nb[1],
@@ -256,7 +261,7 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
 Result<ggml_tensor*> LayerGraphs::output(const RowGroup& group, const Output& output) {
   const bool last = output.layer == last_layer();
   if (last && output.wanted.empty()) return nullptr;
-  const Graph g(stage_.graphs(), kNodes);
+  const Graph g(stage_.graphs(), n_nodes());
   const GroupRows& rows = rows_of(group);
   int64_t n = group.n_padded;
   ggml_tensor* x = step_rows(g, group.first_row, n);
@@ -292,7 +297,7 @@ ggml_tensor* LayerGraphs::step_rows(const Graph& g, int64_t first_row, int64_t n
 }
 
 Status LayerGraphs::feed_forward(int layer, int64_t first_row, int64_t n_rows) {
-  const Graph g(stage_.graphs(), kNodes);
+  const Graph g(stage_.graphs(), n_nodes());
   ggml_tensor* x = step_rows(g, first_row, n_rows);
   g.add(ggml_cpy(g.ctx, model::build_feed_forward(g.ctx, model_, layer, x), x));
   return stage_.graphs().compute(g);
@@ -300,7 +305,7 @@ Status LayerGraphs::feed_forward(int layer, int64_t first_row, int64_t n_rows) {
 
 Result<ggml_tensor*> LayerGraphs::finish(const std::vector<int32_t>& rows) {
   stage_.graphs().set(stage_.output_rows(), rows);
-  const Graph g(stage_.graphs(), kNodes);
+  const Graph g(stage_.graphs(), n_nodes());
   ggml_tensor* wanted =
       ggml_view_1d(g.ctx, stage_.output_rows(), static_cast<int64_t>(rows.size()), 0);
   ggml_tensor* x = ggml_get_rows(g.ctx, rows_, wanted);

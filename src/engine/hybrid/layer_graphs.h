@@ -87,6 +87,9 @@ class LayerGraphs {
   [[nodiscard]] CaptureLayout capture_layout(int layer, int64_t n_rows, bool act, bool kv) const;
 
  private:
+  // At most, of a layer without ggml's attention.
+  [[nodiscard]] size_t n_nodes() const;
+
   // Of a group under way, max_batch_rows each.
   struct GroupRows {
     TensorPool pool;

@@ -100,7 +100,7 @@ Status check_rewrite(const Rewrite& r) {
     return unimplemented(
         fmt::format("tensor {} can't be rewritten from {}", r.source->name, r.source->describe()));
   }
-  if (r.source->n_dims > 2) {
+  if (r.source->n_dims > 3 || (r.source->n_dims == 3 && !(r.rows.empty() && r.columns.empty()))) {
     return unimplemented(
         fmt::format("tensor {} has {} dimensions", r.source->name, r.source->n_dims));
   }
@@ -124,12 +124,13 @@ Status write_all(GgufWriter& writer, const std::vector<Rewrite>& plan, const std
     };
     const int64_t ne0 = size(r.columns, r.source->ne[0]);
     const int64_t ne1 = r.source->n_dims > 1 ? size(r.rows, r.source->ne[1]) : 0;
+    const int64_t ne2 = r.source->n_dims > 2 ? r.source->ne[2] : 0;
     if (!row_fits(r.type, ne0)) {
       return invalid_argument(
           fmt::format("tensor {}: rows of {} are no multiple of {}'s block of {}", r.source->name,
                       ne0, ggml_type_name(r.type), ggml_blck_size(r.type)));
     }
-    writer.add_tensor(r.source->name, r.type, ne0, ne1);
+    writer.add_tensor(r.source->name, r.type, ne0, ne1, ne2);
   }
   const auto fill = [&](size_t index, int64_t first_row, int64_t n_rows, uint8_t* data) {
     return rewrite_rows(plan[index], writer.tensors()[index], first_row, n_rows, data);
@@ -279,7 +280,7 @@ Status requantise(const std::string& in, const std::string& out, ggml_type type,
     return invalid_argument(fmt::format("{} is no weight type", ggml_type_name(type)));
   }
   const Padding padding = Padding::plan(h, ggml_blck_size(type));
-  if (padding.any() && !can_pad(*source.spec)) {
+  if (padding.any() && (!can_pad(*source.spec) || h.n_expert > 0)) {
     return unimplemented(
         fmt::format("{}: rows must be padded for {}, which {} models do not bear; take another "
                     "type",
@@ -310,7 +311,7 @@ Status requantise(const std::string& in, const std::string& out, ggml_type type,
 
   std::vector<Rewrite> plan;
   for (const GgufTensor& t : file.tensors()) {
-    const bool is_matrix = t.n_dims == 2 && find_weight_type(t.type) != nullptr;
+    const bool is_matrix = t.n_dims >= 2 && find_weight_type(t.type) != nullptr;
     Rewrite r{&t, is_matrix ? type : t.type, {}, {}, 1.0F};
     padding.apply(within_layer(t.name), r);
     plan.push_back(std::move(r));

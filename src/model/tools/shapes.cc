@@ -74,6 +74,12 @@ ModelShape qwen3(std::string name, int n_layer, int n_embd, int n_head, int n_ff
           .tied_output = tied};
 }
 
+ModelShape qwen3_30b_a3b() {
+  ModelShape shape = qwen3("qwen3-30b-a3b", 48, 2048, 32, 6144, false);
+  shape.n_head_kv = 4;
+  return shape;
+}
+
 ModelShape falcon(std::string name, int n_layer, int n_embd, int n_head, int n_head_kv,
                   bool two_norms) {
   return {.name = std::move(name),
@@ -87,6 +93,34 @@ ModelShape falcon(std::string name, int n_layer, int n_embd, int n_head, int n_h
           .n_vocab = 65024,
           .n_ctx = 2048,
           .two_norms = two_norms};
+}
+
+ModelShape with_experts(ModelShape shape, int n_expert, int n_used, int n_ff_expert) {
+  shape.n_expert = n_expert;
+  shape.n_expert_used = n_used;
+  shape.n_ff_expert = n_ff_expert;
+  return shape;
+}
+
+// Of another architecture that differs from Llama in its spec's row alone.
+ModelShape as(std::string arch, ModelShape shape) {
+  shape.arch = std::move(arch);
+  return shape;
+}
+
+ModelShape gemma(std::string name, int n_layer, int n_embd, int n_head, int n_head_kv, int n_ff) {
+  return {.name = std::move(name),
+          .arch = "gemma",
+          .n_layer = n_layer,
+          .n_embd = n_embd,
+          .n_head = n_head,
+          .n_head_kv = n_head_kv,
+          .head_dim = 256,
+          .n_ff = n_ff,
+          .n_vocab = 256000,
+          .n_ctx = 8192,
+          .norm_eps = 1e-6F,
+          .tied_output = true};
 }
 
 ModelShape tied(ModelShape shape) {
@@ -120,6 +154,13 @@ const std::vector<ModelShape>& shapes() {
       qwen3("qwen3-0.6b", 28, 1024, 16, 3072, true),
       qwen3("qwen3-4b", 36, 2560, 32, 9728, true),
       qwen3("qwen3-8b", 36, 4096, 32, 12288, false),
+      with_experts(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 32768, 1e6F), 8, 2, 14336),
+      with_experts(as("olmoe", llama("olmoe-1b-7b", 16, 2048, 16, 16, 1024, 50304, 4096)), 64, 8,
+                   1024),
+      with_experts(as("qwen3moe", qwen3_30b_a3b()), 128, 8, 768),
+      as("phi3", llama("phi3-mini", 32, 3072, 32, 32, 8192, 32064, 4096)),
+      gemma("gemma-2b", 18, 2048, 8, 1, 16384),
+      gemma("gemma-7b", 28, 3072, 16, 16, 24576),
       falcon("falcon-7b", 32, 4544, 71, 1, false),
       falcon("falcon-40b", 60, 8192, 128, 8, true),
   };
@@ -150,7 +191,13 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
   const auto is_any = [&](std::initializer_list<std::string_view> names) {
     return std::find(names.begin(), names.end(), arch) != names.end();
   };
-  const bool all_biases = is_any({"opt", "gpt2", "gptneox", "phi2", "starcoder2"});
+  const bool all_biases = is_any({"opt", "gpt2", "gptneox", "phi2", "starcoder2", "phimoe"});
+  // As wide as a dense block where llama.cpp reads no width of experts.
+  const bool has_experts =
+      is_any({"qwen2moe", "qwen3moe", "olmoe", "deepseek", "phimoe", "granitemoe"});
+  const bool own_width = is_any({"qwen2moe", "qwen3moe", "deepseek"});
+  const int n_ff_expert = !has_experts ? 0 : own_width ? 256 : 512;
+  const bool shares = is_any({"qwen2moe", "deepseek", "granitemoe"});
   return {.name = fmt::format("tiny-{}-{}", arch, n_head_kv),
           .arch = spec.arch,
           .n_layer = 3,
@@ -165,10 +212,15 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
           .tied_output = is_any({"opt", "gemma", "command-r"}),
           .qkv_bias = all_biases || is_any({"qwen2", "glm4", "seed_oss"}),
           .block_biases = all_biases,
-          .output_bias = arch == "phi2",
+          .output_bias = is_any({"phi2", "phimoe"}),
           .two_blocks = n_head_kv < 4,
           .two_norms = arch == "falcon" && n_head_kv > 1,
-          .n_rot = is_any({"phi2", "glm4", "stablelm", "gptneox"}) ? 32 : 0};
+          .n_rot = is_any({"phi2", "glm4", "stablelm", "gptneox"}) ? 32 : 0,
+          .n_expert = has_experts ? 8 : 0,
+          .n_expert_used = has_experts ? 3 : 0,
+          .n_ff_expert = n_ff_expert,
+          .n_ff_shared = shares ? 512 : 0,
+          .n_dense_layers = arch == "deepseek" ? 1 : 0};
 }
 
 Result<ggml_type> parse_weight_type(std::string_view name) {

@@ -95,12 +95,18 @@ class Synth {
     writer_.add_tensor(name, o_.type, n_in, n_out);
     inits_.push_back(standard_deviation(sigma));
   }
+  // A matrix for each expert.
+  void expert_matrices(const std::string& name, int64_t n_in, int64_t n_out, float gain) {
+    writer_.add_tensor(name + ".weight", o_.type, n_in, n_out, s_.n_expert);
+    inits_.push_back(standard_deviation(gain / std::sqrt(static_cast<float>(n_in))));
+  }
+  void dense(const std::string& prefix, float residual_gain);
+  void experts(const std::string& prefix, float residual_gain);
+  void expert_metadata();
   void norm(const std::string& name, int64_t n) {
     constexpr float kSpread = 0.1F;
     vector(name + ".weight", n, {1.0F, kSpread});
-    if (spec_.norm == Norm::kLayer && spec_.norm_biases) {
-      vector(name + ".bias", n, {0.0F, kSpread});
-    }
+    if (spec_.norm_biases) vector(name + ".bias", n, {0.0F, kSpread});
   }
   void head_norm(const std::string& name, int n_head) {
     constexpr Init kWeights = {1.0F, 0.1F};
@@ -176,6 +182,7 @@ void Synth::metadata(const GgufFile* vocab) {
       writer_.set_f32(fmt::format("{}.residual_scale", a), kResidual);
     }
   }
+  expert_metadata();
   for (const auto& [key, value] : o_.extra_numbers) writer_.set_f32(key, value);
   for (const auto& [key, value] : o_.extra_strings) writer_.set_string(key, value);
   for (const auto& [key, value] : o_.extra_integers) writer_.set_u32(key, value);
@@ -214,12 +221,52 @@ void Synth::layer(int index) {
   head_norm(p + "attn_q_norm.weight", s_.n_head);
   head_norm(p + "attn_k_norm.weight", s_.n_head_kv);
   linear(p + "attn_output", n_q, n_embd, residual_gain, s_.block_biases);
+  const bool has_experts = s_.n_expert > 0 && index >= s_.n_dense_layers;
+  has_experts ? experts(p, residual_gain) : dense(p, residual_gain);
+}
+
+void Synth::dense(const std::string& prefix, float residual_gain) {
+  const int64_t n_embd = s_.n_embd;
   if (spec_.gated_ffn && !spec_.fused_gate_up) {
-    linear(p + "ffn_gate", n_embd, s_.n_ff, 1.0F, false);
+    linear(prefix + "ffn_gate", n_embd, s_.n_ff, 1.0F, false);
   }
   const int64_t n_up = spec_.fused_gate_up ? 2 * int64_t{s_.n_ff} : s_.n_ff;
-  linear(p + "ffn_up", n_embd, n_up, 1.0F, s_.block_biases);
-  linear(p + "ffn_down", s_.n_ff, n_embd, residual_gain, s_.block_biases);
+  linear(prefix + "ffn_up", n_embd, n_up, 1.0F, s_.block_biases);
+  linear(prefix + "ffn_down", s_.n_ff, n_embd, residual_gain, s_.block_biases);
+}
+
+void Synth::experts(const std::string& prefix, float residual_gain) {
+  const int64_t n_embd = s_.n_embd;
+  // Logits of the router with a standard deviation of two, as those of tokens.
+  writer_.add_tensor(prefix + "ffn_gate_inp.weight", GGML_TYPE_F32, n_embd, s_.n_expert);
+  inits_.push_back(standard_deviation(2.0F / std::sqrt(static_cast<float>(n_embd))));
+  expert_matrices(prefix + "ffn_gate_exps", n_embd, s_.n_ff_expert, 1.0F);
+  expert_matrices(prefix + "ffn_up_exps", n_embd, s_.n_ff_expert, 1.0F);
+  expert_matrices(prefix + "ffn_down_exps", s_.n_ff_expert, n_embd, residual_gain);
+  if (s_.n_ff_shared == 0) return;
+  if (spec_.shared_experts == SharedExperts::kWeighed) {
+    vector(prefix + "ffn_gate_inp_shexp.weight", n_embd,
+           standard_deviation(1.0F / std::sqrt(static_cast<float>(n_embd))));
+  }
+  linear(prefix + "ffn_gate_shexp", n_embd, s_.n_ff_shared, 1.0F, false);
+  linear(prefix + "ffn_up_shexp", n_embd, s_.n_ff_shared, 1.0F, false);
+  linear(prefix + "ffn_down_shexp", s_.n_ff_shared, n_embd, residual_gain, false);
+}
+
+void Synth::expert_metadata() {
+  if (s_.n_expert == 0) return;
+  const auto u32 = [&](const char* key, int value) {
+    writer_.set_u32(fmt::format("{}.{}", s_.arch, key), static_cast<uint32_t>(value));
+  };
+  u32("expert_count", s_.n_expert);
+  u32("expert_used_count", s_.n_expert_used);
+  if (s_.n_ff_expert != s_.n_ff) u32("expert_feed_forward_length", s_.n_ff_expert);
+  if (s_.n_dense_layers > 0) u32("leading_dense_block_count", s_.n_dense_layers);
+  if (spec_.shared_experts == SharedExperts::kByCount) {
+    u32("expert_shared_count", s_.n_ff_shared / s_.n_ff_expert);
+  } else if (s_.n_ff_shared > 0) {
+    u32("expert_shared_feed_forward_length", s_.n_ff_shared);
+  }
 }
 
 Status Synth::build(const GgufFile* vocab) {

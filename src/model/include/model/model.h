@@ -39,14 +39,22 @@ enum class Parallel {
   kWithoutFfnNorm  // where the file has no norm for the feed-forward block (StableLM 2 12B)
 };
 
+// What a layer with experts has beside those that are chosen.
+enum class SharedExperts {
+  kNone,
+  kByLength,  // as wide as expert_shared_feed_forward_length says; 0: none (Granite)
+  kByCount,   // expert_shared_count times an expert's width (DeepSeek)
+  kWeighed,   // kByLength, times the sigmoid of a product of their own (Qwen)
+};
+
 // One row per architecture (spec.cc): everything in which architectures differ. A bias or an
 // optional weight is used when the file has it and the row allows it.
 struct DecoderSpec {
-  const char* arch;         // general.architecture
-  Norm norm = Norm::kRms;   // of every normalisation but those of HeadNorm that say otherwise
-  bool norm_biases = true;  // of layer norms
-  bool pre_norm = true;     // of the input of attention and of the feed-forward block
-  bool post_norm = false;   // of what they give, before it is added
+  const char* arch;        // general.architecture
+  Norm norm = Norm::kRms;  // of every normalisation but those of HeadNorm that say otherwise
+  bool norm_biases = false;
+  bool pre_norm = true;                   // of the input of attention and of the feed-forward block
+  bool post_norm = false;                 // of what they give, before it is added
   const char* ffn_norm = "ffn_norm";      // the tensor's name
   int rope_mode = GGML_ROPE_TYPE_NORMAL;  // or GGML_ROPE_TYPE_NEOX, or -1: none
   bool rope_freqs = false;  // the file may have factors of RoPE's frequencies (Llama 3)
@@ -63,7 +71,9 @@ struct DecoderSpec {
   bool scales = false;
   bool divides_logits = false;      // by the key's scale, instead of multiplying
   bool embedding_by_width = false;  // embeddings times the square root of the width (Gemma)
-  bool window = false;              // layers may see a window of the last rows only
+  bool normalised_experts = false;  // the weights of those that are chosen sum to one
+  SharedExperts shared_experts = SharedExperts::kNone;
+  bool window = false;  // layers may see a window of the last rows only
 };
 
 // The table of supported architectures.
@@ -102,6 +112,17 @@ struct HParams {
   float rope_beta_slow = 1.0F;
   bool long_rope = false;  // factors of the frequencies for long or for short contexts
 
+  // A mixture of experts in place of the feed-forward block of layers from n_dense_layers on.
+  int n_expert = 0;  // 0: there is none
+  int n_expert_used = 0;
+  int n_ff_expert = 0;  // an expert's width
+  int n_ff_shared = 0;  // of the shared ones together; 0: none
+  int n_dense_layers = 0;
+  float expert_scale = 1;  // of the chosen experts' weights
+
+  [[nodiscard]] bool has_experts(int layer) const {
+    return n_expert > 0 && layer >= n_dense_layers;
+  }
   [[nodiscard]] int n_embd_q() const { return n_head * head_dim; }
   [[nodiscard]] int n_embd_kv() const { return n_head_kv * head_dim; }
 };
@@ -116,6 +137,14 @@ struct NormWeights {
   ggml_tensor* b = nullptr;
 };
 
+// In place of gate, up and down.
+struct ExpertWeights {
+  Linear router;                               // [n_embd, n_expert]; null: the layer has no experts
+  Linear gate, up, down;                       // w: ggml's [n_in, n_out, n_expert]
+  Linear shared_gate, shared_up, shared_down;  // null: there are none
+  ggml_tensor* shared_weight = nullptr;        // F32 [n_embd], of SharedExperts::kWeighed
+};
+
 struct LayerWeights {
   // Its output is the layer's `hidden`, unless attn_norm_2 exists (Falcon-40B): that one then
   // normalises attention's input, and attn_norm feeds the feed-forward block. Null without
@@ -127,6 +156,7 @@ struct LayerWeights {
   Linear q, k, v, o;  // k and v are always in plain buffers (never repacked): they also multiply
                       // saved hidden states in the native activation type
   Linear gate, up, down;
+  ExpertWeights experts;
   ggml_tensor* rope_factors = nullptr;  // F32 [n_rot/2], of RoPE's frequencies
 };
 
@@ -161,7 +191,7 @@ class Model {
  public:
   // Reads, validates and places a GGUF file. Every size, offset, type and shape is checked before
   // use: kDataLoss for a truncated or lying file, kUnimplemented for an unknown architecture or an
-  // unsupported feature (MoE, sliding window, ...), kNotFound for a missing file or tensor; the
+  // unsupported feature (a sliding window, ...), kNotFound for a missing file or tensor; the
   // message names the file and the key or tensor. Where the weights go is plan_weights()'s answer,
   // errors included.
   static Result<std::unique_ptr<Model>> load(const std::string& path, Device& device,

@@ -71,6 +71,12 @@ struct ModelShape {
   bool two_blocks = true;  // feed-forward behind attention, where the file decides
   bool two_norms = false;  // Falcon-40B: attention and feed-forward have a norm each
   int n_rot = 0;           // dimensions of a head that RoPE turns; 0: all
+  // HParams' of the same names; 0: no experts.
+  int n_expert = 0;
+  int n_expert_used = 0;
+  int n_ff_expert = 0;
+  int n_ff_shared = 0;
+  int n_dense_layers = 0;
 };
 
 std::span<const ModelShape> published_shapes();
