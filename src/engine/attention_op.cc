@@ -24,7 +24,7 @@ bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
 }  // namespace
 
 AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours,
-                         const EngineOptions& options, size_t kv_row_bytes)
+                         const EngineOptions& options, size_t kv_row_bytes, int64_t window)
     : graphs_(graphs) {
   tiled_ = graphs.device().may_use_cpu_kernels();
   const size_t alignment = graphs.device().read_alignment();
@@ -33,7 +33,9 @@ AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool our
             .n_head_kv = hp.n_head_kv,
             .head_dim_k = hp.head_dim,
             .head_dim_v = hp.head_dim,
-            .scale = hp.attention_scale};
+            .scale = hp.attention_scale,
+            .soft_cap = hp.attention_soft_cap,
+            .window = window};
   if (ours) {
     plan_ = std::make_unique<AttentionPlan>(shape_, graphs.device().n_threads());
     calls_.assign(static_cast<size_t>(hp.n_layer), {.plan = plan_.get(), .observed = {}});
@@ -129,8 +131,9 @@ void AttentionOp::upload_masks() {
     std::vector<ggml_fp16_t> values(static_cast<size_t>(layout.n_kv * layout.n_rows), hidden);
     for (int64_t row = 0; row < layout.n_rows; ++row) {
       const int64_t token = row / layout.group;
-      const int64_t visible = token < s.n_rows ? s.n_past + token + 1 : 1;
-      std::fill_n(values.begin() + row * layout.n_kv + lead, visible, zero);
+      const int64_t end = token < s.n_rows ? s.n_past + token + 1 : 1;
+      const int64_t begin = shape_.window > 0 ? std::max<int64_t>(0, end - shape_.window) : 0;
+      std::fill_n(values.begin() + row * layout.n_kv + lead + begin, end - begin, zero);
     }
     // In the compute queue, behind graphs that still read the masks of another step.
     graphs_.set(masks_[i], values);
@@ -172,7 +175,8 @@ bool AttentionOp::has_flash_attention(ggml_type kv_type) const {
   ggml_tensor* q = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, dim, kTiledRows, shape_.n_head_kv);
   ggml_tensor* kv = ggml_new_tensor_3d(g.ctx, kv_type, dim, kKvPadding, shape_.n_head_kv);
   ggml_tensor* mask = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F16, kKvPadding, kTiledRows);
-  const ggml_tensor* out = ggml_flash_attn_ext(g.ctx, q, kv, kv, mask, shape_.scale, 0.0F, 0.0F);
+  const ggml_tensor* out =
+      ggml_flash_attn_ext(g.ctx, q, kv, kv, mask, shape_.scale, 0.0F, shape_.soft_cap);
   return ggml_backend_supports_op(graphs_.device().compute(), out);
 }
 
@@ -181,13 +185,18 @@ bool AttentionOp::has_flash_attention(ggml_type kv_type) const {
 ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                                  ggml_tensor* mask) const {
   if (flash_) {
-    ggml_tensor* out = ggml_flash_attn_ext(ctx, q, k, v, mask, shape_.scale, 0.0F, 0.0F);
+    ggml_tensor* out = ggml_flash_attn_ext(ctx, q, k, v, mask, shape_.scale, 0.0F, shape_.soft_cap);
     ggml_prec_set_acc(out, GGML_PREC_F32);  // half precision is not enough for every model
     return out;
   }
   ggml_tensor* scores = ggml_mul_mat(ctx, k, q);
   ggml_prec_set_acc(scores, GGML_PREC_F32);
-  scores = ggml_soft_max_ext(ctx, scores, mask, shape_.scale, 0.0F);
+  float scale = shape_.scale;
+  if (shape_.soft_cap > 0) {
+    scores = ggml_tanh(ctx, ggml_scale(ctx, scores, scale / shape_.soft_cap));
+    scale = shape_.soft_cap;
+  }
+  scores = ggml_soft_max_ext(ctx, scores, mask, scale, 0.0F);
   if (ggml_is_quantized(v->type)) v = ggml_cast(ctx, v, GGML_TYPE_F32);
   ggml_tensor* out = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, v)), scores);
   return ggml_cont(ctx, ggml_permute(ctx, out, 0, 2, 1, 3));

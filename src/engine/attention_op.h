@@ -21,9 +21,9 @@ namespace hcache::engine {
 // Threading: the engine's thread; the kernel itself uses the device's threads.
 class AttentionOp {
  public:
-  // kv_row_bytes: of a row of K or V in the arena.
+  // kv_row_bytes: of a row of K or V in the arena. window: a row attends so many keys; 0: all.
   AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours,
-              const EngineOptions& options, size_t kv_row_bytes);
+              const EngineOptions& options, size_t kv_row_bytes, int64_t window);
   ~AttentionOp();
   AttentionOp(const AttentionOp&) = delete;
   AttentionOp& operator=(const AttentionOp&) = delete;

@@ -47,6 +47,13 @@ bool Engine::stages_overlap() const {
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& options,
                                                const MakeQueues& make_queues) {
   std::vector<int> row_groups(static_cast<size_t>(model.hparams().n_layer), 0);
+  for (size_t i = 0; i < row_groups.size(); ++i) {
+    row_groups[i] = model.hparams().window_of(static_cast<int>(i)) > 0 ? 1 : 0;
+  }
+  // Groups are numbered from 0 on.
+  if (std::find(row_groups.begin(), row_groups.end(), 0) == row_groups.end()) {
+    std::fill(row_groups.begin(), row_groups.end(), 0);
+  }
   if (options.separate_layers) std::iota(row_groups.begin(), row_groups.end(), 0);
   HCACHE_ASSIGN_OR_RETURN(auto parts,
                           EngineParts::create(model, options, make_queues, std::move(row_groups)));

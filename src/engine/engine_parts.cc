@@ -94,6 +94,11 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
   constexpr int64_t kPadding = AttentionOp::kKvPadding;
   const int64_t n_cells = (options.arena_tokens + kPadding - 1) / kPadding * kPadding;
   const int n_groups = 1 + *std::max_element(row_groups.begin(), row_groups.end());
+  std::vector<int64_t> windows(static_cast<size_t>(n_groups), 0);
+  for (int layer = 0; layer < model.hparams().n_layer; ++layer) {
+    const int group = row_groups[static_cast<size_t>(layer)];
+    windows[static_cast<size_t>(group)] = model.hparams().window_of(layer);
+  }
   std::vector<std::unique_ptr<Stage>> stages;
   const auto add_stage = [&](const Model& part, int begin, int end) -> Status {
     model::Device& device = part.device(begin);
@@ -107,6 +112,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
                      .queues = make_queues ? make_queues(device) : make_device_queues(device),
                      .own_attention = ours,
                      .n_groups = n_groups,
+                     .windows = windows,
                      .n_cells = n_cells + (ours ? 0 : kPadding)}));
     return stages.back()->allocate();
   };

@@ -19,6 +19,11 @@ Status KeptRows::check(SeqId seq, int layer, std::span<const int32_t> kept) cons
         "all layers hold the same rows; an engine whose layers hold different ones has "
         "separate_layers, and no layer on several devices");
   }
+  if (hp.window_of(layer) > 0) {
+    return unimplemented(
+        fmt::format("layer {} sees a window of {} rows already; rows of it can't be chosen", layer,
+                    hp.window_of(layer)));
+  }
   if (hp.head_dim % ggml_blck_size(options_.kv_type) != 0) {
     return unimplemented(fmt::format("a head's {} values are no whole number of blocks of {}",
                                      hp.head_dim, ggml_type_name(options_.kv_type)));

@@ -30,8 +30,9 @@ struct StageOptions {
   model::Device* device = nullptr;
   DeviceQueues queues;
   bool own_attention = false;
-  int n_groups = 1;     // of rows, see Sequences
-  int64_t n_cells = 0;  // of the arena
+  int n_groups = 1;                // of rows, see Sequences
+  std::vector<int64_t> windows{};  // of each group's attention; empty: none has one
+  int64_t n_cells = 0;             // of the arena
 };
 
 // Threading: the engine's thread.

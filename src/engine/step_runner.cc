@@ -173,7 +173,17 @@ Status StepRunner::observe(const ObservedRows& rows, AttentionScores* scores) {
       return failed_precondition(fmt::format(
           "layers of sequence {} do without rows: attention can't be told by position", rows.seq));
     }
+    if (hp.attention_soft_cap > 0) {
+      return unimplemented(fmt::format(
+          "what attention falls on is not told where scores are capped, as {} models want",
+          hp.arch));
+    }
     for (int layer = 0; layer < hp.n_layer; ++layer) {
+      if (hp.window_of(layer) > 0) {
+        return unimplemented(fmt::format(
+            "layer {} sees a window of {} rows; what attention falls on is told of all rows alone",
+            layer, hp.window_of(layer)));
+      }
       if (!stages_.shares_layers() && stages_.of(layer).attention(0).ours()) continue;
       return unimplemented(fmt::format(
           "what attention falls on is told by hcache's own kernel alone, and layer {} is computed "

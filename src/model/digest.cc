@@ -67,6 +67,12 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h, bool 
       spec != nullptr && spec->parallel == Parallel::kByKey) {
     text(fmt::format("parallel {}\n", h.parallel));
   }
+  if (h.attention_soft_cap > 0) text(fmt::format("soft cap {:a}\n", h.attention_soft_cap));
+  if (h.n_window > 0) {
+    text(fmt::format("window {} {:a} ", h.n_window, h.window_freq_base));
+    for (const uint8_t windowed : h.windowed) text(windowed != 0 ? "1" : "0");
+    text("\n");
+  }
   if (h.n_expert > 0) {
     text(fmt::format("experts {} {} {} {:a}\n", h.n_expert_used, h.n_ff_shared, h.n_dense_layers,
                      h.expert_scale));

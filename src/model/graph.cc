@@ -23,15 +23,32 @@ ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* 
   return y;
 }
 
+// Whether the layer rotates Q and K.
+bool has_rope(const Model& model, int layer) {
+  const DecoderSpec& spec = model.spec();
+  const HParams& hp = model.hparams();
+  if (spec.no_rope_step > 0 && (layer + 1) % spec.no_rope_step == 0) return false;
+  const bool only_windows = spec.window_rope == WindowRope::kOnlyThere && hp.n_window > 0;
+  return spec.rope_mode >= 0 && (!only_windows || hp.window_of(layer) > 0);
+}
+
 ggml_tensor* apply_rope(ggml_context* ctx, const Model& model, int layer, ggml_tensor* heads,
                         ggml_tensor* positions, float magnitude) {
+  if (!has_rope(model, layer)) return heads;
   const HParams& hp = model.hparams();
-  const DecoderSpec& spec = model.spec();
-  const bool skipped = spec.no_rope_step > 0 && (layer + 1) % spec.no_rope_step == 0;
-  if (spec.rope_mode < 0 || skipped) return heads;
+  const WindowRope kind = hp.window_of(layer) > 0 ? model.spec().window_rope : WindowRope::kSame;
+  float base = hp.rope_freq_base;
+  float scale = hp.rope_freq_scale;
+  float ext_factor = hp.rope_ext_factor;
+  if (hp.window_of(layer) > 0 && kind != WindowRope::kOnlyThere) base = hp.window_freq_base;
+  if (kind == WindowRope::kOwnBase || kind == WindowRope::kUnscaled) scale = 1;
+  if (kind == WindowRope::kUnscaled) {
+    ext_factor = 0;
+    magnitude = 1;
+  }
   return ggml_rope_ext(ctx, heads, positions, model.weights().layers[layer].rope_factors, hp.n_rot,
-                       spec.rope_mode, hp.rope_n_ctx_orig, hp.rope_freq_base, hp.rope_freq_scale,
-                       hp.rope_ext_factor, magnitude, hp.rope_beta_fast, hp.rope_beta_slow);
+                       model.spec().rope_mode, hp.rope_n_ctx_orig, base, scale, ext_factor,
+                       magnitude, hp.rope_beta_fast, hp.rope_beta_slow);
 }
 
 // Of each head, where the norm's weights are those of each.
@@ -166,8 +183,12 @@ ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x)
   const Weights& w = model.weights();
   ggml_tensor* logits =
       apply_linear(ctx, w.output, apply_norm(ctx, model, model.spec().norm, w.output_norm, x));
-  const float scale = model.hparams().logit_scale;
-  return scale == 1 ? logits : ggml_scale(ctx, logits, scale);
+  const HParams& hp = model.hparams();
+  if (hp.logit_soft_cap > 0) {
+    logits = ggml_tanh(ctx, ggml_scale(ctx, logits, 1.0F / hp.logit_soft_cap));
+    logits = ggml_scale(ctx, logits, hp.logit_soft_cap);
+  }
+  return hp.logit_scale == 1 ? logits : ggml_scale(ctx, logits, hp.logit_scale);
 }
 
 }  // namespace hcache::model

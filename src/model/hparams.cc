@@ -69,8 +69,7 @@ class Keys {
 };
 
 // Features of other models that would silently change the result if they were ignored.
-Status refuse_unsupported(const GgufFile& file, const Keys& keys, const DecoderSpec& spec,
-                          int64_t n_ctx_train) {
+Status refuse_unsupported(const GgufFile& file, const Keys& keys) {
   const auto refuse = [&](std::string_view key, std::string_view feature) {
     return unimplemented(
         fmt::format("{}: key {}: {} is not supported", file.path(), keys.full(key), feature));
@@ -81,11 +80,6 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys, const DecoderS
     return unimplemented(fmt::format(
         "{}: one of {} parts of a split model; join them first (llama-gguf-split --merge)",
         file.path(), *parts));
-  }
-  HCACHE_ASSIGN_OR_RETURN(const int64_t window,
-                          keys.integer("attention.sliding_window", 0, kMax, 0));
-  if (spec.window && window > 0 && window < n_ctx_train) {
-    return refuse("attention.sliding_window", "sliding-window attention");
   }
   HCACHE_ASSIGN_OR_RETURN(const auto causal, file.boolean(keys.full("attention.causal")));
   if (!causal.value_or(true)) return refuse("attention.causal", "attention without a causal mask");
@@ -112,13 +106,13 @@ Status tell_ignored(const GgufFile& file, const Keys& keys, const DecoderSpec& s
   const std::array neutral = {
       Neutral{"attention.max_alibi_bias", 0},
       Neutral{"attention.clamp_kqv", 0},
-      Neutral{"attn_logit_softcapping", 0},
-      Neutral{"final_logit_softcapping", 0},
+      Neutral{"attn_logit_softcapping", 0, spec.soft_caps},
+      Neutral{"final_logit_softcapping", 0, spec.logit_soft_cap},
       Neutral{"logit_scale", 1, spec.scales},
       Neutral{"residual_scale", 1, spec.scales},
       Neutral{"embedding_scale", 1, spec.scales},
       Neutral{"rope.scaling.alpha", 0},
-      Neutral{"attention.sliding_window", 0, spec.window},
+      Neutral{"attention.sliding_window", 0, spec.window_period > 0},
   };
   for (const Neutral& n : neutral) {
     HCACHE_ASSIGN_OR_RETURN(const float value, keys.number(n.key, n.value));
@@ -173,6 +167,52 @@ Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
   HCACHE_ASSIGN_OR_RETURN(const float attn_factor, keys.number("rope.scaling.attn_factor", 1.0F));
   h.rope_attn_factor *= attn_factor;
   if (!std::isfinite(h.rope_attn_factor)) return keys.bad("rope.scaling.factor", "is too small");
+  return {};
+}
+
+// Which layers have a window: a period, or a flag for each layer.
+Status read_window_layers(const GgufFile& file, const Keys& keys, const DecoderSpec& spec,
+                          HParams& h) {
+  constexpr const char* kKey = "attention.sliding_window_pattern";
+  const auto n_layer = static_cast<size_t>(h.n_layer);
+  const GgufValue* value = file.find(keys.full(kKey));
+  if (value != nullptr && value->type == GGUF_TYPE_ARRAY) {
+    if (value->item_type != GGUF_TYPE_BOOL || value->count != n_layer) {
+      return keys.bad(kKey, fmt::format("is no flag for each of {} layers", n_layer));
+    }
+    for (size_t i = 0; i < n_layer; ++i) h.windowed.push_back(value->bytes[i] != 0 ? 1 : 0);
+    return {};
+  }
+  HCACHE_ASSIGN_OR_RETURN(const int64_t period,
+                          keys.integer(kKey, 0, kMaxDimension, spec.window_period));
+  for (int i = 0; i < h.n_layer; ++i) {
+    h.windowed.push_back(period == 0 || i % period < period - 1 ? 1 : 0);
+  }
+  return {};
+}
+
+Status read_windows(const GgufFile& file, const Keys& keys, const DecoderSpec& spec, HParams& h) {
+  if (spec.soft_caps) {
+    constexpr float kGemmas = 50.0F;
+    HCACHE_ASSIGN_OR_RETURN(h.attention_soft_cap, keys.number("attn_logit_softcapping", kGemmas));
+  }
+  if (spec.logit_soft_cap) {
+    const float otherwise = spec.soft_caps ? 30.0F : 0.0F;
+    HCACHE_ASSIGN_OR_RETURN(h.logit_soft_cap, keys.number("final_logit_softcapping", otherwise));
+  }
+  if (h.attention_soft_cap < 0 || h.logit_soft_cap < 0) {
+    return keys.bad("attn_logit_softcapping", "or final_logit_softcapping is negative");
+  }
+  if (spec.window_period == 0 || h.n_layer < spec.least_window_layers) return {};
+  HCACHE_ASSIGN_OR_RETURN(
+      const int64_t window,
+      keys.integer("attention.sliding_window", 0, std::numeric_limits<int32_t>::max(), 0));
+  if (window == 0) return {};
+  h.n_window = static_cast<int>(window);
+  HCACHE_RETURN_IF_ERROR(read_window_layers(file, keys, spec, h));
+  const float base = spec.window_rope == WindowRope::kOwnBase ? 10000.0F : h.rope_freq_base;
+  HCACHE_ASSIGN_OR_RETURN(h.window_freq_base, keys.number("rope.freq_base_swa", base));
+  if (h.window_freq_base <= 0) return keys.bad("rope.freq_base_swa", "is not positive");
   return {};
 }
 
@@ -289,7 +329,7 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   h.n_head_kv = static_cast<int>(n_head_kv);
   h.head_dim = static_cast<int>(head_dim);
 
-  HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys, spec, n_ctx));
+  HCACHE_RETURN_IF_ERROR(refuse_unsupported(file, keys));
   HCACHE_RETURN_IF_ERROR(tell_ignored(file, keys, spec));
   HCACHE_RETURN_IF_ERROR(read_scales(keys, spec, h));
   HCACHE_RETURN_IF_ERROR(read_experts(keys, spec, h));
@@ -301,10 +341,14 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   if (h.norm_eps < 0) return keys.bad(eps_key, "is negative");
   HCACHE_ASSIGN_OR_RETURN(const float scale, keys.number("attention.scale", 0.0F));
   h.attention_scale = scale == 0.0F ? 1.0F / sqrtf(static_cast<float>(head_dim)) : scale;
+  if (spec.width_scaled_layers > 0 && n_layer == spec.width_scaled_layers) {
+    h.attention_scale = 1.0F / sqrtf(static_cast<float>(n_embd / n_head));
+  }
 
   if (spec.rope_mode >= 0) {
     HCACHE_RETURN_IF_ERROR(read_rope(file, keys, h));
   }
+  HCACHE_RETURN_IF_ERROR(read_windows(file, keys, spec, h));
   if (spec.learned_positions) {
     HCACHE_ASSIGN_OR_RETURN(const int64_t offset,
                             keys.integer("position_offset", 0, kMaxDimension, 0));

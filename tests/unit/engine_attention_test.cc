@@ -140,7 +140,8 @@ std::vector<double> reference_weights(const Data& data, int row, int head, int64
                         static_cast<size_t>(kv) * s.head_dim_k;
     double dot = 0;
     for (int d = 0; d < s.head_dim_k; ++d) dot += q[d] * from_half(k[d]);
-    w[static_cast<size_t>(j)] = dot * s.scale;
+    dot *= s.scale;
+    w[static_cast<size_t>(j)] = s.soft_cap > 0 ? s.soft_cap * std::tanh(dot / s.soft_cap) : dot;
   }
   const double top = *std::max_element(w.begin(), w.end());
   double sum = 0;
@@ -176,7 +177,10 @@ double worst_error(const Data& data, const std::vector<AttentionSegment>& segmen
     for (int r = 0; r < s.n_rows;
          r += (r + step < s.n_rows || r == s.n_rows - 1) ? step : s.n_rows - 1 - r) {
       const int row = s.first_row + r;
-      const auto expected = reference_row(data, row, s.first_cell, s.n_past + r + 1);
+      const int64_t n_keys = s.n_past + r + 1;
+      const int64_t unseen =
+          data.shape.window > 0 ? std::max<int64_t>(0, n_keys - data.shape.window) : 0;
+      const auto expected = reference_row(data, row, s.first_cell + unseen, n_keys - unseen);
       for (size_t i = 0; i < expected.size(); ++i) {
         const double error = std::abs(out[row * data.out_pitch + i] - expected[i]);
         if (!(error <= worst)) worst = error;
@@ -251,6 +255,75 @@ TEST_P(AttentionTest, MatchesReferenceAcrossTileAndPartitionBorders) {
           << rows << " rows after " << past;
     }
   }
+}
+
+TEST_P(AttentionTest, MatchesReferenceWithWindows) {
+  for (const int64_t window : {1, 3, 40, 64, 100, 512, 700, 5000}) {
+    AttentionShape shape = shape_of(6, 2, 64, 64);
+    shape.window = window;
+    for (const int past : {0, 1, 63, 64, 127, 511, 600, 1300}) {
+      for (const int rows : {1, 2, 33, 200}) {
+        const Data data(shape, past + rows, rows, 7);
+        const std::vector<AttentionSegment> segments = {{0, rows, 0, past}};
+        EXPECT_LT(worst_error(data, segments, compute(data, segments, GetParam(), 3), 7), 2e-5)
+            << "a window of " << window << ", " << rows << " rows after " << past;
+      }
+    }
+  }
+}
+
+TEST_P(AttentionTest, MatchesReferenceWithCappedScores) {
+  for (const float cap : {2.0F, 50.0F}) {
+    for (const int64_t window : {0, 90}) {
+      AttentionShape shape = shape_of(4, 2, 64, 64);
+      shape.soft_cap = cap;
+      shape.window = window;
+      for (const auto& [rows, past] : {std::pair{1, 600}, {130, 0}, {40, 500}}) {
+        const Data data(shape, past + rows, rows, 9, 4.0);
+        const std::vector<AttentionSegment> segments = {{0, rows, 0, past}};
+        EXPECT_LT(worst_error(data, segments, compute(data, segments, GetParam(), 2), 3), 2e-4)
+            << "a cap of " << cap << ", a window of " << window;
+      }
+    }
+  }
+}
+
+// Nor on what lies before the window.
+TEST_P(AttentionTest, BitsOfWindowsDoNotDependOnChunkingOrThreads) {
+  for (const int64_t window : {7, 100, 640}) {
+    AttentionShape shape = shape_of(9, 3, 64, 64);
+    shape.window = window;
+    const int n = 1400;
+    Data data(shape, n, n, 11);
+    const auto whole = compute(data, {{0, n, 0, 0}}, GetParam(), 1);
+    for (const int chunk : {1, 7, 64, 129, 500}) {
+      AttentionPlan plan(shape, 3, GetParam());
+      std::vector<float> out(whole.size());
+      int past = 0;
+      for (int first = chunk == 1 ? n - 90 : 0; first < n; first += chunk) {
+        // What no row sees any more may hold anything.
+        for (; past < first - window; ++past) data.fill_cell(past, kHalfNan);
+        const AttentionSegment segment{first, std::min(chunk, n - first), 0, first};
+        plan.set_batch({&segment, 1});
+        run_threads(plan, data.tensors(out), 1 + first % 3);
+        ASSERT_TRUE(same_rows(data, whole, first, out, first, segment.n_rows))
+            << "a window of " << window << ", chunks of " << chunk << " from " << first;
+      }
+      data = Data(shape, n, n, 11);
+    }
+  }
+}
+
+// Vectors agree to the bit, as without a window.
+TEST(AttentionWindow, InstructionSetsAgree) {
+  if (!attention_isa_available(AttentionIsa::kAvx512)) GTEST_SKIP() << "this machine lacks it";
+  AttentionShape shape = shape_of(4, 2, 80, 80);
+  shape.window = 90;
+  shape.soft_cap = 3;
+  const Data data(shape, 300, 300, 5);
+  const std::vector<AttentionSegment> segments = {{0, 300, 0, 0}};
+  EXPECT_TRUE(same_rows(data, compute(data, segments, AttentionIsa::kAvx2, 2), 0,
+                        compute(data, segments, AttentionIsa::kAvx512, 2), 0, 300));
 }
 
 TEST_P(AttentionTest, MatchesReferenceWithSharpScores) {

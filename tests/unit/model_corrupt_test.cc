@@ -249,9 +249,6 @@ TEST(Corrupt, KeysOfOtherModelsAreIgnored) {
 }
 
 TEST(Corrupt, FeaturesOfOtherModelsAreRefused) {
-  Mutable windows(test::tiny_options("olmo2", 4, GGML_TYPE_F16));
-  windows.set_u32("olmo2.attention.sliding_window", 512);
-  EXPECT_REFUSED(windows.load(), Code::kUnimplemented, "sliding_window");
   Mutable m = tiny_llama();
   m.set_bool("llama.attention.causal", false);
   EXPECT_REFUSED(m.load(), Code::kUnimplemented, "llama.attention.causal");

@@ -56,15 +56,16 @@ struct ArchCase {
 // What came after the first five: each feature of the table that they lack, twice where the file
 // decides.
 inline constexpr std::array kMoreArchitectures = {
-    ArchCase{"gemma", 1},     ArchCase{"phi2", 4},       ArchCase{"phi3", 4},
-    ArchCase{"granite", 2},   ArchCase{"olmo2", 4},      ArchCase{"olmo2", 2},
-    ArchCase{"smollm3", 2},   ArchCase{"glm4", 2},       ArchCase{"seed_oss", 2},
-    ArchCase{"command-r", 2}, ArchCase{"starcoder2", 2}, ArchCase{"stablelm", 4},
-    ArchCase{"stablelm", 2},  ArchCase{"gptneox", 4},    ArchCase{"gptneox", 2},
-    ArchCase{"gpt2", 4},      ArchCase{"internlm2", 2},  ArchCase{"orion", 4},
-    ArchCase{"nemotron", 2},  ArchCase{"qwen2moe", 2},   ArchCase{"qwen3moe", 2},
-    ArchCase{"olmoe", 4},     ArchCase{"deepseek", 4},   ArchCase{"phimoe", 2},
-    ArchCase{"granitemoe", 2}};
+    ArchCase{"gemma", 1},      ArchCase{"phi2", 4},       ArchCase{"phi3", 4},
+    ArchCase{"granite", 2},    ArchCase{"olmo2", 4},      ArchCase{"olmo2", 2},
+    ArchCase{"smollm3", 2},    ArchCase{"glm4", 2},       ArchCase{"seed_oss", 2},
+    ArchCase{"command-r", 2},  ArchCase{"starcoder2", 2}, ArchCase{"stablelm", 4},
+    ArchCase{"stablelm", 2},   ArchCase{"gptneox", 4},    ArchCase{"gptneox", 2},
+    ArchCase{"gpt2", 4},       ArchCase{"internlm2", 2},  ArchCase{"orion", 4},
+    ArchCase{"nemotron", 2},   ArchCase{"qwen2moe", 2},   ArchCase{"qwen3moe", 2},
+    ArchCase{"olmoe", 4},      ArchCase{"deepseek", 4},   ArchCase{"phimoe", 2},
+    ArchCase{"granitemoe", 2}, ArchCase{"gemma2", 2},     ArchCase{"gemma3", 2},
+    ArchCase{"cohere2", 2},    ArchCase{"exaone4", 2}};
 
 inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type) {
   SynthOptions options;
@@ -73,6 +74,10 @@ inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type
   options.n_threads = 1;
   options.head_norms = std::string_view(arch) == "stablelm" && n_head_kv == 4;
   if (std::string_view(arch) == "smollm3") options.shape.n_layer = 5;  // the fourth has no RoPE
+  if (std::string_view(arch) == "olmo2" && n_head_kv == 2) {           // OLMo 3
+    options.shape.n_window = 40;
+    options.shape.window_period = 3;
+  }
   return options;
 }
 

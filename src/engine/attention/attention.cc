@@ -21,6 +21,7 @@ namespace {
 
 constexpr size_t kCacheLine = 64;
 constexpr int32_t kMaxDim = 1024;
+constexpr float kLog2E = 1.44269504F;
 constexpr int32_t kWhole = -1;
 static_assert(kTile == kAttentionTile && kAttentionPartition % kTile == 0);
 
@@ -75,6 +76,7 @@ class FloatBuffer {
 // them in order.
 struct Split {
   size_t first_state;  // offset in the plan's states, in floats
+  int32_t first_partition;
   int32_t n_partitions;
 };
 
@@ -95,7 +97,7 @@ struct alignas(kCacheLine) PaddedCounter {
 
 // Offsets, in floats, of one thread's scratch.
 struct Workspace {
-  size_t k_half, k_wide, v_wide, scores, rows, q, limits, running, partial, size;
+  size_t k_half, k_wide, v_wide, scores, rows, q, starts, limits, running, partial, size;
 };
 
 int dim_padded(int dim) { return round_up(dim, kDimAlign); }
@@ -127,6 +129,7 @@ Workspace lay_out(const AttentionShape& shape) {
   w.scores = take(static_cast<size_t>(kMaxBlockRows) * kAttentionTile);
   w.rows = take(5 * kRowArray);
   w.q = take(kMaxBlockRows * dim_k);
+  w.starts = take(kMaxBlockRows * sizeof(int64_t) / sizeof(float));
   w.limits = take(kMaxBlockRows * sizeof(int64_t) / sizeof(float));
   w.running = take(state);
   w.partial = take(state);
@@ -195,7 +198,8 @@ const char* attention_isa_name(AttentionIsa isa) {
 bool attention_supports(const AttentionShape& shape) {
   return shape.n_head > 0 && shape.n_head_kv > 0 && shape.n_head % shape.n_head_kv == 0 &&
          shape.head_dim_k > 0 && shape.head_dim_k <= kMaxDim && shape.head_dim_v > 0 &&
-         shape.head_dim_v <= kMaxDim && std::isfinite(shape.scale);
+         shape.head_dim_v <= kMaxDim && std::isfinite(shape.scale) && shape.window >= 0 &&
+         shape.soft_cap >= 0;
 }
 
 struct AttentionPlan::Impl {
@@ -246,6 +250,15 @@ struct AttentionPlan::Impl {
   [[nodiscard]] int64_t limit(const AttentionSegment& s, int64_t packed_row) const {
     return s.n_past + packed_row / group + 1;
   }
+  // The first of them.
+  [[nodiscard]] int64_t start(const AttentionSegment& s, int64_t packed_row) const {
+    return shape.window > 0 ? std::max<int64_t>(0, limit(s, packed_row) - shape.window) : 0;
+  }
+  // Of the longest row.
+  [[nodiscard]] int64_t most_keys(const AttentionSegment& s) const {
+    const int64_t n = s.n_past + s.n_rows;
+    return shape.window > 0 ? std::min(n, shape.window) : n;
+  }
 };
 
 // Cuts a segment into items of about `target` row-keys. This decides who computes what, never a
@@ -254,7 +267,7 @@ void AttentionPlan::Impl::add_items(int32_t segment, double target) {
   const AttentionSegment& s = segments[static_cast<size_t>(segment)];
   const int64_t packed = static_cast<int64_t>(s.n_rows) * group;
   if (packed == 0) return;
-  const int64_t n_keys = s.n_past + s.n_rows;
+  const int64_t n_keys = most_keys(s);
   const int64_t item_keys = std::min<int64_t>(n_keys, kAttentionPartition);
 
   const int64_t n_blocks = (packed + kMaxBlockRows - 1) / kMaxBlockRows;
@@ -272,19 +285,22 @@ void AttentionPlan::Impl::add_items(int32_t segment, double target) {
   for (int32_t head = 0; head < shape.n_head_kv; ++head) {
     for (int64_t first = 0; first < packed; first += rows) {
       const auto n = static_cast<int32_t>(std::min(rows, packed - first));
-      const int64_t keys = limit(s, first + n - 1);
-      Item item{segment, head, static_cast<int32_t>(first), n, kWhole, 0, n * keys};
-      const int64_t n_partitions = partitions_of(keys);
+      const int64_t begin = start(s, first);
+      const int64_t end = limit(s, first + n - 1);
+      Item item{segment, head, static_cast<int32_t>(first), n, kWhole, 0, n * (end - begin)};
+      const int64_t first_partition = begin / kAttentionPartition;
+      const int64_t n_partitions = partitions_of(end) - first_partition;
       if (!split || n_partitions == 1) {
         items.push_back(item);
         continue;
       }
       item.split = static_cast<int32_t>(splits.size());
-      splits.push_back({states_size, static_cast<int32_t>(n_partitions)});
+      splits.push_back(
+          {states_size, static_cast<int32_t>(first_partition), static_cast<int32_t>(n_partitions)});
       states_size += state_floats(n, shape.head_dim_v) * static_cast<size_t>(n_partitions);
-      for (int64_t p = 0; p < n_partitions; ++p) {
+      for (int64_t p = first_partition; p < first_partition + n_partitions; ++p) {
         item.partition = static_cast<int32_t>(p);
-        item.cost = n * std::min<int64_t>(keys - p * kAttentionPartition, kAttentionPartition);
+        item.cost = n * std::min<int64_t>(end - p * kAttentionPartition, kAttentionPartition);
         items.push_back(item);
       }
     }
@@ -295,7 +311,7 @@ void AttentionPlan::Impl::gather_row(const AttentionSegment& s, int32_t kv_head,
                                      const AttentionTensors& t, float* q) const {
   const auto dim_k = static_cast<size_t>(shape.head_dim_k);
   // Scores come out in base 2, which spares the exponential a product.
-  const float scale = shape.scale * 1.44269504F;
+  const float scale = shape.scale * kLog2E;
   const auto row = static_cast<size_t>(s.first_row) + static_cast<size_t>(packed_row / group);
   const auto q_head = static_cast<size_t>(kv_head) * static_cast<size_t>(group) +
                       static_cast<size_t>(packed_row % group);
@@ -312,6 +328,7 @@ AttentionBlock AttentionPlan::Impl::block_of(const AttentionSegment& s, int32_t 
   const auto head = static_cast<size_t>(kv_head);
   const auto cell = static_cast<size_t>(s.first_cell);
   AttentionBlock block{};
+  block.soft_cap = shape.soft_cap * kLog2E;
   block.k = static_cast<const uint8_t*>(t.k) + cell * t.k_stride + head * dim_k * sizeof(uint16_t);
   block.v = static_cast<const uint8_t*>(t.v) + cell * t.v_stride + head * dim_v * sizeof(uint16_t);
   block.k_stride = t.k_stride;
@@ -376,15 +393,18 @@ void AttentionPlan::Impl::observe(int32_t kv_head, const AttentionObservation& o
 void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, float* base) {
   const AttentionSegment& s = segments[static_cast<size_t>(item.segment)];
   float* q = base + layout.q;
+  auto* starts = reinterpret_cast<int64_t*>(base + layout.starts);
   auto* limits = reinterpret_cast<int64_t*>(base + layout.limits);
   for (int32_t i = 0; i < item.n_rows; ++i) {
     const int64_t packed = static_cast<int64_t>(item.first_row) + i;
     gather_row(s, item.kv_head, packed, t,
                q + static_cast<size_t>(i) * static_cast<size_t>(shape.head_dim_k));
+    starts[i] = start(s, packed);
     limits[i] = limit(s, packed);
   }
   AttentionBlock block = block_of(s, item.kv_head, t);
   block.n_rows = item.n_rows;
+  block.starts = starts[item.n_rows - 1] > 0 ? starts : nullptr;
   block.limits = limits;
   block.q = q;
   const AttentionTiles tiles = tiles_of(base);
@@ -392,23 +412,27 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   const int64_t n_keys = limits[item.n_rows - 1];
   const auto attend = [&](int64_t partition, const AttentionState& state) {
     const int64_t first = partition * kAttentionPartition;
-    kernel.attend(block, first, std::min(first + kAttentionPartition, n_keys), state, tiles);
+    // Tiles that no row attends any more are not looked at.
+    const int64_t attended = starts[0] / kAttentionTile * kAttentionTile;
+    kernel.attend(block, std::max(first, attended), std::min(first + kAttentionPartition, n_keys),
+                  state, tiles);
   };
 
   const AttentionState running = state_at(base + layout.running, item.n_rows);
-  const auto merge_all = [&](int64_t n_partitions, const auto& partition_state) {
+  const auto merge_all = [&](int64_t first, int64_t n_partitions, const auto& partition_state) {
     std::fill_n(running.max, item.n_rows, std::numeric_limits<float>::lowest());
     std::fill_n(running.sum, item.n_rows, 0.0F);
     std::fill_n(running.acc,
                 static_cast<size_t>(item.n_rows) * static_cast<size_t>(block.dim_v_padded), 0.0F);
-    for (int64_t p = 0; p < n_partitions; ++p) {
+    for (int64_t p = first; p < first + n_partitions; ++p) {
       kernel.merge(running, partition_state(p), item.n_rows, block.dim_v_padded);
     }
     finish(item, running, t);
   };
 
   if (item.split == kWhole) {
-    merge_all(partitions_of(n_keys), [&](int64_t p) {
+    const int64_t first = starts[0] / kAttentionPartition;
+    merge_all(first, partitions_of(n_keys) - first, [&](int64_t p) {
       const AttentionState partial = state_at(base + layout.partial, item.n_rows);
       attend(p, partial);
       return partial;
@@ -418,14 +442,14 @@ void AttentionPlan::Impl::process(const Item& item, const AttentionTensors& t, f
   const Split& split = splits[static_cast<size_t>(item.split)];
   const size_t state_size = state_floats(item.n_rows, shape.head_dim_v);
   const auto partition_state = [&](int64_t p) {
-    return state_at(states.data() + split.first_state + static_cast<size_t>(p) * state_size,
-                    item.n_rows);
+    const auto index = static_cast<size_t>(p - split.first_partition);
+    return state_at(states.data() + split.first_state + index * state_size, item.n_rows);
   };
   attend(item.partition, partition_state(item.partition));
   std::atomic<int32_t>& left = missing[static_cast<size_t>(item.split)];
   if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
     left.store(split.n_partitions, std::memory_order_relaxed);  // for the next layer
-    merge_all(split.n_partitions, partition_state);
+    merge_all(split.first_partition, split.n_partitions, partition_state);
   }
 }
 
@@ -462,8 +486,7 @@ void AttentionPlan::set_batch(std::span<const AttentionSegment> segments) {
   double total = 0;  // row-keys
   for (const AttentionSegment& s : segments) {
     assert(s.n_rows >= 0 && s.n_past >= 0 && s.first_row >= 0 && s.first_cell >= 0);
-    total +=
-        static_cast<double>(s.n_rows) * p.shape.n_head * static_cast<double>(s.n_past + s.n_rows);
+    total += static_cast<double>(s.n_rows) * p.shape.n_head * static_cast<double>(p.most_keys(s));
   }
   const double target = p.max_threads == 1 ? std::numeric_limits<double>::infinity()
                                            : total / (kItemsPerThread * p.max_threads);

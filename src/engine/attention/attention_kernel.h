@@ -29,11 +29,15 @@ struct AttentionState {
 
 // Packed rows of one KV head: the query heads that share it, row by row.
 struct AttentionBlock {
-  int n_rows;             // 1..kMaxBlockRows
-  const int64_t* limits;  // [row] attended keys, counted from the extent's start, non-decreasing
-  const float* q;         // [row][dim_k], multiplied by scale·log2(e)
-  const uint8_t* k;       // this head's part of the extent's first cell
+  int n_rows;  // 1..kMaxBlockRows
+  // [row], counted from the extent's start and non-decreasing: the first attended key and the one
+  // behind the last. starts: null where all rows attend from the first key on.
+  const int64_t* starts;
+  const int64_t* limits;
+  const float* q;    // [row][dim_k], multiplied by scale·log2(e)
+  const uint8_t* k;  // this head's part of the extent's first cell
   const uint8_t* v;
+  float soft_cap;   // of base-2 scores: cap·tanh(score / cap); 0: none
   size_t k_stride;  // bytes
   size_t v_stride;
   int dim_k;
@@ -67,7 +71,8 @@ struct AttentionSums {
 
 struct AttentionKernel {
   // Computes `state` over the keys [first_key, end_key) of one partition. end_key is at most the
-  // last row's limit; first_key is a multiple of the partition size.
+  // last row's limit; first_key is a multiple of the tile's size, at or before the first row's
+  // start. A row may attend none of them.
   void (*attend)(const AttentionBlock& block, int64_t first_key, int64_t end_key,
                  const AttentionState& state, const AttentionTiles& tiles);
   // Merges `from`, the next partition, into `into`.

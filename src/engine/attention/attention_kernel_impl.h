@@ -4,7 +4,8 @@
 //   kWidth              floats per vector: 4, 8 or 16
 //   kRows, kCols        the register tile: rows by vectors
 //   kHalfOperand        whether widening F16 while multiplying is cheap
-//   F                   the vector; zero, set1, load, store, add, sub, mul, fma(a, b, c) = a·b + c
+//   F                   the vector; zero, set1, load, store, add, sub, mul, div,
+//                       fma(a, b, c) = a·b + c
 //   max(a, b)           b where a is NaN
 //   reduce<op>(x, out)  combines the lanes of each of one or four vectors, halves first: lane i
 //                       with lane i + kWidth/2, and so on
@@ -214,6 +215,29 @@ inline void mask_row(float* scores, int n_valid) {
   }
 }
 
+// tanh(x) for x >= 0.
+inline F tanh_nonnegative(F x) {
+  const F one = Simd::set1(1.0F);
+  const F y = exp2_nonpositive(Simd::mul(x, Simd::set1(-2.88539008F)));  // e^-2x
+  return Simd::div(Simd::sub(one, y), Simd::add(one, y));
+}
+
+// A row's scores of a tile, capped.
+inline void cap_row(float* scores, float cap) {
+  const F inverse = Simd::set1(1.0F / cap);
+  for (int i = 0; i < kTile; i += kWidth) {
+    const F x = Simd::mul(Simd::load(scores + i), inverse);
+    const F above = tanh_nonnegative(Simd::max(x, Simd::zero()));
+    const F below = tanh_nonnegative(Simd::max(Simd::sub(Simd::zero(), x), Simd::zero()));
+    Simd::store(scores + i, Simd::mul(Simd::sub(above, below), Simd::set1(cap)));
+  }
+}
+
+// Scores of keys before `first` become -infinity.
+inline void mask_front(float* scores, int first) {
+  for (int i = 0; i < first; ++i) scores[i] = -__builtin_inff();
+}
+
 void widen_values(const AttentionBlock& block, const uint8_t* v, int n_keys, float* out) {
   for (int key = 0; key < n_keys; ++key) {
     const auto* row = reinterpret_cast<const uint16_t*>(v + key * block.v_stride);
@@ -234,8 +258,33 @@ inline void prefetch_cells(const uint8_t* cells, size_t stride, int64_t n, int d
   }
 }
 
-void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
-            const AttentionState& state, const AttentionTiles& tiles) {
+// Rows that begin and end at different keys of a tile: each one's first keys alone, those that all
+// attend together, then each one's last ones. Whatever is first multiplies the accumulator.
+template <typename First, typename Valid, typename Add>
+void add_window(int r, int rows, const First& first, const Valid& valid, const float* rescale,
+                const Add& add) {
+  const int begin = first(r + rows - 1);
+  const int end = valid(r);
+  if (begin >= end) {
+    for (int i = r; i < r + rows; ++i) add(i, 1, first(i), valid(i), rescale + i);
+    return;
+  }
+  float factors[Simd::kRows];
+  for (int i = 0; i < rows; ++i) {
+    const bool earlier = first(r + i) < begin;
+    factors[i] = earlier ? kKeep[0] : rescale[r + i];
+    if (earlier) add(r + i, 1, first(r + i), begin, rescale + r + i);
+  }
+  add(r, rows, begin, end, factors);
+  for (int i = 1; i < rows; ++i) {
+    if (valid(r + i) > end) add(r + i, 1, end, valid(r + i), kKeep);
+  }
+}
+
+// kWindow: rows have a first key of their own, so that some end before others begin.
+template <bool kWindow>
+void attend_rows(const AttentionBlock& block, int64_t first_key, int64_t end_key,
+                 const AttentionState& state, const AttentionTiles& tiles) {
   const int n_rows = block.n_rows;
   const auto acc_stride = static_cast<size_t>(block.dim_v_padded);
   for (int r = 0; r < n_rows; ++r) {
@@ -251,19 +300,28 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
   const bool wide_v = wide || block.dim_v % kWidth != 0;
   const int v_vectors = (block.dim_v + kWidth - 1) / kWidth;
 
-  int row_begin = 0;  // rows before it attend none of the keys from here on
+  int row_begin = 0;                   // rows before it attend none of the keys from here on
+  int row_end = kWindow ? 0 : n_rows;  // from here on rows attend none of the keys so far
   for (int64_t tile = first_key; tile < end_key; tile += kTile) {
     const int n_keys = end_key - tile < kTile ? static_cast<int>(end_key - tile) : kTile;
     while (block.limits[row_begin] <= tile) ++row_begin;
+    if constexpr (kWindow) {
+      while (row_end < n_rows && block.starts[row_end] < tile + n_keys) ++row_end;
+      if (row_begin >= row_end) continue;
+    }
     const auto valid = [&](int r) {
       return block.limits[r] - tile < n_keys ? static_cast<int>(block.limits[r] - tile) : n_keys;
+    };
+    const auto first = [&](int r) {
+      if constexpr (!kWindow) return 0;
+      return block.starts[r] > tile ? static_cast<int>(block.starts[r] - tile) : 0;
     };
     const auto scores = [&](int r) { return tiles.scores + static_cast<size_t>(r) * kTile; };
 
     const uint8_t* k = block.k + tile * block.k_stride;
     const uint8_t* v = block.v + tile * block.v_stride;
     const auto score = [&](const auto* keys) {
-      for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
+      for_row_pieces(row_begin, row_end, [&](int r, int rows) {
         const int key_vectors = (valid(r + rows - 1) + kWidth - 1) / kWidth;
         gemm_columns(rows, key_vectors, block.dim_k, block.q + static_cast<size_t>(r) * block.dim_k,
                      block.dim_k, keys, kTile, scores(r), kTile, nullptr);
@@ -282,8 +340,20 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
     prefetch_cells(k + kTile * block.k_stride, block.k_stride, ahead < kTile ? ahead : kTile,
                    block.dim_k);
 
-    for (int r = row_begin; r < n_rows && valid(r) < kTile; ++r) mask_row(scores(r), valid(r));
-    softmax_rows(tiles, row_begin, n_rows - row_begin);
+    if (block.soft_cap > 0) {
+      for (int r = row_begin; r < row_end; ++r) cap_row(scores(r), block.soft_cap);
+    }
+    for (int r = row_begin; r < row_end && valid(r) < kTile; ++r) mask_row(scores(r), valid(r));
+    if constexpr (kWindow) {
+      for (int r = row_end - 1; r >= row_begin && first(r) > 0; --r)
+        mask_front(scores(r), first(r));
+      // The rows behind the last, which are touched along, are still to come.
+      for (int r = row_end; r < row_end + kWidth; ++r) {
+        tiles.tile_max[r] = kLowest;
+        tiles.tile_sum[r] = 0.0F;
+      }
+    }
+    softmax_rows(tiles, row_begin, row_end - row_begin);
 
     const auto accumulate = [&](const auto* values, size_t stride) {
       const auto add = [&](int row, int rows, int begin, int end, const float* rescale) {
@@ -291,7 +361,11 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
                      values + begin * stride, stride, state.acc + row * acc_stride, acc_stride,
                      rescale);
       };
-      for_row_pieces(row_begin, n_rows, [&](int r, int rows) {
+      for_row_pieces(row_begin, row_end, [&](int r, int rows) {
+        if constexpr (kWindow) {
+          add_window(r, rows, first, valid, tiles.rescale, add);
+          return;
+        }
         // The rows together up to the first one's last key, then each alone: what a row does not
         // attend never meets its accumulator.
         const int common = valid(r);
@@ -311,6 +385,15 @@ void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
   for (int r = 0; r < n_rows; ++r) {
     state.max[r] = tiles.row_max[r];
     state.sum[r] = tiles.row_sum[r];
+  }
+}
+
+void attend(const AttentionBlock& block, int64_t first_key, int64_t end_key,
+            const AttentionState& state, const AttentionTiles& tiles) {
+  if (block.starts == nullptr) {
+    attend_rows<false>(block, first_key, end_key, state, tiles);
+  } else {
+    attend_rows<true>(block, first_key, end_key, state, tiles);
   }
 }
 

@@ -27,6 +27,7 @@ struct Simd {
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F max(F a, F b) { return a > b ? a : b; }
   template <F (*op)(F, F), int N>

@@ -12,7 +12,9 @@ int least_rows(const model::Model& model) {
   const model::Device& device = model.device();
   int64_t least = model::least_product_rows(device, model.weights().output.w->type);
   for (const model::LayerWeights& w : model.weights().layers) {
-    for (const model::Linear* linear : {&w.q, &w.k, &w.v, &w.o, &w.gate, &w.up, &w.down}) {
+    for (const model::Linear* linear :
+         {&w.q, &w.k, &w.v, &w.o, &w.gate, &w.up, &w.down, &w.experts.shared_gate,
+          &w.experts.shared_up, &w.experts.shared_down}) {
       if (linear->w == nullptr) continue;
       least = std::max(least, model::least_product_rows(device, linear->w->type));
     }
@@ -34,6 +36,12 @@ Status check_options(const model::Model& model, const HybridOptions& options) {
     return unimplemented(
         fmt::format("a batch runs on one device, the model's layers are on {}; name one --device",
                     model.devices().size()));
+  }
+  if (model.hparams().n_window > 0 || model.hparams().attention_soft_cap > 0) {
+    return unimplemented(
+        fmt::format("the batch engine attends all rows alike, and {} models have layers with "
+                    "windows or capped scores",
+                    model.hparams().arch));
   }
   if (options.buffer_tokens < kBlockTokens || options.n_buffers < 2 || options.max_batch_rows < 1 ||
       options.max_step_rows < 1) {

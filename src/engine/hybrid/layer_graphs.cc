@@ -229,8 +229,9 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
   if (attention_.size() < plan.pieces.size()) attention_.resize(plan.pieces.size());
   std::unique_ptr<AttentionOp>& attention = attention_[index];
   if (attention == nullptr) {
-    attention = std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(), own_attention_,
-                                              stage_.engine_options(), stage_.arena().row_bytes());
+    attention =
+        std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(), own_attention_,
+                                      stage_.engine_options(), stage_.arena().row_bytes(), 0);
   }
   if (!kv_only) {
     HCACHE_RETURN_IF_ERROR(

@@ -197,6 +197,7 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
       is_any({"qwen2moe", "qwen3moe", "olmoe", "deepseek", "phimoe", "granitemoe"});
   const bool own_width = is_any({"qwen2moe", "qwen3moe", "deepseek"});
   const int n_ff_expert = !has_experts ? 0 : own_width ? 256 : 512;
+  const bool windows = is_any({"gemma2", "gemma3", "cohere2"});
   const bool shares = is_any({"qwen2moe", "deepseek", "granitemoe"});
   return {.name = fmt::format("tiny-{}-{}", arch, n_head_kv),
           .arch = spec.arch,
@@ -209,7 +210,7 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
           .n_vocab = 320,
           .n_ctx = 2048,
           .norm_eps = 1e-5F,
-          .tied_output = is_any({"opt", "gemma", "command-r"}),
+          .tied_output = is_any({"opt", "gemma", "gemma2", "gemma3", "command-r", "cohere2"}),
           .qkv_bias = all_biases || is_any({"qwen2", "glm4", "seed_oss"}),
           .block_biases = all_biases,
           .output_bias = is_any({"phi2", "phimoe"}),
@@ -220,7 +221,9 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
           .n_expert_used = has_experts ? 3 : 0,
           .n_ff_expert = n_ff_expert,
           .n_ff_shared = shares ? 512 : 0,
-          .n_dense_layers = arch == "deepseek" ? 1 : 0};
+          .n_dense_layers = arch == "deepseek" ? 1 : 0,
+          .n_window = windows ? 40 : 0,
+          .window_period = windows ? 3 : 0};
 }
 
 Result<ggml_type> parse_weight_type(std::string_view name) {

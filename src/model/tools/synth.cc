@@ -183,6 +183,8 @@ void Synth::metadata(const GgufFile* vocab) {
     }
   }
   expert_metadata();
+  if (s_.n_window > 0) u32("attention.sliding_window", s_.n_window);
+  if (s_.window_period > 0) u32("attention.sliding_window_pattern", s_.window_period);
   for (const auto& [key, value] : o_.extra_numbers) writer_.set_f32(key, value);
   for (const auto& [key, value] : o_.extra_strings) writer_.set_string(key, value);
   for (const auto& [key, value] : o_.extra_integers) writer_.set_u32(key, value);

@@ -53,14 +53,17 @@ struct AttentionShape {
   int32_t head_dim_k = 0;  // of q and k
   int32_t head_dim_v = 0;  // of v and of the output
   float scale = 1.0F;      // multiplies q·k, usually 1/sqrt(head_dim_k)
+  float soft_cap = 0;      // scores become cap·tanh(score / cap); 0: they stay
+  int64_t window = 0;      // of the cells below, a row attends the last so many; 0: all
 };
 
 // Any head counts that divide, head dimensions 1..1024 (multiples of 16 are the fast ones), and a
-// finite scale. There is no bias, soft cap, sink or window.
+// finite scale. There is no bias or sink.
 [[nodiscard]] bool attention_supports(const AttentionShape& shape);
 
 // The rows of one sequence in this step: prefill (many) or decode (one).
-// Row first_row + r attends the n_past + r + 1 cells from first_cell on, the last being its own.
+// Row first_row + r attends the n_past + r + 1 cells from first_cell on, the last being its own, or
+// the last of them where the shape has a window.
 struct AttentionSegment {
   int32_t first_row = 0;   // in q and out
   int32_t n_rows = 0;      // >= 0
@@ -128,7 +131,7 @@ class AttentionPlan {
   // Takes part in computing one layer: returns when no work is left to take, which may be before
   // the other threads are done. Requires 0 <= ith < nth <= max_threads. Reads only attended cells.
   // The weights of observed rows are computed apart and added to the tallies; no bit of the output
-  // depends on that.
+  // depends on that. Without a window or a soft cap alone.
   void run(const AttentionTensors& tensors, int ith, int nth,
            const AttentionObservation& observed = {});
 

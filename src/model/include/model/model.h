@@ -47,6 +47,14 @@ enum class SharedExperts {
   kWeighed,   // kByLength, times the sigmoid of a product of their own (Qwen)
 };
 
+// RoPE of layers with a window.
+enum class WindowRope {
+  kSame,
+  kOwnBase,    // a base of its own (10,000 unless the file says otherwise), no scaling (Gemma 3)
+  kUnscaled,   // OLMo 3
+  kOnlyThere,  // the layers without a window have none (Cohere 2, EXAONE 4)
+};
+
 // One row per architecture (spec.cc): everything in which architectures differ. A bias or an
 // optional weight is used when the file has it and the row allows it.
 struct DecoderSpec {
@@ -73,7 +81,14 @@ struct DecoderSpec {
   bool embedding_by_width = false;  // embeddings times the square root of the width (Gemma)
   bool normalised_experts = false;  // the weights of those that are chosen sum to one
   SharedExperts shared_experts = SharedExperts::kNone;
-  bool window = false;  // layers may see a window of the last rows only
+  // Where the file says how long it is, layers see a window of the last rows only, but for the last
+  // of every so many; 0: no model has a window.
+  int window_period = 0;
+  WindowRope window_rope = WindowRope::kSame;
+  int least_window_layers = 0;  // models with fewer layers have none, whatever the file says
+  bool soft_caps = false;       // of scores and of logits, by the file's keys (Gemma 2)
+  bool logit_soft_cap = false;  // of logits alone
+  int width_scaled_layers = 0;  // with so many layers scores are scaled by width over heads
 };
 
 // The table of supported architectures.
@@ -101,9 +116,14 @@ struct HParams {
   float embedding_scale = 1;  // of a token's row
   float residual_scale = 1;   // of what attention and feed-forward add
   float logit_scale = 1;
+  float attention_soft_cap = 0;  // of scores, before the softmax; 0: none
+  float logit_soft_cap = 0;
+  int n_window = 0;                 // rows that a layer with a window sees, its own included
+  std::vector<uint8_t> windowed{};  // per layer; empty: none
 
   // RoPE (ggml_rope_ext's parameters; YaRN and linear scaling included).
   float rope_freq_base = 10000.0F;
+  float window_freq_base = 10000.0F;  // of WindowRope::kOwnBase
   float rope_freq_scale = 1.0F;
   int rope_n_ctx_orig = 0;
   float rope_ext_factor = 0.0F;
@@ -120,6 +140,10 @@ struct HParams {
   int n_dense_layers = 0;
   float expert_scale = 1;  // of the chosen experts' weights
 
+  // Rows that the layer sees at most; 0: all.
+  [[nodiscard]] int64_t window_of(int layer) const {
+    return !windowed.empty() && windowed[static_cast<size_t>(layer)] != 0 ? n_window : 0;
+  }
   [[nodiscard]] bool has_experts(int layer) const {
     return n_expert > 0 && layer >= n_dense_layers;
   }
@@ -191,7 +215,7 @@ class Model {
  public:
   // Reads, validates and places a GGUF file. Every size, offset, type and shape is checked before
   // use: kDataLoss for a truncated or lying file, kUnimplemented for an unknown architecture or an
-  // unsupported feature (a sliding window, ...), kNotFound for a missing file or tensor; the
+  // unsupported feature, kNotFound for a missing file or tensor; the
   // message names the file and the key or tensor. Where the weights go is plan_weights()'s answer,
   // errors included.
   static Result<std::unique_ptr<Model>> load(const std::string& path, Device& device,
