@@ -342,7 +342,8 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   HCACHE_ASSIGN_OR_RETURN(const float scale, keys.number("attention.scale", 0.0F));
   h.attention_scale = scale == 0.0F ? 1.0F / sqrtf(static_cast<float>(head_dim)) : scale;
   if (spec.width_scaled_layers > 0 && n_layer == spec.width_scaled_layers) {
-    h.attention_scale = 1.0F / sqrtf(static_cast<float>(n_embd / n_head));
+    const int64_t width = n_embd / n_head;
+    h.attention_scale = 1.0F / sqrtf(static_cast<float>(width));
   }
 
   if (spec.rope_mode >= 0) {

@@ -2,7 +2,9 @@
 // with the engine (tests/e2e/oracle_test.cc); here it is what the files hold.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <nlohmann/json.hpp>
 
 #include "gguf_file.h"
@@ -89,7 +91,8 @@ TEST(Synth, LargeQuantisedTensorsHaveTheSameScale) {
   EXPECT_NEAR(sum / n, 0.0, 1e-2);
   EXPECT_NEAR(std::sqrt(squares / n), 1.0, 2e-2);
   for (size_t row = 1; row < 64; row++) {
-    EXPECT_NE(memcmp(values.data(), values.data() + row * 256, 256 * sizeof(float)), 0);
+    const auto other = values.begin() + static_cast<std::ptrdiff_t>(row * 256);
+    EXPECT_FALSE(std::equal(other, other + 256, values.begin()));
   }
   const auto first = test::read_file(path);
   options.n_threads = 3;
