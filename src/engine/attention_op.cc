@@ -23,9 +23,10 @@ bool same_segment(const AttentionSegment& a, const AttentionSegment& b) {
 
 }  // namespace
 
-AttentionOp::AttentionOp(const model::HParams& hp, GraphRunner& graphs, bool ours,
+AttentionOp::AttentionOp(const model::Model& model, GraphRunner& graphs, bool ours,
                          const EngineOptions& options, size_t kv_row_bytes, int64_t window)
-    : graphs_(graphs) {
+    : graphs_(graphs), has_sinks_(model.spec().sinks) {
+  const model::HParams& hp = model.hparams();
   tiled_ = graphs.device().may_use_cpu_kernels();
   const size_t alignment = graphs.device().read_alignment();
   view_cells_ = static_cast<int64_t>(alignment / std::gcd(alignment, kv_row_bytes));
@@ -74,7 +75,8 @@ Status AttentionOp::set_batch(std::span<const AttentionSegment> segments) {
 AttentionOp::Layout AttentionOp::layout_of(const AttentionSegment& s) const {
   const bool prefill = s.n_rows > 1;
   const int64_t lead = s.first_cell % view_cells_;
-  const int group = prefill && tiled_ ? shape_.n_head / shape_.n_head_kv : 1;
+  // A sink is a head's, and packed rows are of several.
+  const int group = prefill && tiled_ && !has_sinks_ ? shape_.n_head / shape_.n_head_kv : 1;
   const int64_t n_rows = static_cast<int64_t>(s.n_rows) * group;
   return {.first_row = s.first_row,
           .n_queries = s.n_rows,
@@ -145,11 +147,11 @@ void AttentionOp::observe(int layer, const AttentionObservation& observed) {
 }
 
 ggml_tensor* AttentionOp::build(ggml_context* ctx, int layer, ggml_tensor* q, ggml_tensor* k_arena,
-                                ggml_tensor* v_arena) {
-  if (plan_ == nullptr) return build_ggml(ctx, q, k_arena, v_arena);
-  std::array<ggml_tensor*, 3> args = {q, k_arena, v_arena};
+                                ggml_tensor* v_arena, ggml_tensor* sinks) {
+  if (plan_ == nullptr) return build_ggml(ctx, q, k_arena, v_arena, sinks);
+  std::array<ggml_tensor*, 4> args = {q, k_arena, v_arena, sinks};
   return ggml_custom_4d(ctx, GGML_TYPE_F32, q->ne[0] * q->ne[1], q->ne[2], 1, 1, args.data(),
-                        static_cast<int>(args.size()), run_custom, GGML_N_TASKS_MAX,
+                        sinks == nullptr ? 3 : 4, run_custom, GGML_N_TASKS_MAX,
                         &calls_[static_cast<size_t>(layer)]);
 }
 
@@ -157,14 +159,16 @@ void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata)
   const ggml_tensor* q = dst->src[0];
   const ggml_tensor* k = dst->src[1];
   const ggml_tensor* v = dst->src[2];
-  const AttentionTensors tensors = {.q = static_cast<const float*>(q->data),
-                                    .q_stride = q->nb[2],
-                                    .k = k->data,
-                                    .k_stride = k->nb[1],
-                                    .v = v->data,
-                                    .v_stride = v->nb[1],
-                                    .out = static_cast<float*>(dst->data),
-                                    .out_stride = dst->nb[1]};
+  const AttentionTensors tensors = {
+      .q = static_cast<const float*>(q->data),
+      .q_stride = q->nb[2],
+      .k = k->data,
+      .k_stride = k->nb[1],
+      .v = v->data,
+      .v_stride = v->nb[1],
+      .out = static_cast<float*>(dst->data),
+      .out_stride = dst->nb[1],
+      .sinks = dst->src[3] == nullptr ? nullptr : static_cast<const float*>(dst->src[3]->data)};
   const auto* call = static_cast<const Call*>(userdata);
   call->plan->run(tensors, ith, nth, call->observed);
 }
@@ -172,31 +176,38 @@ void AttentionOp::run_custom(ggml_tensor* dst, int ith, int nth, void* userdata)
 bool AttentionOp::has_flash_attention(ggml_type kv_type) const {
   const Graph g(graphs_, 8);
   const int64_t dim = shape_.head_dim_k;
-  ggml_tensor* q = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, dim, kTiledRows, shape_.n_head_kv);
+  const int n_head = has_sinks_ ? shape_.n_head : shape_.n_head_kv;
+  ggml_tensor* q = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, dim, kTiledRows, n_head);
   ggml_tensor* kv = ggml_new_tensor_3d(g.ctx, kv_type, dim, kKvPadding, shape_.n_head_kv);
   ggml_tensor* mask = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F16, kKvPadding, kTiledRows);
-  const ggml_tensor* out =
+  ggml_tensor* out =
       ggml_flash_attn_ext(g.ctx, q, kv, kv, mask, shape_.scale, 0.0F, shape_.soft_cap);
+  if (has_sinks_) {
+    ggml_flash_attn_ext_add_sinks(out, ggml_new_tensor_1d(g.ctx, GGML_TYPE_F32, shape_.n_head));
+  }
   return ggml_backend_supports_op(graphs_.device().compute(), out);
 }
 
 // Devices have flash attention for some sizes of heads alone (CUDA: 64, 80, 96, 128, ...):
 // elsewhere the scores are computed in full.
-ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
-                                 ggml_tensor* mask) const {
+ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, const Attended& to) const {
   if (flash_) {
-    ggml_tensor* out = ggml_flash_attn_ext(ctx, q, k, v, mask, shape_.scale, 0.0F, shape_.soft_cap);
+    ggml_tensor* out =
+        ggml_flash_attn_ext(ctx, q, to.k, to.v, to.mask, shape_.scale, 0.0F, shape_.soft_cap);
     ggml_prec_set_acc(out, GGML_PREC_F32);  // half precision is not enough for every model
+    ggml_flash_attn_ext_add_sinks(out, to.sinks);
     return out;
   }
-  ggml_tensor* scores = ggml_mul_mat(ctx, k, q);
+  ggml_tensor* scores = ggml_mul_mat(ctx, to.k, q);
   ggml_prec_set_acc(scores, GGML_PREC_F32);
   float scale = shape_.scale;
   if (shape_.soft_cap > 0) {
     scores = ggml_tanh(ctx, ggml_scale(ctx, scores, scale / shape_.soft_cap));
     scale = shape_.soft_cap;
   }
-  scores = ggml_soft_max_ext(ctx, scores, mask, scale, 0.0F);
+  scores = ggml_soft_max_ext(ctx, scores, to.mask, scale, 0.0F);
+  ggml_soft_max_add_sinks(scores, to.sinks);
+  ggml_tensor* v = to.v;
   if (ggml_is_quantized(v->type)) v = ggml_cast(ctx, v, GGML_TYPE_F32);
   ggml_tensor* out = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, v)), scores);
   return ggml_cont(ctx, ggml_permute(ctx, out, 0, 2, 1, 3));
@@ -204,7 +215,7 @@ ggml_tensor* AttentionOp::attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor*
 
 // One attention per sequence on views of its extent.
 ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
-                                     ggml_tensor* v_arena) {
+                                     ggml_tensor* v_arena, ggml_tensor* sinks) {
   const int64_t dim = shape_.head_dim_k;
   ggml_tensor* result = nullptr;
   for (size_t i = 0; i < layouts_.size(); ++i) {
@@ -216,14 +227,14 @@ ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_ten
     };
     ggml_tensor* queries = ggml_view_3d(ctx, q, dim, shape_.n_head, layout.n_queries, q->nb[1],
                                         q->nb[2], static_cast<size_t>(layout.first_row) * q->nb[2]);
+    const Attended to = {
+        .k = arena_view(k_arena), .v = arena_view(v_arena), .mask = masks_[i], .sinks = sinks};
     ggml_tensor* out = nullptr;
     if (layout.n_rows == layout.n_queries) {
-      out = attend(ctx, ggml_permute(ctx, queries, 0, 2, 1, 3), arena_view(k_arena),
-                   arena_view(v_arena), masks_[i]);
+      out = attend(ctx, ggml_permute(ctx, queries, 0, 2, 1, 3), to);
       out = ggml_reshape_2d(ctx, out, dim * shape_.n_head, layout.n_queries);
     } else {
-      out =
-          attend_packed(ctx, layout, queries, arena_view(k_arena), arena_view(v_arena), masks_[i]);
+      out = attend_packed(ctx, layout, queries, to);
     }
     result = result == nullptr ? out : ggml_concat(ctx, result, out, 1);
   }
@@ -233,7 +244,7 @@ ggml_tensor* AttentionOp::build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_ten
 // In prefill on CPUs the query heads that share a KV head are packed as rows of one head, which
 // changes no bit of the tiled kernel's result.
 ggml_tensor* AttentionOp::attend_packed(ggml_context* ctx, const Layout& layout, ggml_tensor* q,
-                                        ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask) const {
+                                        const Attended& to) const {
   const int64_t dim = shape_.head_dim_k;
   const int64_t n = layout.n_queries;
   const int64_t group = layout.group;
@@ -246,7 +257,7 @@ ggml_tensor* AttentionOp::attend_packed(ggml_context* ctx, const Layout& layout,
   const int64_t padding = layout.n_rows - group * n;
   if (padding > 0) packed = ggml_pad(ctx, packed, 0, static_cast<int>(padding), 0, 0);
 
-  ggml_tensor* out = attend(ctx, packed, k, v, mask);
+  ggml_tensor* out = attend(ctx, packed, to);
   // [dim, packed_heads, group * rows (+ padding)] -> [dim * n_head, rows]
   ggml_tensor* unpacked = ggml_view_4d(ctx, out, dim, packed_heads, group, n, out->nb[1],
                                        out->nb[2], out->nb[2] * static_cast<size_t>(group), 0);

@@ -22,7 +22,7 @@ namespace hcache::engine {
 class AttentionOp {
  public:
   // kv_row_bytes: of a row of K or V in the arena. window: a row attends so many keys; 0: all.
-  AttentionOp(const model::HParams& hparams, GraphRunner& graphs, bool ours,
+  AttentionOp(const model::Model& model, GraphRunner& graphs, bool ours,
               const EngineOptions& options, size_t kv_row_bytes, int64_t window);
   ~AttentionOp();
   AttentionOp(const AttentionOp&) = delete;
@@ -31,8 +31,9 @@ class AttentionOp {
   // Fixes the segments for the graphs built from here on. For ggml's kernel it uploads masks,
   // which may need device memory.
   Status set_batch(std::span<const AttentionSegment> segments);
+  // sinks: the layer's, F32 [n_head]; null: it has none.
   ggml_tensor* build(ggml_context* ctx, int layer, ggml_tensor* q, ggml_tensor* k_arena,
-                     ggml_tensor* v_arena);
+                     ggml_tensor* v_arena, ggml_tensor* sinks);
   // What the graphs of a layer observe, from the next that is computed on; ours() alone can. None
   // may be running.
   void observe(int layer, const AttentionObservation& observed);
@@ -66,18 +67,25 @@ class AttentionOp {
     AttentionObservation observed;
   };
   static void run_custom(ggml_tensor* dst, int ith, int nth, void* userdata);
+  // What the queries of a segment attend.
+  struct Attended {
+    ggml_tensor* k = nullptr;
+    ggml_tensor* v = nullptr;
+    ggml_tensor* mask = nullptr;
+    ggml_tensor* sinks = nullptr;
+  };
   ggml_tensor* build_ggml(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k_arena,
-                          ggml_tensor* v_arena);
+                          ggml_tensor* v_arena, ggml_tensor* sinks);
   // [n_embd, queries] of one segment's queries [head_dim, n_head, queries].
   ggml_tensor* attend_packed(ggml_context* ctx, const Layout& layout, ggml_tensor* q,
-                             ggml_tensor* k, ggml_tensor* v, ggml_tensor* mask) const;
+                             const Attended& to) const;
   // [head_dim, heads, rows] of queries [head_dim, rows, heads].
-  ggml_tensor* attend(ggml_context* ctx, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
-                      ggml_tensor* mask) const;
+  ggml_tensor* attend(ggml_context* ctx, ggml_tensor* q, const Attended& to) const;
   [[nodiscard]] bool has_flash_attention(ggml_type kv_type) const;
 
   GraphRunner& graphs_;
   AttentionShape shape_;
+  bool has_sinks_ = false;
   int64_t view_cells_ = 1;  // on a multiple of so many cells a view of the arena may begin
   std::unique_ptr<AttentionPlan> plan_;  // null: ggml's
   std::vector<Call> calls_;              // per layer, of plan_

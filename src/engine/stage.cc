@@ -14,8 +14,8 @@ Stage::Stage(const model::Model& model, const EngineOptions& options, StageOptio
       arena_(model, engine_options_, options_.begin, options_.end, graphs_, *options_.queues.copy) {
   for (int i = 0; i < options_.n_groups; ++i) {
     const int64_t window = options_.windows.empty() ? 0 : options_.windows.at(i);
-    attention_.push_back(std::make_unique<AttentionOp>(
-        model.hparams(), graphs_, options_.own_attention, options, arena_.row_bytes(), window));
+    attention_.push_back(std::make_unique<AttentionOp>(model, graphs_, options_.own_attention,
+                                                       options, arena_.row_bytes(), window));
   }
 }
 

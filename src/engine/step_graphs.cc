@@ -231,7 +231,8 @@ ggml_tensor* StepGraphs::build_attention(const Range& range, int layer, ggml_ten
   ggml_tensor* q = model::build_q(range.g.ctx, stage.model(), layer, hidden, range.positions);
   range.g.add(q);
   return stage.attention(sequences_.group_of(layer))
-      .build(range.g.ctx, layer, q, stage.arena().k(layer), stage.arena().v(layer));
+      .build(range.g.ctx, layer, q, stage.arena().k(layer), stage.arena().v(layer),
+             stage.model().weights().layers[layer].sinks);
 }
 
 ggml_tensor* StepGraphs::wanted_rows(const Range& range, ggml_tensor* rows) {

@@ -173,10 +173,11 @@ Status StepRunner::observe(const ObservedRows& rows, AttentionScores* scores) {
       return failed_precondition(fmt::format(
           "layers of sequence {} do without rows: attention can't be told by position", rows.seq));
     }
-    if (hp.attention_soft_cap > 0) {
-      return unimplemented(fmt::format(
-          "what attention falls on is not told where scores are capped, as {} models want",
-          hp.arch));
+    if (hp.attention_soft_cap > 0 || model_.spec().sinks) {
+      return unimplemented(
+          fmt::format("what attention falls on is not told where scores are capped or part of it "
+                      "falls on sinks, as {} models want",
+                      hp.arch));
     }
     for (int layer = 0; layer < hp.n_layer; ++layer) {
       if (hp.window_of(layer) > 0) {

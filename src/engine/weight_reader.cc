@@ -22,21 +22,26 @@ using model::WeightPiece;
 
 Result<std::unique_ptr<WeightReader>> WeightReader::open(const StreamedWeights& weights,
                                                          std::array<std::byte*, 2> images) {
-  HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<File> file,
-                          weights.env->open_file(weights.path, {.direct = true}));
-  HCACHE_ASSIGN_OR_RETURN(const FileIdentity identity, file->identity());
-  if (identity != weights.identity) {
-    return failed_precondition(fmt::format(
-        "{} was replaced or changed while the model was being loaded; start again", weights.path));
+  std::vector<std::unique_ptr<File>> files;
+  for (const model::StreamedFile& expected : weights.files) {
+    HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<File> file,
+                            weights.env->open_file(expected.path, {.direct = true}));
+    HCACHE_ASSIGN_OR_RETURN(const FileIdentity identity, file->identity());
+    if (identity != expected.identity) {
+      return failed_precondition(
+          fmt::format("{} was replaced or changed while the model was being loaded; start again",
+                      expected.path));
+    }
+    files.push_back(std::move(file));
   }
   HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<IoQueue> queue, weights.env->new_io_queue(kDepth));
   return std::unique_ptr<WeightReader>(
-      new WeightReader(weights, std::move(file), std::move(queue), images));
+      new WeightReader(weights, std::move(files), std::move(queue), images));
 }
 
-WeightReader::WeightReader(const StreamedWeights& weights, std::unique_ptr<File> file,
+WeightReader::WeightReader(const StreamedWeights& weights, std::vector<std::unique_ptr<File>> files,
                            std::unique_ptr<IoQueue> queue, std::array<std::byte*, 2> images)
-    : weights_(weights), file_(std::move(file)), queue_(std::move(queue)) {
+    : weights_(weights), files_(std::move(files)), queue_(std::move(queue)) {
   for (size_t i = 0; i < images.size(); ++i) images_.at(i).memory = images.at(i);
   thread_ = std::thread([this] { run(); });
 }
@@ -158,7 +163,7 @@ void WeightReader::submit(Image& image, size_t piece) {
   const WeightPiece& p = weights_.units[static_cast<size_t>(image.unit)].pieces[piece];
   const size_t from = image.have[piece] / kDirectAlignment * kDirectAlignment;
   IoRequest request;
-  request.file = file_.get();
+  request.file = files_[p.file].get();
   request.offset = p.file_offset + from;
   request.buffer = {image.memory + p.image_offset + from, p.n_bytes - from};
   request.tag = (&image == images_.data() ? 0 : kTagImage) + piece;
@@ -193,8 +198,9 @@ void WeightReader::complete(const IoCompletion& completion) {
     finish_piece(image, piece);
   } else if (completion.bytes == 0) {
     --image.in_flight;
-    fail(image, data_loss(fmt::format("{}: the file ends at byte {}, where weights should be",
-                                      weights_.path, p.file_offset + image.have[piece])));
+    fail(image,
+         data_loss(fmt::format("{}: the file ends at byte {}, where weights should be",
+                               weights_.files[p.file].path, p.file_offset + image.have[piece])));
   } else {
     submit(image, piece);
   }
@@ -219,11 +225,14 @@ void WeightReader::fail(Image& image, Status status) {
 }
 
 Status WeightReader::check_unchanged() const {
-  HCACHE_ASSIGN_OR_RETURN(const FileIdentity now, file_->identity());
-  if (now == weights_.identity) return {};
-  return data_loss(fmt::format(
-      "{} was changed while its weights were in use; restart with the file as it is now",
-      weights_.path));
+  for (size_t i = 0; i < files_.size(); ++i) {
+    HCACHE_ASSIGN_OR_RETURN(const FileIdentity now, files_[i]->identity());
+    if (now == weights_.files[i].identity) continue;
+    return data_loss(fmt::format(
+        "{} was changed while its weights were in use; restart with the file as it is now",
+        weights_.files[i].path));
+  }
+  return {};
 }
 
 }  // namespace hcache::engine

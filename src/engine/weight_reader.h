@@ -1,4 +1,4 @@
-// Reads layers of a model file, or halves of layers, into two pieces of host memory, in the
+// Reads layers of a model's files, or halves of layers, into two pieces of host memory, in the
 // background.
 #pragma once
 
@@ -29,7 +29,7 @@ class WeightReader {
     int64_t busy_ns = 0;  // with reads under way
   };
 
-  // Opens the model's file, with direct I/O where there is any. `images` are aligned to
+  // Opens the model's files, with direct I/O where there is any. `images` are aligned to
   // kDirectAlignment, of weights.image_bytes, and outlive the reader, as `weights` does.
   // kFailedPrecondition: the file is not the one whose header was read.
   static Result<std::unique_ptr<WeightReader>> open(const model::StreamedWeights& weights,
@@ -64,7 +64,7 @@ class WeightReader {
     Status error{};
   };
 
-  WeightReader(const model::StreamedWeights& weights, std::unique_ptr<File> file,
+  WeightReader(const model::StreamedWeights& weights, std::vector<std::unique_ptr<File>> files,
                std::unique_ptr<IoQueue> queue, std::array<std::byte*, 2> images);
   void run() HCACHE_EXCLUDES(mutex_);
   // The image whose next piece is to be read; null: none has any to read.
@@ -83,8 +83,8 @@ class WeightReader {
       HCACHE_REQUIRES(mutex_);
 
   const model::StreamedWeights& weights_;
-  const std::unique_ptr<File> file_;
-  const std::unique_ptr<IoQueue> queue_;  // the thread's alone
+  const std::vector<std::unique_ptr<File>> files_;  // of weights_.files
+  const std::unique_ptr<IoQueue> queue_;            // the thread's alone
 
   mutable Mutex mutex_;
   CondVar work_;   // for the thread

@@ -36,9 +36,12 @@ void mark_cold(std::span<const uint8_t> bytes) {
 
 // What a cached digest is valid for.
 std::string identity_line(const GgufFile& file) {
-  const FileIdentity id = file.identity();
-  return fmt::format("hcache-digest {} {} {} {} {}", kDigestVersion, id.size, id.mtime_ns,
-                     id.device, id.inode);
+  std::string line = fmt::format("hcache-digest {}", kDigestVersion);
+  for (const GgufPart& part : file.parts()) {
+    const FileIdentity& id = part.identity;
+    line += fmt::format(" {} {} {} {}", id.size, id.mtime_ns, id.device, id.inode);
+  }
+  return line;
 }
 
 }  // namespace
@@ -72,6 +75,9 @@ Result<std::string> digest_content(const GgufFile& file, const HParams& h, bool 
     text(fmt::format("window {} {:a} ", h.n_window, h.window_freq_base));
     for (const uint8_t windowed : h.windowed) text(windowed != 0 ? "1" : "0");
     text("\n");
+  }
+  if (h.attention_temperature != 0) {
+    text(fmt::format("temperature {:a}\n", h.attention_temperature));
   }
   if (h.n_expert > 0) {
     text(fmt::format("experts {} {} {} {:a}\n", h.n_expert_used, h.n_ff_shared, h.n_dense_layers,

@@ -32,6 +32,43 @@ ggml_tensor* shared_experts(ggml_context* ctx, const ExpertWeights& e, ggml_tens
   return ggml_mul(ctx, out, ggml_sigmoid(ctx, weight));
 }
 
+// Of the experts that were chosen for each row, [n_out, n_used, n].
+ggml_tensor* chosen_products(ggml_context* ctx, const Linear& experts, ggml_tensor* in,
+                             ggml_tensor* chosen) {
+  ggml_tensor* out = ggml_mul_mat_id(ctx, experts.w, in, chosen);
+  if (experts.b == nullptr) return out;
+  ggml_tensor* biases = ggml_reshape_2d(ctx, experts.b, experts.w->ne[1], experts.w->ne[2]);
+  return ggml_add_id(ctx, out, biases, chosen);
+}
+
+ggml_tensor* gated(ggml_context* ctx, Activation kind, ggml_tensor* gate, ggml_tensor* up) {
+  constexpr float kSteepness = 1.702F;
+  constexpr float kLimit = 7.0F;
+  return kind == Activation::kClampedSwiglu ? ggml_swiglu_oai(ctx, gate, up, kSteepness, kLimit)
+                                            : ggml_swiglu_split(ctx, gate, up);
+}
+
+// The weights of those that were chosen, [1, n_used, n].
+ggml_tensor* expert_weights(ggml_context* ctx, const Model& model, ggml_tensor* probabilities,
+                            ggml_tensor* chosen) {
+  const HParams& hp = model.hparams();
+  const DecoderSpec& spec = model.spec();
+  const int64_t n = chosen->ne[1];
+  const int64_t n_used = hp.n_expert_used;
+  ggml_tensor* weights =
+      ggml_get_rows(ctx, ggml_reshape_3d(ctx, probabilities, 1, hp.n_expert, n), chosen);
+  if (spec.softmax_of_chosen) {
+    weights = ggml_soft_max(ctx, ggml_reshape_2d(ctx, weights, n_used, n));
+    weights = ggml_reshape_3d(ctx, weights, 1, n_used, n);
+  }
+  if (spec.normalised_experts) {
+    weights = ggml_reshape_2d(ctx, weights, n_used, n);
+    ggml_tensor* sum = ggml_clamp(ctx, ggml_sum_rows(ctx, weights), kLeastSum, INFINITY);
+    weights = ggml_reshape_3d(ctx, ggml_div(ctx, weights, sum), 1, n_used, n);
+  }
+  return hp.expert_scale == 1 ? weights : ggml_scale(ctx, weights, hp.expert_scale);
+}
+
 }  // namespace
 
 ggml_tensor* build_experts(ggml_context* ctx, const Model& model, const ExpertWeights& experts,
@@ -39,21 +76,16 @@ ggml_tensor* build_experts(ggml_context* ctx, const Model& model, const ExpertWe
   const HParams& hp = model.hparams();
   const int64_t n = in->ne[1];
   const int64_t n_used = hp.n_expert_used;
-  ggml_tensor* probabilities = ggml_soft_max(ctx, router_logits(ctx, experts.router, in));
+  ggml_tensor* probabilities = router_logits(ctx, experts.router, in);
+  if (!model.spec().softmax_of_chosen) probabilities = ggml_soft_max(ctx, probabilities);
   ggml_tensor* chosen = ggml_argsort_top_k(ctx, probabilities, hp.n_expert_used);
-  ggml_tensor* weights =
-      ggml_get_rows(ctx, ggml_reshape_3d(ctx, probabilities, 1, hp.n_expert, n), chosen);
-  if (model.spec().normalised_experts) {
-    weights = ggml_reshape_2d(ctx, weights, n_used, n);
-    ggml_tensor* sum = ggml_clamp(ctx, ggml_sum_rows(ctx, weights), kLeastSum, INFINITY);
-    weights = ggml_reshape_3d(ctx, ggml_div(ctx, weights, sum), 1, n_used, n);
-  }
-  if (hp.expert_scale != 1) weights = ggml_scale(ctx, weights, hp.expert_scale);
+  ggml_tensor* weights = expert_weights(ctx, model, probabilities, chosen);
 
   ggml_tensor* rows = ggml_reshape_3d(ctx, in, in->ne[0], 1, n);
-  ggml_tensor* up = ggml_mul_mat_id(ctx, experts.up.w, rows, chosen);
-  ggml_tensor* act = ggml_swiglu_split(ctx, ggml_mul_mat_id(ctx, experts.gate.w, rows, chosen), up);
-  ggml_tensor* each = ggml_mul(ctx, ggml_mul_mat_id(ctx, experts.down.w, act, chosen), weights);
+  ggml_tensor* up = chosen_products(ctx, experts.up, rows, chosen);
+  ggml_tensor* gate = chosen_products(ctx, experts.gate, rows, chosen);
+  ggml_tensor* act = gated(ctx, model.spec().activation, gate, up);
+  ggml_tensor* each = ggml_mul(ctx, chosen_products(ctx, experts.down, act, chosen), weights);
   ggml_tensor* sum = nullptr;  // in the order of the choice
   for (int64_t i = 0; i < n_used; ++i) {
     ggml_tensor* one =

@@ -8,6 +8,14 @@
 namespace hcache::model {
 namespace {
 
+constexpr const char* kSplitCount = "split.count";
+constexpr const char* kSplitNumber = "split.no";
+constexpr int64_t kMaxParts = 99999;  // their names have five digits
+
+std::string part_suffix(int64_t index, int64_t n_parts) {
+  return fmt::format("-{:05}-of-{:05}.gguf", index + 1, n_parts);
+}
+
 // Bytes of a scalar; 0 for strings, arrays and unknown types.
 size_t scalar_size(gguf_type type) {
   switch (type) {
@@ -108,7 +116,7 @@ std::string GgufTensor::describe() const {
   return out + "]";
 }
 
-Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path, Env& env) {
+Result<std::unique_ptr<GgufFile>> GgufFile::open_part(const std::string& path, Env& env) {
   Result<std::unique_ptr<File>> opened = env.open_file(path, {});
   switch (opened.code()) {
     case Code::kOk: break;
@@ -123,21 +131,94 @@ Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path, Env& e
   HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<FileMapping> mapping, (*opened)->map());
   const std::span<const std::byte> bytes = mapping->bytes();
   std::unique_ptr<GgufFile> file(
-      new GgufFile(path, {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}));
-  file->mapping_ = std::move(mapping);
+      new GgufFile({.path = path,
+                    .bytes = {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()},
+                    .identity = mapping->identity()}));
+  file->mappings_.push_back(std::move(mapping));
   HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(path));
   return file;
 }
 
+Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path, Env& env) {
+  HCACHE_ASSIGN_OR_RETURN(std::unique_ptr<GgufFile> file, open_part(path, env));
+  HCACHE_RETURN_IF_ERROR(file->open_others(env));
+  return file;
+}
+
+// The other parts of a model that is split, as llama.cpp's llama-gguf-split names and numbers them.
+Status GgufFile::open_others(Env& env) {
+  HCACHE_ASSIGN_OR_RETURN(const auto count, integer(kSplitCount));
+  const int64_t n_parts = count.value_or(1);
+  if (n_parts <= 1) return {};
+  HCACHE_ASSIGN_OR_RETURN(const auto number, integer(kSplitNumber));
+  const int64_t index = number.value_or(-1);
+  if (n_parts > kMaxParts || index < 0 || index >= n_parts) {
+    return data_loss(fmt::format("{}: part {} of {} of a model", path(), index, n_parts));
+  }
+  const std::string suffix = part_suffix(index, n_parts);
+  if (!path().ends_with(suffix)) {
+    return invalid_argument(fmt::format(
+        "{} is part {} of {} of a model, and the others are found by their names: it must end with "
+        "{}",
+        path(), index + 1, n_parts, suffix));
+  }
+  const std::string prefix = path().substr(0, path().size() - suffix.size());
+  if (index > 0) {
+    return invalid_argument(fmt::format("{} is part {} of {} of a model; name the first, {}",
+                                        path(), index + 1, n_parts,
+                                        prefix + part_suffix(0, n_parts)));
+  }
+  for (int64_t i = 1; i < n_parts; ++i) {
+    Result<std::unique_ptr<GgufFile>> other = open_part(prefix + part_suffix(i, n_parts), env);
+    if (!other.ok()) {
+      return other.status().with_context(fmt::format("{}: part {} of {}", path(), i + 1, n_parts));
+    }
+    HCACHE_RETURN_IF_ERROR(append(**other, i, n_parts));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const auto n_tensors, integer("split.tensors.count"));
+  if (n_tensors.has_value() && *n_tensors != static_cast<int64_t>(tensors_.size())) {
+    return data_loss(fmt::format("{}: its parts hold {} tensors, and it promises {}", path(),
+                                 tensors_.size(), *n_tensors));
+  }
+  return {};
+}
+
+// Takes over what another part holds.
+Status GgufFile::append(GgufFile& other, int64_t index, int64_t n_parts) {
+  HCACHE_ASSIGN_OR_RETURN(const auto number, other.integer(kSplitNumber));
+  HCACHE_ASSIGN_OR_RETURN(const auto count, other.integer(kSplitCount));
+  if (number != index || count != n_parts) {
+    return data_loss(fmt::format("{} is part {} of {}, by its name it is part {} of {}",
+                                 other.path(), number.value_or(-1) + 1, count.value_or(-1),
+                                 index + 1, n_parts));
+  }
+  if (other.alignment_ != alignment_) {
+    return unimplemented(fmt::format("{} is aligned to {} bytes, {} to {}", other.path(),
+                                     other.alignment_, path(), alignment_));
+  }
+  for (GgufTensor& t : other.tensors_) {
+    if (!tensor_index_.emplace(t.name, tensors_.size()).second) {
+      return data_loss(
+          fmt::format("{}: tensor \"{}\" is in another part too", other.path(), printable(t.name)));
+    }
+    t.part = parts_.size();
+    tensors_.push_back(std::move(t));
+  }
+  parts_.push_back(std::move(other.parts_.front()));
+  mappings_.push_back(std::move(other.mappings_.front()));
+  return {};
+}
+
 Result<std::unique_ptr<GgufFile>> GgufFile::parse(std::span<const uint8_t> bytes,
                                                   std::string name) {
-  std::unique_ptr<GgufFile> file(new GgufFile(std::move(name), bytes));
-  HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(file->path_));
+  std::unique_ptr<GgufFile> file(
+      new GgufFile({.path = std::move(name), .bytes = bytes, .identity = {}}));
+  HCACHE_RETURN_IF_ERROR(file->parse_header().with_context(file->path()));
   return file;
 }
 
 Status GgufFile::parse_header() {
-  Cursor in(bytes_);
+  Cursor in(header_bytes());
   uint32_t magic = 0;
   uint32_t version = 0;
   uint64_t n_tensors = 0;
@@ -154,7 +235,7 @@ Status GgufFile::parse_header() {
   if (n_values > in.left() / 13 || n_tensors > in.left() / 24) {
     return data_loss(
         fmt::format("the header promises {} values and {} tensors, more than {} bytes can hold",
-                    n_values, n_tensors, bytes_.size()));
+                    n_values, n_tensors, header_bytes().size()));
   }
   for (uint64_t i = 0; i < n_values; i++) HCACHE_RETURN_IF_ERROR(read_value(in, i));
   HCACHE_RETURN_IF_ERROR(read_alignment());
@@ -192,7 +273,7 @@ Status GgufFile::read_value(Cursor& in, uint64_t index) {
       std::span<const uint8_t> skipped;
       if (!in.read(length) || !in.take(length, skipped)) return in.truncated(what);
     }
-    value.bytes = bytes_.subspan(start, in.offset() - start);
+    value.bytes = header_bytes().subspan(start, in.offset() - start);
   }
   if (!values_.emplace(key, value).second) return data_loss(what + " occurs twice");
   return {};
@@ -245,7 +326,7 @@ Result<uint64_t> GgufFile::read_tensor(Cursor& in, uint64_t index) {
     return data_loss(fmt::format("{}: rows of {} are no multiple of {}'s block of {}", what,
                                  t.ne[0], ggml_type_name(t.type), block));
   }
-  if (static_cast<uint64_t>(n_elements / block) > bytes_.size() / ggml_type_size(t.type)) {
+  if (static_cast<uint64_t>(n_elements / block) > header_bytes().size() / ggml_type_size(t.type)) {
     return data_loss(fmt::format("{} ({}) is larger than the file: truncated, or its shape lies",
                                  what, t.describe()));
   }
@@ -267,12 +348,12 @@ Status GgufFile::find_data(std::span<const uint64_t> offsets, size_t header_end)
     }
     const size_t size = t.row_bytes() * static_cast<size_t>(t.n_elements() / t.ne[0]);
     // Neither sum overflows: `expected` and `size` are at most the file's size here.
-    if (data_start + expected + size > bytes_.size()) {
+    if (data_start + expected + size > header_bytes().size()) {
       return data_loss(fmt::format(
           "the file ends within tensor \"{}\": truncated ({} bytes, at least {} needed)",
-          printable(t.name), bytes_.size(), data_start + expected + size));
+          printable(t.name), header_bytes().size(), data_start + expected + size));
     }
-    t.data = bytes_.subspan(data_start + expected, size);
+    t.data = header_bytes().subspan(data_start + expected, size);
     expected += pad(size);
   }
   return {};
@@ -299,7 +380,7 @@ Result<std::optional<int64_t>> GgufFile::uniform_integer(std::string_view key,
   const size_t size = scalar_size(value->item_type);
   const bool array = value->type == GGUF_TYPE_ARRAY;
   if (array && (count == 0 || value->count != count)) {
-    return data_loss(fmt::format("{}: key {} is an array of {} items, expected {}", path_, key,
+    return data_loss(fmt::format("{}: key {} is an array of {} items, expected {}", path(), key,
                                  value->count,
                                  count == 0 ? "one integer" : fmt::format("{}", count)));
   }
@@ -307,13 +388,13 @@ Result<std::optional<int64_t>> GgufFile::uniform_integer(std::string_view key,
   for (uint64_t i = 0; i < value->count; i++) {
     const auto item = scalar_integer(value->item_type, value->bytes.data() + i * size);
     if (!item.has_value()) {
-      return data_loss(fmt::format("{}: key {} is not an integer within 63 bits", path_, key));
+      return data_loss(fmt::format("{}: key {} is not an integer within 63 bits", path(), key));
     }
     if (first.has_value() && *first != *item) {
       return unimplemented(
           fmt::format("{}: key {} differs between the layers ({} and {}); only uniform "
                       "layers are supported",
-                      path_, key, *first, *item));
+                      path(), key, *first, *item));
     }
     first = item;
   }
@@ -331,14 +412,14 @@ Result<std::optional<double>> GgufFile::number(std::string_view key) const {
       return std::optional<double>(static_cast<double>(*i));
     }
   }
-  return data_loss(fmt::format("{}: key {} is not a number", path_, key));
+  return data_loss(fmt::format("{}: key {} is not a number", path(), key));
 }
 
 Result<std::optional<bool>> GgufFile::boolean(std::string_view key) const {
   const GgufValue* value = find(key);
   if (value == nullptr) return std::optional<bool>();
   if (value->type != GGUF_TYPE_BOOL) {
-    return data_loss(fmt::format("{}: key {} is not a boolean", path_, key));
+    return data_loss(fmt::format("{}: key {} is not a boolean", path(), key));
   }
   return std::optional<bool>(value->bytes[0] != 0);
 }
@@ -347,7 +428,7 @@ Result<std::optional<std::string>> GgufFile::string(std::string_view key) const 
   const GgufValue* value = find(key);
   if (value == nullptr) return std::optional<std::string>();
   if (value->type != GGUF_TYPE_STRING) {
-    return data_loss(fmt::format("{}: key {} is not a string", path_, key));
+    return data_loss(fmt::format("{}: key {} is not a string", path(), key));
   }
   const auto text = value->bytes.subspan(sizeof(uint64_t));
   return std::optional<std::string>(std::string(text.begin(), text.end()));

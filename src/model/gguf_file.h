@@ -33,6 +33,7 @@ struct GgufTensor {
   ggml_type type = GGML_TYPE_F32;
   int n_dims = 0;
   int64_t ne[GGML_MAX_DIMS] = {1, 1, 1, 1};
+  size_t part = 0;  // of the model, where its data are
   std::span<const uint8_t> data;
 
   [[nodiscard]] int64_t n_elements() const { return ne[0] * ne[1] * ne[2] * ne[3]; }
@@ -41,26 +42,32 @@ struct GgufTensor {
   [[nodiscard]] std::string describe() const;
 };
 
+// One of the files that a model is split into.
+struct GgufPart {
+  std::string path;
+  std::span<const uint8_t> bytes;
+  FileIdentity identity;  // as it was when the file was opened; zero for bytes in memory
+};
+
 // Text from a file made fit for a message: at most 80 characters, no control characters.
 std::string printable(std::string_view text);
 
 // Immutable after open; safe to read from any thread. Views into it live as long as it does.
 class GgufFile {
  public:
-  // kNotFound or kPermissionDenied when the file can't be opened, kDataLoss when it is truncated
-  // or malformed, kUnimplemented for a GGUF version or tensor type this build doesn't know.
+  // The first of several parts (NAME-00001-of-0000N.gguf) opens all of them, as one file.
+  // kNotFound or kPermissionDenied when a file can't be opened, kDataLoss when it is truncated
+  // or malformed, kUnimplemented for a GGUF version or tensor type this build doesn't know,
+  // kInvalidArgument for a part that is not the first.
   static Result<std::unique_ptr<GgufFile>> open(const std::string& path, Env& env = Env::real());
   // The same checks on bytes in memory, which must outlive the result (fuzzing, tests).
   static Result<std::unique_ptr<GgufFile>> parse(std::span<const uint8_t> bytes, std::string name);
   GgufFile(const GgufFile&) = delete;
   GgufFile& operator=(const GgufFile&) = delete;
 
-  [[nodiscard]] const std::string& path() const { return path_; }
-  [[nodiscard]] std::span<const uint8_t> bytes() const { return bytes_; }
-  // As it was when the file was opened; zero for bytes in memory.
-  [[nodiscard]] FileIdentity identity() const {
-    return mapping_ == nullptr ? FileIdentity{} : mapping_->identity();
-  }
+  [[nodiscard]] const std::string& path() const { return parts_.front().path; }
+  // At least one.
+  [[nodiscard]] const std::vector<GgufPart>& parts() const { return parts_; }
   [[nodiscard]] size_t alignment() const { return alignment_; }
 
   // Metadata, sorted by key; nullptr when absent.
@@ -82,9 +89,12 @@ class GgufFile {
   [[nodiscard]] const GgufTensor* tensor(std::string_view name) const;
 
  private:
-  GgufFile(std::string path, std::span<const uint8_t> bytes)
-      : path_(std::move(path)), bytes_(bytes) {}
+  explicit GgufFile(GgufPart part) : parts_{std::move(part)} {}
   class Cursor;
+  static Result<std::unique_ptr<GgufFile>> open_part(const std::string& path, Env& env);
+  Status open_others(Env& env);
+  Status append(GgufFile& other, int64_t index, int64_t n_parts);
+  [[nodiscard]] std::span<const uint8_t> header_bytes() const { return parts_.front().bytes; }
   Status parse_header();
   Status read_value(Cursor& in, uint64_t index);
   Status read_alignment();  // of the data section, once the values are known
@@ -93,9 +103,8 @@ class GgufFile {
   // Tensors follow each other in the data section, each padded to the alignment.
   Status find_data(std::span<const uint64_t> offsets, size_t header_end);
 
-  std::string path_;
-  std::span<const uint8_t> bytes_;
-  std::unique_ptr<FileMapping> mapping_;  // of bytes_; null for bytes in memory
+  std::vector<GgufPart> parts_;
+  std::vector<std::unique_ptr<FileMapping>> mappings_;  // of the parts; none for bytes in memory
   size_t alignment_ = GGUF_DEFAULT_ALIGNMENT;
   std::map<std::string, GgufValue, std::less<>> values_;
   std::vector<GgufTensor> tensors_;

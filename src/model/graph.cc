@@ -73,6 +73,17 @@ ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int laye
   return apply_rope(ctx, model, layer, heads, positions, model.hparams().rope_attn_factor);
 }
 
+// What each position's Q is multiplied by, [1, 1, n].
+ggml_tensor* temperatures(ggml_context* ctx, const HParams& hp, ggml_tensor* positions) {
+  ggml_tensor* x = ggml_cast(ctx, positions, GGML_TYPE_F32);
+  // Half a position more than it is: rounding then crosses no border.
+  const float step = 1.0F / static_cast<float>(hp.rope_n_ctx_orig);
+  x = ggml_floor(ctx, ggml_scale_bias(ctx, x, step, step / 2));
+  x = ggml_log(ctx, ggml_scale_bias(ctx, x, 1.0F, 1.0F));
+  x = ggml_scale_bias(ctx, x, hp.attention_temperature, 1.0F);
+  return ggml_reshape_3d(ctx, x, 1, 1, x->ne[0]);
+}
+
 // What a parallel feed-forward block multiplies.
 ggml_tensor* parallel_ffn_input(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
                                 ggml_tensor* hidden) {
@@ -108,6 +119,7 @@ ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeig
       act = spec.gated_ffn ? ggml_reglu_split(ctx, act, up) : ggml_relu(ctx, act);
       break;
     case Activation::kSquaredRelu: act = ggml_sqr(ctx, ggml_relu(ctx, act)); break;
+    case Activation::kClampedSwiglu: break;  // experts' alone
   }
   return apply_linear(ctx, w.down, act);
 }
@@ -124,8 +136,11 @@ ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml
 ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
                      ggml_tensor* positions) {
   const LayerWeights& w = model.weights().layers[layer];
-  return build_rotated_heads(ctx, model, layer, hidden, positions, w.q, w.q_norm,
-                             model.hparams().n_head);
+  const HParams& hp = model.hparams();
+  ggml_tensor* q =
+      build_rotated_heads(ctx, model, layer, hidden, positions, w.q, w.q_norm, hp.n_head);
+  if (hp.attention_temperature == 0) return q;
+  return ggml_mul(ctx, q, temperatures(ctx, hp, positions));
 }
 
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,

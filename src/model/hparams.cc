@@ -75,12 +75,6 @@ Status refuse_unsupported(const GgufFile& file, const Keys& keys) {
         fmt::format("{}: key {}: {} is not supported", file.path(), keys.full(key), feature));
   };
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  HCACHE_ASSIGN_OR_RETURN(const auto parts, file.integer("split.count"));
-  if (parts.value_or(1) > 1) {
-    return unimplemented(fmt::format(
-        "{}: one of {} parts of a split model; join them first (llama-gguf-split --merge)",
-        file.path(), *parts));
-  }
   HCACHE_ASSIGN_OR_RETURN(const auto causal, file.boolean(keys.full("attention.causal")));
   if (!causal.value_or(true)) return refuse("attention.causal", "attention without a causal mask");
   HCACHE_ASSIGN_OR_RETURN(const auto pre_norm, file.boolean(keys.full("do_layer_norm_before")));
@@ -125,7 +119,7 @@ Status tell_ignored(const GgufFile& file, const Keys& keys, const DecoderSpec& s
 
 // The same arithmetic, in F32, as libllama's load_hparams and context set-up, so that the angles
 // agree bit for bit.
-Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
+Status read_rope(const GgufFile& file, const Keys& keys, const DecoderSpec& spec, HParams& h) {
   HCACHE_ASSIGN_OR_RETURN(const int64_t n_rot,
                           keys.integer("rope.dimension_count", 0, kMaxDimension, h.head_dim));
   if (n_rot < 2 || n_rot % 2 != 0 || n_rot > h.head_dim) {
@@ -158,15 +152,29 @@ Status read_rope(const GgufFile& file, const Keys& keys, HParams& h) {
   h.rope_attn_factor = 1.0F;
   if (scaling == "yarn") {
     h.rope_ext_factor = 1.0F;
+    float log_factor = 0;
+    if (spec.temperature) {
+      HCACHE_ASSIGN_OR_RETURN(log_factor, keys.number("rope.scaling.yarn_log_multiplier", 0.0F));
+      HCACHE_ASSIGN_OR_RETURN(h.rope_beta_fast,
+                              keys.number("rope.scaling.yarn_beta_fast", h.rope_beta_fast));
+      HCACHE_ASSIGN_OR_RETURN(h.rope_beta_slow,
+                              keys.number("rope.scaling.yarn_beta_slow", h.rope_beta_slow));
+    }
     const float scale = 1.0F / h.rope_freq_scale;
-    const float mscale = scale <= 1.0F ? 1.0F : (0.1F * 1.0F * logf(scale) + 1.0F);
-    h.rope_attn_factor = mscale;
+    const auto magnitude = [scale](float factor) {
+      return scale <= 1.0F ? 1.0F : (0.1F * factor * logf(scale) + 1.0F);
+    };
+    h.rope_attn_factor = magnitude(1.0F);
+    if (log_factor != 0) h.rope_attn_factor /= magnitude(log_factor);
     // ggml_rope_ext applies this factor itself.
     h.rope_attn_factor *= 1.0F / (1.0F + 0.1F * logf(scale));
   }
   HCACHE_ASSIGN_OR_RETURN(const float attn_factor, keys.number("rope.scaling.attn_factor", 1.0F));
   h.rope_attn_factor *= attn_factor;
   if (!std::isfinite(h.rope_attn_factor)) return keys.bad("rope.scaling.factor", "is too small");
+  if (!spec.temperature) return {};
+  HCACHE_ASSIGN_OR_RETURN(h.attention_temperature,
+                          keys.number("attention.temperature_scale", 0.0F));
   return {};
 }
 
@@ -347,7 +355,7 @@ Result<HParams> read_hparams(const GgufFile& file, const DecoderSpec& spec) {
   }
 
   if (spec.rope_mode >= 0) {
-    HCACHE_RETURN_IF_ERROR(read_rope(file, keys, h));
+    HCACHE_RETURN_IF_ERROR(read_rope(file, keys, spec, h));
   }
   HCACHE_RETURN_IF_ERROR(read_windows(file, keys, spec, h));
   if (spec.learned_positions) {

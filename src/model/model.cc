@@ -105,6 +105,7 @@ struct Model::Impl {
   Status stream(const std::vector<Slot>& slots, const LoadOptions& options,
                 std::vector<Slot>& resident);
   Status map(Device& device, const std::vector<Slot>& slots);
+  Status map_part(Device& device, const GgufPart& part, const std::vector<Slot>& slots);
   ggml_context* new_context(size_t n_tensors) {
     contexts.emplace_back(ggml_init({ggml_tensor_overhead() * n_tensors, nullptr, true}));
     return contexts.back().get();
@@ -258,6 +259,7 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
     sources.push_back({.layer = slot.layer,
                        .target = slot.target,
                        .create = [slot](ggml_context* ctx) { return new_tensor(ctx, slot); },
+                       .part = slot.source->part,
                        .bytes = slot.bytes(),
                        .is_kv = slot.is_kv,
                        .is_feed_forward = slot.is_feed_forward});
@@ -280,8 +282,18 @@ Status Model::Impl::stream(const std::vector<Slot>& slots, const LoadOptions& op
 
 // Weights that are used where the file is mapped.
 Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
+  for (size_t i = 0; i < file->parts().size(); ++i) {
+    std::vector<Slot> own;
+    std::copy_if(slots.begin(), slots.end(), std::back_inserter(own),
+                 [i](const Slot& slot) { return slot.source->part == i; });
+    if (!own.empty()) HCACHE_RETURN_IF_ERROR(map_part(device, file->parts()[i], own));
+  }
+  return {};
+}
+
+Status Model::Impl::map_part(Device& device, const GgufPart& part, const std::vector<Slot>& slots) {
   ggml_context* ctx = new_context(slots.size());
-  const auto bytes = file->bytes();
+  const auto bytes = part.bytes;
   auto* base = const_cast<uint8_t*>(bytes.data());  // read only: ggml never writes weights
   size_t largest = 0;
   for (const Slot& slot : slots) largest = std::max(largest, slot.n_bytes());
@@ -289,7 +301,7 @@ Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
       ggml_backend_dev_buffer_from_host_ptr(device.dev(), base, bytes.size(), largest));
   if (buffers.back() == nullptr) {
     return internal_error(
-        fmt::format("{}: device {} can't use the mapped file", file->path(), device.name()));
+        fmt::format("{}: device {} can't use the mapped file", part.path, device.name()));
   }
   ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
   if (streamed == nullptr) madvise(base, bytes.size(), MADV_WILLNEED);
@@ -299,7 +311,7 @@ Status Model::Impl::map(Device& device, const std::vector<Slot>& slots) {
     if (ggml_backend_tensor_alloc(buffers.back().get(), *slot.target, data) !=
         GGML_STATUS_SUCCESS) {
       return internal_error(
-          fmt::format("{}: tensor {} can't be mapped", file->path(), slot.source->name));
+          fmt::format("{}: tensor {} can't be mapped", part.path, slot.source->name));
     }
     // Of a file that is mostly streamed no other pages may be read along.
     if (streamed != nullptr) advise(slot.bytes(), MADV_WILLNEED);

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
+#include <tuple>
 #include <utility>
 
 #include "base/units.h"
@@ -24,13 +24,15 @@ constexpr size_t kSlots = 2;
 uint64_t block_down(uint64_t n) { return n / kBlock * kBlock; }
 uint64_t block_up(uint64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
 
+// Of one of the model's files.
 struct Range {
+  size_t part = 0;
   uint64_t begin = 0;
   uint64_t end = 0;
 };
 
-uint64_t offset_in(const GgufFile& file, std::span<const uint8_t> bytes) {
-  return static_cast<uint64_t>(bytes.data() - file.bytes().data());
+uint64_t offset_in(const GgufFile& file, const StreamedSource& source) {
+  return static_cast<uint64_t>(source.bytes.data() - file.parts()[source.part].bytes.data());
 }
 
 // Whole blocks around the weights, in the file's order; ranges at most `gap` apart become one.
@@ -39,14 +41,16 @@ std::vector<Range> blocks_around(const GgufFile& file, std::span<const StreamedS
   std::vector<Range> ranges;
   for (const StreamedSource& source : sources) {
     if (kv_only && !source.is_kv) continue;
-    const uint64_t begin = offset_in(file, source.bytes);
-    ranges.push_back({block_down(begin), block_up(begin + source.bytes.size())});
+    const uint64_t begin = offset_in(file, source);
+    ranges.push_back({source.part, block_down(begin), block_up(begin + source.bytes.size())});
   }
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return std::tie(a.part, a.begin) < std::tie(b.part, b.begin);
+  });
   std::vector<Range> merged;
   for (const Range& range : ranges) {
-    if (!merged.empty() && range.begin <= merged.back().end + gap) {
+    if (!merged.empty() && range.part == merged.back().part &&
+        range.begin <= merged.back().end + gap) {
       merged.back().end = std::max(merged.back().end, range.end);
     } else {
       merged.push_back(range);
@@ -60,8 +64,8 @@ std::vector<Range> outside(const std::vector<Range>& all, const std::vector<Rang
   std::vector<Range> rest;
   for (Range range : all) {
     for (const Range& t : taken) {
-      if (t.end <= range.begin || t.begin >= range.end) continue;
-      if (t.begin > range.begin) rest.push_back({range.begin, t.begin});
+      if (t.part != range.part || t.end <= range.begin || t.begin >= range.end) continue;
+      if (t.begin > range.begin) rest.push_back({range.part, range.begin, t.begin});
       range.begin = t.end;
     }
     if (range.begin < range.end) rest.push_back(range);
@@ -185,7 +189,7 @@ Status fill_host(const GgufFile& file, const Device& device, const Progress& pro
   for (StreamedUnit& unit : w.units) {
     unit.host = at;
     for (const WeightPiece& piece : unit.pieces) {
-      const uint8_t* from = file.bytes().data() + piece.file_offset;
+      const uint8_t* from = file.parts()[piece.file].bytes.data() + piece.file_offset;
       std::memcpy(at + piece.image_offset, from, piece.file_bytes);
       // The mapping's pages have served their purpose.
       madvise(const_cast<uint8_t*>(from), piece.file_bytes, MADV_COLD);
@@ -227,24 +231,24 @@ std::array<std::vector<StreamedSource>, 2> halves_of(std::span<const StreamedSou
 UnitImage image_of(const GgufFile& file, std::span<const StreamedSource> sources) {
   UnitImage image;
   const std::vector<Range> runs = blocks_around(file, sources, false, kMaxGap);
-  std::map<uint64_t, size_t> run_offsets;  // by the run's end: its place in the image
+  std::vector<size_t> run_offsets;  // in the image
   for (const Range& run : runs) {
-    run_offsets[run.end] = image.n_bytes;
+    run_offsets.push_back(image.n_bytes);
     image.n_bytes += run.end - run.begin;
   }
-  const auto place_of = [&](uint64_t offset) -> size_t {
-    const auto [end, at] = *run_offsets.upper_bound(offset);
-    const auto run = std::find_if(runs.begin(), runs.end(),
-                                  [end = end](const Range& r) { return r.end == end; });
-    return at + (offset - run->begin);
+  const auto place_of = [&](size_t part, uint64_t offset) -> size_t {
+    const auto run = std::find_if(runs.begin(), runs.end(), [&](const Range& r) {
+      return r.part == part && r.begin <= offset && offset < r.end;
+    });
+    return run_offsets[static_cast<size_t>(run - runs.begin())] + (offset - run->begin);
   };
   const auto add = [&](const std::vector<Range>& ranges) {
     uint64_t bytes = 0;
     for (const Range& range : ranges) {
       for (uint64_t at = range.begin; at < range.end; at += kPieceBytes) {
         const uint64_t n = std::min(kPieceBytes, range.end - at);
-        const uint64_t in_file = std::min<uint64_t>(n, file.bytes().size() - at);
-        image.unit.pieces.push_back({at, place_of(at), n, in_file});
+        const uint64_t in_file = std::min<uint64_t>(n, file.parts()[range.part].bytes.size() - at);
+        image.unit.pieces.push_back({range.part, at, place_of(range.part, at), n, in_file});
         bytes += n;
       }
     }
@@ -255,7 +259,7 @@ UnitImage image_of(const GgufFile& file, std::span<const StreamedSource> sources
   image.unit.n_kv_pieces = image.unit.pieces.size();
   image.unit.n_bytes = image.unit.kv_bytes + add(outside(runs, kv));
   for (const StreamedSource& source : sources) {
-    image.offsets.push_back(place_of(offset_in(file, source.bytes)));
+    image.offsets.push_back(place_of(source.part, offset_in(file, source)));
   }
   return image;
 }
@@ -268,8 +272,7 @@ Result<std::unique_ptr<StreamedLayers>> lay_out_streamed(const GgufFile& file, D
   StreamedWeights& w = out->weights;
   w.place = place;
   w.env = &env;
-  w.path = file.path();
-  w.identity = file.identity();
+  for (const GgufPart& part : file.parts()) w.files.push_back({part.path, part.identity});
   w.first_layer = sources.front().layer;
   w.halves = halves;
   out->contexts.emplace_back(ggml_init({ggml_tensor_overhead() * sources.size(), nullptr, true}));

@@ -32,7 +32,8 @@ struct StreamedSource {
   int layer = 0;  // of the model
   ggml_tensor** target = nullptr;
   std::function<ggml_tensor*(ggml_context*)> create;
-  std::span<const uint8_t> bytes;  // in the file's mapping
+  size_t part = 0;                 // of the model's files
+  std::span<const uint8_t> bytes;  // in that one's mapping
   bool is_kv = false;
   bool is_feed_forward = false;  // of the second half
 };
@@ -40,7 +41,7 @@ struct StreamedSource {
 // What a layer's attention needs, and what its feed-forward block needs.
 std::array<std::vector<StreamedSource>, 2> halves_of(std::span<const StreamedSource> layer);
 
-// The block-wise ranges of the file that hold these weights, as an image: what a slot needs.
+// The block-wise ranges of the files that hold these weights, as an image: what a slot needs.
 struct UnitImage {
   StreamedUnit unit;  // without tensors
   size_t n_bytes = 0;

@@ -117,6 +117,15 @@ Status TensorReader::vector(ggml_tensor*& target, const std::string& name, int64
   return {};
 }
 
+// Rows of numbers, kept one behind the other.
+Status TensorReader::table(ggml_tensor*& target, const std::string& name, Shape shape, Range part) {
+  HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, shape, false));
+  if (t == nullptr) return {};
+  if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
+  add_slot(target, t, part, Use::kVector);
+  return {};
+}
+
 Status TensorReader::norm(NormWeights& target, const std::string& name, int64_t n, bool required) {
   HCACHE_RETURN_IF_ERROR(vector(target.w, name + ".weight", n, {0, n}, required));
   const bool has_bias = spec_.norm_biases && file_.tensor(name + ".weight") != nullptr;
@@ -183,7 +192,7 @@ Status TensorReader::expert_matrices(Linear& target, const std::string& name, Sh
   HCACHE_RETURN_IF_ERROR(check_matrix(*t));
   add_slot(target.w, t, {0, shape.ne1 * shape.ne2}, Use::kMatrix);
   slots_.back().n_matrices = shape.ne2;
-  return {};
+  return table(target.b, name + ".bias", {shape.ne1, shape.ne2}, {0, shape.ne1 * shape.ne2});
 }
 
 Status TensorReader::experts(ExpertWeights& e, const std::string& prefix) {
@@ -233,13 +242,7 @@ Status TensorReader::head_norm(ggml_tensor*& target, const std::string& name, in
       const int64_t n = n_head * h_.head_dim;
       return vector(target, name, n, {0, n}, true);
     }
-    case HeadNorm::kEachHead: {
-      HCACHE_ASSIGN_OR_RETURN(const GgufTensor* t, claim(name, {h_.head_dim, n_head}, false));
-      if (t == nullptr) return {};
-      if (t->type != GGML_TYPE_F32) return bad_type(*t, "norms and biases must be F32");
-      add_slot(target, t, part, Use::kVector);
-      return {};
-    }
+    case HeadNorm::kEachHead: return table(target, name, {h_.head_dim, n_head}, part);
   }
   return {};
 }
@@ -300,6 +303,12 @@ Status TensorReader::layer(LayerWeights& l, int index) {
   }
   HCACHE_RETURN_IF_ERROR(head_norm(l.q_norm.w, p + "attn_q_norm.weight", h_.n_head, q_part()));
   HCACHE_RETURN_IF_ERROR(head_norm(l.k_norm.w, p + "attn_k_norm.weight", h_.n_head_kv, kv_part()));
+  if (spec_.sinks) {
+    const int group = h_.n_head / h_.n_head_kv;
+    HCACHE_RETURN_IF_ERROR(
+        vector(l.sinks, p + "attn_sinks.weight", h_.n_head,
+               {int64_t{share_.first_head_kv} * group, int64_t{share_.n_head_kv} * group}, true));
+  }
   HCACHE_RETURN_IF_ERROR(columns_of(l.o, p + "attn_output", {h_.n_embd_q(), n_embd}, q_part()));
   return h_.has_experts(index) ? experts(l.experts, p) : dense(l, p);
 }

@@ -94,6 +94,7 @@ class TensorReader {
   Status dense(LayerWeights& l, const std::string& prefix);
   Status experts(ExpertWeights& e, const std::string& prefix);
   // A matrix for each expert.
+  Status table(ggml_tensor*& target, const std::string& name, Shape shape, Range part);
   Status expert_matrices(Linear& target, const std::string& name, Shape shape);
   Status head_norm(ggml_tensor*& target, const std::string& name, int64_t n_head, Range part);
   Status layer(LayerWeights& l, int index);

@@ -11,6 +11,7 @@
 #include <random>
 
 #include "../unit/model_fixtures.h"
+#include "../unit/split_model.h"
 #include "../unit/test_device.h"
 #include "engine/engine.h"
 
@@ -227,6 +228,19 @@ TEST(Oracle, MixturesOfDenseArchitecturesAgree) {
       expect_close(run(oracle, ours, 8), type, "qwen3moe");
     }
   }
+}
+
+// The parts are llama.cpp's as well as ours.
+TEST(Oracle, ModelsInSeveralFilesAgree) {
+  if (!hcache::testing::on_cpu()) GTEST_SKIP() << "about the files, not the device";
+  const model::test::TempDir dir;
+  const std::string whole =
+      model::test::make_tiny(dir, model::test::tiny_options("qwen2", 2, GGML_TYPE_F32));
+  const std::string file = model::test::split_model(whole, dir.file("parts"), 3).front();
+  Oracle oracle(file, GGML_TYPE_F32, false);
+  Ours ours(file,
+            {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
+  expect_close(run(oracle, ours, 4), GGML_TYPE_F32, "qwen2");
 }
 
 // RoPE in all the ways the metadata can ask for.

@@ -53,6 +53,7 @@ struct Data {
   size_t q_pitch, out_pitch;  // elements between rows
   std::vector<uint16_t> k, v;
   std::vector<float> q;
+  std::vector<float> sinks;  // empty, or one per head
 
   Data(const AttentionShape& s, int64_t cells, int rows, unsigned seed = 1, double spread = 1.0)
       : shape(s), n_cells(cells) {
@@ -93,6 +94,7 @@ struct Data {
     t.v_stride = v_pitch * sizeof(uint16_t);
     t.out = out.data();
     t.out_stride = out_pitch * sizeof(float);
+    t.sinks = sinks.empty() ? nullptr : sinks.data();
     return t;
   }
 
@@ -143,8 +145,10 @@ std::vector<double> reference_weights(const Data& data, int row, int head, int64
     dot *= s.scale;
     w[static_cast<size_t>(j)] = s.soft_cap > 0 ? s.soft_cap * std::tanh(dot / s.soft_cap) : dot;
   }
-  const double top = *std::max_element(w.begin(), w.end());
+  double top = *std::max_element(w.begin(), w.end());
+  if (!data.sinks.empty()) top = std::max<double>(top, data.sinks[static_cast<size_t>(head)]);
   double sum = 0;
+  if (!data.sinks.empty()) sum = std::exp(data.sinks[static_cast<size_t>(head)] - top);
   for (double& x : w) sum += x = std::exp(x - top);
   for (double& x : w) x /= sum;
   return w;
@@ -283,6 +287,25 @@ TEST_P(AttentionTest, MatchesReferenceWithCappedScores) {
         const std::vector<AttentionSegment> segments = {{0, rows, 0, past}};
         EXPECT_LT(worst_error(data, segments, compute(data, segments, GetParam(), 2), 3), 2e-4)
             << "a cap of " << cap << ", a window of " << window;
+      }
+    }
+  }
+}
+
+// Far below the scores, among them, and so far above that little is left for the keys.
+TEST_P(AttentionTest, MatchesReferenceWithSinks) {
+  for (const int64_t window : {0, 90}) {
+    AttentionShape shape = shape_of(6, 2, 64, 64);
+    shape.window = window;
+    for (const auto& [rows, past] : {std::pair{1, 600}, {130, 0}, {40, 500}}) {
+      Data data(shape, past + rows, rows, 9);
+      data.sinks = {-300.0F, -2.0F, 0.0F, 1.5F, 8.0F, 300.0F};
+      const std::vector<AttentionSegment> segments = {{0, rows, 0, past}};
+      const std::vector<float> out = compute(data, segments, GetParam(), 2);
+      EXPECT_LT(worst_error(data, segments, out, 3), 1e-5) << "a window of " << window;
+      for (int row = 0; row < rows; ++row) {
+        const float* last = out.data() + static_cast<size_t>(row) * data.out_pitch + size_t{5} * 64;
+        EXPECT_EQ(std::count(last, last + 64, 0.0F), 64) << "all of it falls on the sink";
       }
     }
   }

@@ -14,6 +14,7 @@
 #include "late_compute_queue.h"
 #include "late_copy_queue.h"
 #include "rpc_server.h"
+#include "split_model.h"
 
 namespace hcache::engine {
 namespace {
@@ -137,10 +138,11 @@ struct Case {
   int n_head_kv;
   ggml_type type;
 };
-constexpr Case kCases[] = {
-    {"llama", 2, GGML_TYPE_Q8_0},  {"llama", 4, GGML_TYPE_F16},     {"llama", 2, GGML_TYPE_Q4_1},
-    {"qwen3", 2, GGML_TYPE_BF16},  {"qwen3moe", 2, GGML_TYPE_Q8_0}, {"glm4", 2, GGML_TYPE_Q4_0},
-    {"falcon", 1, GGML_TYPE_Q4_K}, {"opt", 4, GGML_TYPE_Q8_0},      {"llama", 2, GGML_TYPE_Q4_0}};
+constexpr Case kCases[] = {{"llama", 2, GGML_TYPE_Q8_0},    {"llama", 4, GGML_TYPE_F16},
+                           {"llama", 2, GGML_TYPE_Q4_1},    {"qwen3", 2, GGML_TYPE_BF16},
+                           {"qwen3moe", 2, GGML_TYPE_Q8_0}, {"glm4", 2, GGML_TYPE_Q4_0},
+                           {"falcon", 1, GGML_TYPE_Q4_K},   {"opt", 4, GGML_TYPE_Q8_0},
+                           {"llama", 2, GGML_TYPE_Q4_0},    {"gpt-oss", 2, GGML_TYPE_Q8_0}};
 
 TEST(StreamedWeights, GiveTheBitsOfResidentOnes) {
   for (const Case& c : kCases) {
@@ -196,6 +198,32 @@ TEST(StreamedWeights, ByHalvesGiveTheBitsOfResidentOnes) {
       EXPECT_GT(stats.most_waiting, 2U) << "the queue was never late";
     }
   }
+}
+
+// Parts end within layers.
+TEST(StreamedWeights, OfSeveralFilesGiveTheBitsOfResidentOnes) {
+  const TempDir dir;
+  const std::string whole = deep_model_path("llama", 2, GGML_TYPE_Q8_0, 5);
+  const Outcome resident = run(*load(whole, plain())->model);
+  for (const int n_parts : {2, 4}) {
+    const std::string name = (dir.path() / std::to_string(n_parts)).string();
+    const std::string path = model::test::split_model(whole, name, n_parts).front();
+    expect_same(run(*load(path, plain())->model), resident);
+    const auto loaded = load(path, from_disk());
+    ASSERT_EQ(loaded->model->streamed()->files.size(), static_cast<size_t>(n_parts));
+    expect_same(run(*loaded->model), resident);
+    const auto halves = load(path, halved(path));
+    ASSERT_TRUE(halves->model->streamed()->halves);
+    expect_same(run(*halves->model), resident);
+  }
+  const Result<hcache::testing::RpcServer*> server = hcache::testing::RpcServer::shared();
+  ASSERT_TRUE(server.ok()) << server.status().to_string();
+  const std::shared_ptr<model::Device> device = model::Device::open((*server)->device(), 1).value();
+  model::LoadOptions in_host_memory;
+  in_host_memory.weights = WeightPlace::kHost;
+  const std::string path = model::test::part_path((dir.path() / "4").string(), 0, 4);
+  expect_same(run(*model::Model::load(path, *device, in_host_memory).value()),
+              run(*model::Model::load(whole, *device, plain()).value()));
 }
 
 TEST(StreamedWeights, ParallelBlocksAreNotHalved) {

@@ -252,9 +252,6 @@ TEST(Corrupt, FeaturesOfOtherModelsAreRefused) {
   Mutable m = tiny_llama();
   m.set_bool("llama.attention.causal", false);
   EXPECT_REFUSED(m.load(), Code::kUnimplemented, "llama.attention.causal");
-  Mutable part = tiny_llama();
-  part.set_u32("split.count", 3);
-  EXPECT_REFUSED(part.load(), Code::kUnimplemented, "split model");
   Mutable n = tiny_llama();
   n.set_string("llama.rope.scaling.type", "longrope");
   EXPECT_REFUSED(n.load(), Code::kNotFound, "rope_factors_short");

@@ -65,7 +65,8 @@ inline constexpr std::array kMoreArchitectures = {
     ArchCase{"nemotron", 2},   ArchCase{"qwen2moe", 2},   ArchCase{"qwen3moe", 2},
     ArchCase{"olmoe", 4},      ArchCase{"deepseek", 4},   ArchCase{"phimoe", 2},
     ArchCase{"granitemoe", 2}, ArchCase{"gemma2", 2},     ArchCase{"gemma3", 2},
-    ArchCase{"cohere2", 2},    ArchCase{"exaone4", 2}};
+    ArchCase{"cohere2", 2},    ArchCase{"exaone4", 2},    ArchCase{"gpt-oss", 2},
+    ArchCase{"mistral3", 2}};
 
 inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type) {
   SynthOptions options;
@@ -74,7 +75,15 @@ inline SynthOptions tiny_options(const char* arch, int n_head_kv, ggml_type type
   options.n_threads = 1;
   options.head_norms = std::string_view(arch) == "stablelm" && n_head_kv == 4;
   if (std::string_view(arch) == "smollm3") options.shape.n_layer = 5;  // the fourth has no RoPE
-  if (std::string_view(arch) == "olmo2" && n_head_kv == 2) {           // OLMo 3
+  if (std::string_view(arch) == "mistral3") {                          // beyond the first context
+    options.extra_integers.emplace_back("mistral3.rope.scaling.original_context_length", 32);
+    options.extra_numbers.emplace_back("mistral3.rope.scaling.factor", 4.0F);
+    options.extra_numbers.emplace_back("mistral3.rope.scaling.yarn_log_multiplier", 0.5F);
+    options.extra_numbers.emplace_back("mistral3.rope.scaling.yarn_beta_fast", 16.0F);
+    options.extra_numbers.emplace_back("mistral3.attention.temperature_scale", 0.3F);
+    options.extra_strings.emplace_back("mistral3.rope.scaling.type", "yarn");
+  }
+  if (std::string_view(arch) == "olmo2" && n_head_kv == 2) {  // OLMo 3
     options.shape.n_window = 40;
     options.shape.window_period = 3;
   }

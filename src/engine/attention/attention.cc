@@ -156,6 +156,13 @@ bool has_f16c() {
 }
 #endif
 
+// What the accumulator of a row is multiplied by, where a sink of a base-2 score has its part too.
+float inverse_with_sink(float max, float sum, float sink) {
+  if (sink <= max) return 1.0F / (sum + std::exp2(sink - max));
+  const float rest = std::exp2(max - sink);
+  return rest / (sum * rest + 1.0F);
+}
+
 int64_t partitions_of(int64_t n_keys) {
   return (n_keys + kAttentionPartition - 1) / kAttentionPartition;
 }
@@ -464,7 +471,9 @@ void AttentionPlan::Impl::finish(const Item& item, const AttentionState& state,
     float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(t.out) + row * t.out_stride) +
                 static_cast<size_t>(q_head) * dim_v;
     const float* from = state.acc + static_cast<size_t>(i) * dim_padded(shape.head_dim_v);
-    const float inverse = 1.0F / state.sum[i];
+    const float inverse = t.sinks == nullptr ? 1.0F / state.sum[i]
+                                             : inverse_with_sink(state.max[i], state.sum[i],
+                                                                 t.sinks[q_head] * kLog2E);
     for (size_t d = 0; d < dim_v; ++d) to[d] = from[d] * inverse;
   }
 }

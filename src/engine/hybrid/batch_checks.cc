@@ -37,10 +37,11 @@ Status check_options(const model::Model& model, const HybridOptions& options) {
         fmt::format("a batch runs on one device, the model's layers are on {}; name one --device",
                     model.devices().size()));
   }
-  if (model.hparams().n_window > 0 || model.hparams().attention_soft_cap > 0) {
+  const model::HParams& hp = model.hparams();
+  if (hp.n_window > 0 || hp.attention_soft_cap > 0 || model.spec().sinks) {
     return unimplemented(
         fmt::format("the batch engine attends all rows alike, and {} models have layers with "
-                    "windows or capped scores",
+                    "windows, capped scores or sinks",
                     model.hparams().arch));
   }
   if (options.buffer_tokens < kBlockTokens || options.n_buffers < 2 || options.max_batch_rows < 1 ||

@@ -230,7 +230,7 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
   std::unique_ptr<AttentionOp>& attention = attention_[index];
   if (attention == nullptr) {
     attention =
-        std::make_unique<AttentionOp>(model_.hparams(), stage_.graphs(), own_attention_,
+        std::make_unique<AttentionOp>(model_, stage_.graphs(), own_attention_,
                                       stage_.engine_options(), stage_.arena().row_bytes(), 0);
   }
   if (!kv_only) {
@@ -253,7 +253,7 @@ Status LayerGraphs::attend(const StepPlan& plan, int index, bool kv_only, BatchB
     ggml_tensor* q = ggml_reshape_3d(g.ctx, view(rows.q), hp.head_dim, hp.n_head, piece.n_rows);
     g.add(q);
     // Nobody observes a layer here, so that any will do.
-    ggml_tensor* attended = attention->build(g.ctx, 0, q, buffer.k, buffer.v);
+    ggml_tensor* attended = attention->build(g.ctx, 0, q, buffer.k, buffer.v, nullptr);
     g.add(ggml_cpy(g.ctx, attended, view(rows.q)));
   }
   return stage_.graphs().compute(g);

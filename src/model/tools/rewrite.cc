@@ -111,7 +111,9 @@ Status check_rewrite(const Rewrite& r) {
 void copy_metadata(const GgufFile& file, const std::set<std::string, std::less<>>& replaced,
                    GgufWriter& writer) {
   for (const auto& [key, value] : file.values()) {
-    if (key != "general.alignment" && !replaced.contains(key)) writer.copy(key, value);
+    // What is written is one file, aligned as usual.
+    if (key == "general.alignment" || key.starts_with("split.")) continue;
+    if (!replaced.contains(key)) writer.copy(key, value);
   }
 }
 

@@ -191,13 +191,14 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
   const auto is_any = [&](std::initializer_list<std::string_view> names) {
     return std::find(names.begin(), names.end(), arch) != names.end();
   };
-  const bool all_biases = is_any({"opt", "gpt2", "gptneox", "phi2", "starcoder2", "phimoe"});
+  const bool all_biases =
+      is_any({"opt", "gpt2", "gptneox", "phi2", "starcoder2", "phimoe", "gpt-oss"});
   // As wide as a dense block where llama.cpp reads no width of experts.
   const bool has_experts =
-      is_any({"qwen2moe", "qwen3moe", "olmoe", "deepseek", "phimoe", "granitemoe"});
-  const bool own_width = is_any({"qwen2moe", "qwen3moe", "deepseek"});
+      is_any({"qwen2moe", "qwen3moe", "olmoe", "deepseek", "phimoe", "granitemoe", "gpt-oss"});
+  const bool own_width = is_any({"qwen2moe", "qwen3moe", "deepseek", "gpt-oss"});
   const int n_ff_expert = !has_experts ? 0 : own_width ? 256 : 512;
-  const bool windows = is_any({"gemma2", "gemma3", "cohere2"});
+  const bool windows = is_any({"gemma2", "gemma3", "cohere2", "gpt-oss"});
   const bool shares = is_any({"qwen2moe", "deepseek", "granitemoe"});
   return {.name = fmt::format("tiny-{}-{}", arch, n_head_kv),
           .arch = spec.arch,
@@ -222,6 +223,7 @@ ModelShape tiny_shape(const DecoderSpec& spec, int n_head_kv) {
           .n_ff_expert = n_ff_expert,
           .n_ff_shared = shares ? 512 : 0,
           .n_dense_layers = arch == "deepseek" ? 1 : 0,
+          .expert_biases = arch == "gpt-oss",
           .n_window = windows ? 40 : 0,
           .window_period = windows ? 3 : 0};
 }

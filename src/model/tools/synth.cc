@@ -23,6 +23,8 @@ struct Init {
 
 Init standard_deviation(float sigma) { return {0.0F, std::sqrt(3.0F) * sigma}; }
 
+constexpr float kBias = 0.1F;
+
 // SplitMix64: a hash of a counter, so that any element can be made on its own.
 uint64_t mix(uint64_t z) {
   z += 0x9e3779b97f4a7c15ULL;
@@ -99,6 +101,9 @@ class Synth {
   void expert_matrices(const std::string& name, int64_t n_in, int64_t n_out, float gain) {
     writer_.add_tensor(name + ".weight", o_.type, n_in, n_out, s_.n_expert);
     inits_.push_back(standard_deviation(gain / std::sqrt(static_cast<float>(n_in))));
+    if (!s_.expert_biases) return;
+    writer_.add_tensor(name + ".bias", GGML_TYPE_F32, n_out, s_.n_expert);
+    inits_.push_back({0.0F, kBias});
   }
   void dense(const std::string& prefix, float residual_gain);
   void experts(const std::string& prefix, float residual_gain);
@@ -122,7 +127,6 @@ class Synth {
   }
   void linear(const std::string& name, int64_t n_in, int64_t n_out, float gain, bool bias) {
     matrix(name + ".weight", n_in, n_out, gain / std::sqrt(static_cast<float>(n_in)));
-    constexpr float kBias = 0.1F;
     if (bias) vector(name + ".bias", n_out, {0.0F, kBias});
   }
 
@@ -222,6 +226,7 @@ void Synth::layer(int index) {
   }
   head_norm(p + "attn_q_norm.weight", s_.n_head);
   head_norm(p + "attn_k_norm.weight", s_.n_head_kv);
+  if (spec_.sinks) vector(p + "attn_sinks.weight", s_.n_head, {1.0F, 2.0F});
   linear(p + "attn_output", n_q, n_embd, residual_gain, s_.block_biases);
   const bool has_experts = s_.n_expert > 0 && index >= s_.n_dense_layers;
   has_experts ? experts(p, residual_gain) : dense(p, residual_gain);
@@ -242,6 +247,7 @@ void Synth::experts(const std::string& prefix, float residual_gain) {
   // Logits of the router with a standard deviation of two, as those of tokens.
   writer_.add_tensor(prefix + "ffn_gate_inp.weight", GGML_TYPE_F32, n_embd, s_.n_expert);
   inits_.push_back(standard_deviation(2.0F / std::sqrt(static_cast<float>(n_embd))));
+  if (s_.expert_biases) vector(prefix + "ffn_gate_inp.bias", s_.n_expert, {0.0F, kBias});
   expert_matrices(prefix + "ffn_gate_exps", n_embd, s_.n_ff_expert, 1.0F);
   expert_matrices(prefix + "ffn_up_exps", n_embd, s_.n_ff_expert, 1.0F);
   expert_matrices(prefix + "ffn_down_exps", s_.n_ff_expert, n_embd, residual_gain);

@@ -14,7 +14,8 @@
 //   - a partition keeps its own (maximum, sum, accumulator), updated tile by tile with the online
 //     softmax; the tile's weights are summed as a fixed binary tree; the accumulator is a chain of
 //     fused multiply-adds over the keys, in order;
-//   - partitions are merged in order. A key that a row does not attend changes none of its bits,
+//   - partitions are merged in order, a head's sink behind the last. A key that a row does not
+//   attend changes none of its bits,
 //     whatever the cell holds (NaN and infinity included).
 // AVX2 and AVX-512 follow the same order and agree to the bit. The portable version rounds each
 // product (no fused multiply-add) and agrees only within rounding.
@@ -58,7 +59,7 @@ struct AttentionShape {
 };
 
 // Any head counts that divide, head dimensions 1..1024 (multiples of 16 are the fast ones), and a
-// finite scale. There is no bias or sink.
+// finite scale. There is no bias.
 [[nodiscard]] bool attention_supports(const AttentionShape& shape);
 
 // The rows of one sequence in this step: prefill (many) or decode (one).
@@ -81,6 +82,9 @@ struct AttentionTensors {
   size_t v_stride = 0;       // bytes between cells, a multiple of 2
   float* out = nullptr;      // [row][n_head][head_dim_v]
   size_t out_stride = 0;     // bytes between rows, a multiple of 4
+  // [n_head]: a score for each head that takes its part of the softmax and has no value; null:
+  // none.
+  const float* sinks = nullptr;
 };
 
 // What the attention of some rows falls on, of one KV head: a row's weights sum to one over all

@@ -21,7 +21,13 @@
 namespace hcache::model {
 
 enum class Norm { kRms, kLayer };
-enum class Activation { kSilu, kGelu, kRelu, kSquaredRelu };
+enum class Activation {
+  kSilu,
+  kGelu,
+  kRelu,
+  kSquaredRelu,
+  kClampedSwiglu,  // of experts: gate and up are clamped, the gate's sigmoid is steeper (gpt-oss)
+};
 
 // Normalisation of Q and K before RoPE.
 enum class HeadNorm {
@@ -80,6 +86,7 @@ struct DecoderSpec {
   bool divides_logits = false;      // by the key's scale, instead of multiplying
   bool embedding_by_width = false;  // embeddings times the square root of the width (Gemma)
   bool normalised_experts = false;  // the weights of those that are chosen sum to one
+  bool softmax_of_chosen = false;   // of the chosen experts' logits alone, not of all
   SharedExperts shared_experts = SharedExperts::kNone;
   // Where the file says how long it is, layers see a window of the last rows only, but for the last
   // of every so many; 0: no model has a window.
@@ -89,6 +96,9 @@ struct DecoderSpec {
   bool soft_caps = false;       // of scores and of logits, by the file's keys (Gemma 2)
   bool logit_soft_cap = false;  // of logits alone
   int width_scaled_layers = 0;  // with so many layers scores are scaled by width over heads
+  bool sinks = false;           // each head has a score that takes weight and gives nothing
+  // Q grows with the position, and YaRN's borders and magnitude are the file's (Ministral 3).
+  bool temperature = false;
 };
 
 // The table of supported architectures.
@@ -118,6 +128,8 @@ struct HParams {
   float logit_scale = 1;
   float attention_soft_cap = 0;  // of scores, before the softmax; 0: none
   float logit_soft_cap = 0;
+  // Q is multiplied by 1 + this · ln(1 + ⌊position / rope_n_ctx_orig⌋); 0: it is not.
+  float attention_temperature = 0;
   int n_window = 0;                 // rows that a layer with a window sees, its own included
   std::vector<uint8_t> windowed{};  // per layer; empty: none
 
@@ -164,7 +176,7 @@ struct NormWeights {
 // In place of gate, up and down.
 struct ExpertWeights {
   Linear router;                               // [n_embd, n_expert]; null: the layer has no experts
-  Linear gate, up, down;                       // w: ggml's [n_in, n_out, n_expert]
+  Linear gate, up, down;                       // w: ggml's [n_in, n_out, n_expert]; b: a row each
   Linear shared_gate, shared_up, shared_down;  // null: there are none
   ggml_tensor* shared_weight = nullptr;        // F32 [n_embd], of SharedExperts::kWeighed
 };
@@ -177,6 +189,7 @@ struct LayerWeights {
   NormWeights ffn_norm;  // null where a parallel block shares attention's
   NormWeights attn_post_norm, ffn_post_norm;
   NormWeights q_norm, k_norm;
+  ggml_tensor* sinks = nullptr;  // F32 [n_head]: scores beside those of the keys; null: none
   Linear q, k, v, o;  // k and v are always in plain buffers (never repacked): they also multiply
                       // saved hidden states in the native activation type
   Linear gate, up, down;

@@ -6,7 +6,7 @@
 // i mod 2, and before a graph that uses a unit runs its slot must have been filled.
 // engine/weight_stream.h does that.
 //
-// A unit's bytes are moved as an *image*: the ranges of the file that hold its tensors, in whole
+// A unit's bytes are moved as an *image*: the ranges of the files that hold its tensors, in whole
 // blocks of kDirectAlignment, one behind the other. Every tensor lies in the image as it lies in
 // the file, modulo the block, so direct I/O can fill an image without a copy.
 #pragma once
@@ -46,9 +46,10 @@ enum class LayerPart {
   kAll,          // the whole layer
 };
 
-// A range of the file and where it goes in the unit's image. All but file_bytes are multiples of
+// A range of a file and where it goes in the unit's image. Offsets and n_bytes are multiples of
 // kDirectAlignment.
 struct WeightPiece {
+  size_t file = 0;  // of StreamedWeights::files
   uint64_t file_offset = 0;
   size_t image_offset = 0;
   size_t n_bytes = 0;
@@ -60,6 +61,11 @@ struct StreamedTensor {
   size_t image_offset = 0;
   size_t n_bytes = 0;
   bool is_kv = false;  // part of LayerPart::kKv
+};
+
+struct StreamedFile {
+  std::string path;
+  FileIdentity identity;
 };
 
 // A layer, or half of one.
@@ -76,10 +82,10 @@ struct StreamedUnit {
 struct StreamedWeights {
   WeightPlace place = WeightPlace::kDisk;  // or kHost
   Env* env = nullptr;
-  std::string path;
-  FileIdentity identity;  // of the file whose header was read
-  int first_layer = 0;    // all layers from here on are streamed
-  bool halves = false;    // a layer is two units: its attention, then its feed-forward block
+  // What the model's file is split into, one at least, as they were when their headers were read.
+  std::vector<StreamedFile> files;
+  int first_layer = 0;  // all layers from here on are streamed
+  bool halves = false;  // a layer is two units: its attention, then its feed-forward block
   std::vector<StreamedUnit> units;
   std::array<size_t, 2> image_bytes{};  // of the largest image of each slot
   std::array<size_t, 2> slot_bytes{};   // device memory of each slot; 0: there is none

@@ -77,6 +77,7 @@ struct ModelShape {
   int n_ff_expert = 0;
   int n_ff_shared = 0;
   int n_dense_layers = 0;
+  bool expert_biases = false;
   int n_window = 0;       // 0: no layer has a window
   int window_period = 0;  // 0: the architecture's
 };
