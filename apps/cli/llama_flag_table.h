@@ -407,8 +407,6 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--spec-ngram-map-k4v-size-n", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-map-k4v-size-m", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-map-k4v-min-hits", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
-    {"--draft,--draft-n,--draft-max", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_DRAFT_MAX"},
     {"--draft-min,--draft-n-min", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_DRAFT_MIN"},
     {"--spec-ngram-size-n", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
@@ -425,7 +423,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--gpt-oss-120b-default", Meaning::kRefused, Value::kNone, reasons::kOtherModel},
     {"--vision-gemma-4b-default", Meaning::kRefused, Value::kNone, reasons::kOtherModel},
     {"--vision-gemma-12b-default", Meaning::kRefused, Value::kNone, reasons::kOtherModel},
-    {"--spec-default", Meaning::kIgnored, Value::kNone, reasons::kDrafting},
+    {"--spec-default", Meaning::kOption, Value::kNone, "--draft-max=64"},
 
     // Of other versions.
     {"--mlock,--mmap,--no-mmap", Meaning::kIgnored, Value::kNone, reasons::kLoading},

@@ -69,6 +69,10 @@ struct ServeArgs : Options {
   OverflowArgs overflow{this, "refuse"};
   int parallel =
       integer(&parallel, "--parallel,--np", "N", 8, {1, 4096}, "most sequences in one step");
+  int draft_max = integer(
+      &draft_max, "--draft-max,--draft,--draft-n", "TOKENS", 0, {0, 512},
+      "guess so many tokens of a reply at most from what stands in its conversation, and compute "
+      "them along with the next one: the same answer, sooner where it repeats itself; 0: none");
   int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
                             "most tokens of one step: replies first, then prompts");
   std::string queue_policy =
@@ -203,10 +207,12 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.evict.whole_chains = args.evict_whole;
   o.runtime.evict.reserve = args.evict_reserve;
   o.scheduler.evict = o.runtime.evict.evict;
+  o.scheduler.draft.most = args.draft_max;
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
   o.max_sequences = std::max(64, 4 * args.parallel);
+  o.runtime.engine.window_sequences = std::max(4, 2 * args.parallel);
   o.truncate = args.overflow.truncates();
   o.runtime.truncates = o.truncate;
   o.truncation = args.overflow.limits();

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "windows.h"
+
 namespace hcache::engine {
 
 Status ArenaRows::move_rows(int group, const ExtentAllocator::Move& move) {
@@ -45,12 +47,14 @@ Result<SeqId> ArenaRows::fork(SeqId src, int64_t n_tokens) {
         fmt::format("can't fork {} tokens of sequence {}, which has {}", n_tokens, src, length));
   }
   HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(src, n_tokens));
+  HCACHE_RETURN_IF_ERROR(sequences_.check_shortest(src, n_tokens));
   const SeqId seq = sequences_.add();
   const auto copy = [&]() -> Status {
-    HCACHE_RETURN_IF_ERROR(reserve(seq, n_tokens));
+    sequences_.begin_like(seq, src);
+    HCACHE_RETURN_IF_ERROR(resize(seq, n_tokens));
+    sequences_.set_length(seq, n_tokens);
     stages_.wait_for_uploads();
     for (int group = 0; group < sequences_.n_groups(); ++group) {
-      sequences_.drop_before(seq, group, sequences_.held(src, group).first_pos);
       const HeldRows from = sequences_.held(src, group);
       const HeldRows to = sequences_.held(seq, group);
       HCACHE_RETURN_IF_ERROR(move_rows(group, {from.first_cell, to.first_cell, to.n_rows}));
@@ -76,6 +80,7 @@ Status ArenaRows::trim(SeqId seq, int64_t n_tokens) {
         fmt::format("can't keep {} tokens of sequence {}, which has {}", n_tokens, seq, length));
   }
   HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, n_tokens));
+  HCACHE_RETURN_IF_ERROR(sequences_.check_shortest(seq, n_tokens));
   // Copies still under way into rows that go must not land in their next owner's.
   stages_.wait_for_uploads();
   sequences_.set_length(seq, n_tokens);
@@ -92,21 +97,90 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   if (to == length || from == to) return trim(seq, length - (to - from));
   HCACHE_RETURN_IF_ERROR(check_positions_move());
   HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, from));
+  HCACHE_RETURN_IF_ERROR(check_erased_windows(seq, from, to));
+  int64_t missing = 0;
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    if (sequences_.window(group) == 0) continue;
+    missing = std::max(missing, erased_window(seq, group, from, to).missing);
+  }
+  if (missing > 0) HCACHE_RETURN_IF_ERROR(resize(seq, length + missing));
+  const int64_t left = length - (to - from);
   stages_.wait_for_uploads();
   for (int group = 0; group < sequences_.n_groups(); ++group) {
-    const HeldRows held = sequences_.held(seq, group);
-    const int64_t source = held.cell(std::max(to, held.first_pos));
-    const int64_t target = held.cell(std::max(from, held.first_pos));
-    const int64_t n = length - std::max(to, held.first_pos);
-    HCACHE_RETURN_IF_ERROR(move_rows(group, {source, target, n}));
-    if (!options_.rotate_moved) continue;
-    const auto in_group = [&](int layer) { return sequences_.group_of(layer) == group; };
-    HCACHE_RETURN_IF_ERROR(shift_k(in_group, target, n, from - to));
+    const bool windowed = sequences_.window(group) > 0;
+    HCACHE_RETURN_IF_ERROR(windowed ? erase_from_window(seq, group, from, to)
+                                    : erase_from(seq, group, from, to));
   }
   fence_copies();
-  sequences_.erase_positions(seq, from, to);
-  sequences_.set_length(seq, length - (to - from));
-  return resize(seq, length - (to - from));
+  sequences_.set_length(seq, left);
+  return resize(seq, left);
+}
+
+Status ArenaRows::erase_from(SeqId seq, int group, int64_t from, int64_t to) {
+  const HeldRows held = sequences_.held(seq, group);
+  const int64_t source = held.cell(std::max(to, held.first_pos));
+  const int64_t target = held.cell(std::max(from, held.first_pos));
+  const int64_t n = sequences_.length(seq) - std::max(to, held.first_pos);
+  HCACHE_RETURN_IF_ERROR(move_rows(group, {source, target, n}));
+  sequences_.erase_positions(seq, group, from, to);
+  return rotate_erased(group, target, n, from - to);
+}
+
+Status ArenaRows::check_erased_windows(SeqId seq, int64_t from, int64_t to) const {
+  const int64_t left = sequences_.length(seq) - (to - from);
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    const int64_t window = sequences_.window(group);
+    if (window == 0) continue;
+    const int64_t valid = erased_window(seq, group, from, to).valid_from;
+    if (valid == 0 || valid + window - 1 <= left) continue;
+    return failed_precondition(fmt::format(
+        "rows [{}, {}) of sequence {} can't go: of the {} that stay, layers that see {} "
+        "hold those from {} on",
+        from, to, seq, left, window, valid));
+  }
+  return {};
+}
+
+ArenaRows::ErasedWindow ArenaRows::erased_window(SeqId seq, int group, int64_t from,
+                                                 int64_t to) const {
+  const HeldRows held = sequences_.held(seq, group);
+  const int64_t window = sequences_.window(group);
+  const int64_t valid = sequences_.valid_from(seq, group);
+  const int64_t left = sequences_.length(seq) - (to - from);
+  // With as many cells as there are, if that is early enough.
+  const int64_t of_cells = whole_partitions(left - held.n_rows + kAttentionPartition - 1);
+  const int64_t first =
+      std::min(std::max(held_from(window, left), of_cells), attended_from(window, left));
+  return {.first_pos = first,
+          .valid_from = valid <= from ? valid : std::max(valid, to) - (to - from),
+          .missing = left - first - held.n_rows};
+}
+
+Status ArenaRows::erase_from_window(SeqId seq, int group, int64_t from, int64_t to) {
+  const ErasedWindow then = erased_window(seq, group, from, to);
+  const HeldRows held = sequences_.held(seq, group);
+  const int64_t erased = to - from;
+  const int64_t length = sequences_.length(seq);
+  // Rows before the erased ones, and those behind them.
+  const int64_t front = std::max(held.first_pos, then.first_pos);
+  const int64_t back = std::max({to, held.first_pos, then.first_pos + erased});
+  const ExtentAllocator::Move keep = {.from = held.cell(front),
+                                      .to = held.first_cell + front - then.first_pos,
+                                      .n = std::max<int64_t>(0, from - front)};
+  const ExtentAllocator::Move move = {.from = held.cell(back),
+                                      .to = held.first_cell + back - erased - then.first_pos,
+                                      .n = length - back};
+  const bool keep_first = keep.to + keep.n <= move.from;
+  if (keep_first) HCACHE_RETURN_IF_ERROR(move_rows(group, keep));
+  HCACHE_RETURN_IF_ERROR(move_rows(group, move));
+  if (!keep_first) HCACHE_RETURN_IF_ERROR(move_rows(group, keep));
+  sequences_.set_begin(seq, group, then.first_pos, then.valid_from);
+  return rotate_erased(group, move.to, move.n, -erased);
+}
+
+Status ArenaRows::rotate_erased(int group, int64_t cell, int64_t n, int64_t delta) {
+  if (!options_.rotate_moved) return {};
+  return shift_k([&](int layer) { return sequences_.group_of(layer) == group; }, cell, n, delta);
 }
 
 Status ArenaRows::check_positions_move() const {
@@ -125,8 +199,13 @@ Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_
   if (moved == 0 || n_rows == 0) return {};
   HCACHE_RETURN_IF_ERROR(check_positions_move());
   HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, first_pos));
+  const HeldRows held = sequences_.held(seq, sequences_.group_of(layer));
+  if (first_pos < held.first_pos) {
+    return out_of_range(fmt::format("layer {} holds rows of sequence {} from {} on, not from {}",
+                                    layer, seq, held.first_pos, first_pos));
+  }
   stages_.wait_for_uploads();
-  const int64_t cell = sequences_.held(seq, sequences_.group_of(layer)).cell(first_pos);
+  const int64_t cell = held.cell(first_pos);
   HCACHE_RETURN_IF_ERROR(shift_k([&](int each) { return each == layer; }, cell, n_rows, moved));
   fence_copies();
   return {};
@@ -164,7 +243,12 @@ Status ArenaRows::reserve(SeqId seq, int64_t n_tokens) {
     return out_of_range(fmt::format("{} tokens are more than the model's context of {}", n_tokens,
                                     model_.hparams().n_ctx_train));
   }
-  HCACHE_RETURN_IF_ERROR(resize(seq, n_tokens));
+  const bool empty = sequences_.length(seq) == 0;
+  if (empty) sequences_.skip_unseen(seq, n_tokens);
+  if (Status status = resize(seq, n_tokens); !status.ok()) {
+    if (empty) sequences_.skip_unseen(seq, 0);
+    return status;
+  }
   fence_copies();
   sequences_.set_length(seq, n_tokens);
   return {};

@@ -33,6 +33,18 @@ class ArenaRows {
 
  private:
   Status move_rows(int group, const ExtentAllocator::Move& move);
+  Status erase_from(SeqId seq, int group, int64_t from, int64_t to);
+  // The same where layers see a window: what is left has the cells that it would have if it had
+  // never been longer.
+  struct ErasedWindow {
+    int64_t first_pos = 0;   // held then
+    int64_t valid_from = 0;  // likewise
+    int64_t missing = 0;     // cells, of those that are held now
+  };
+  [[nodiscard]] ErasedWindow erased_window(SeqId seq, int group, int64_t from, int64_t to) const;
+  [[nodiscard]] Status check_erased_windows(SeqId seq, int64_t from, int64_t to) const;
+  Status erase_from_window(SeqId seq, int group, int64_t from, int64_t to);
+  Status rotate_erased(int group, int64_t cell, int64_t n, int64_t delta);
   [[nodiscard]] Status check_positions_move() const;
   // Of the layers that are wanted.
   Status shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,

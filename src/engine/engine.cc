@@ -7,6 +7,7 @@
 
 #include "engine_parts.h"
 #include "step_state.h"
+#include "windows.h"
 
 namespace hcache::engine {
 
@@ -90,6 +91,13 @@ Status Engine::release_sequence(SeqId seq) {
 
 Status Engine::reserve_rows(SeqId seq, int64_t n_tokens) {
   return parts_->rows.reserve(seq, n_tokens);
+}
+
+int64_t Engine::shortest(SeqId seq) const { return parts_->sequences.shortest(seq); }
+
+int64_t Engine::first_row_needed(int layer, int64_t n_tokens) const {
+  const int64_t window = parts_->sequences.window(parts_->sequences.group_of(layer));
+  return window > 0 ? needed_from(window, n_tokens) : 0;
 }
 
 int64_t Engine::length(SeqId seq) const { return parts_->sequences.length(seq); }

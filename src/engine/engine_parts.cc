@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "attention_choice.h"
+#include "windows.h"
 
 namespace hcache::engine {
 namespace {
@@ -64,6 +65,20 @@ Result<std::unique_ptr<WeightStream>> open_weights(
   return WeightStream::open(model, stage->queue(), stage->graphs().is_async());
 }
 
+// Of layers that see so many rows; 0: all.
+Sequences::GroupOptions group_options(int64_t window, const EngineOptions& options) {
+  if (window == 0) return {.n_cells = options.arena_tokens};
+  const int64_t of_a_step = most_cells(window) + options.max_batch_rows;
+  // Rows that a step adds are those of all its sequences.
+  const int64_t wanted =
+      options.window_sequences == 0
+          ? options.arena_tokens
+          : options.window_sequences * most_cells(window) + options.max_batch_rows;
+  return {.n_cells = std::min(options.arena_tokens, wanted),
+          .window = window,
+          .most_cells = std::min(options.arena_tokens, of_a_step)};
+}
+
 }  // namespace
 
 uint64_t estimate_device_bytes(const model::HParams& hp, const EngineOptions& options) {
@@ -71,8 +86,12 @@ uint64_t estimate_device_bytes(const model::HParams& hp, const EngineOptions& op
   constexpr int kStagedSlices = 4;
   const auto rows = static_cast<uint64_t>(options.max_batch_rows);
   const auto n_layer = static_cast<uint64_t>(hp.n_layer);
-  const uint64_t cells = static_cast<uint64_t>(options.arena_tokens) + 2 * AttentionOp::kKvPadding;
-  const uint64_t arena = n_layer * cells * 2 * ggml_row_size(options.kv_type, hp.n_embd_kv());
+  uint64_t cells = 0;
+  for (int layer = 0; layer < hp.n_layer; ++layer) {
+    cells += static_cast<uint64_t>(group_options(hp.window_of(layer), options).n_cells) +
+             2 * AttentionOp::kKvPadding;
+  }
+  const uint64_t arena = cells * 2 * ggml_row_size(options.kv_type, hp.n_embd_kv());
   const auto width = static_cast<uint64_t>(hp.n_embd);
   const int widest = std::max(hp.n_ff, hp.n_expert_used * std::max(hp.n_ff_expert, hp.n_embd));
   const uint64_t activations =
@@ -91,18 +110,25 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
   HCACHE_RETURN_IF_ERROR(check_options(model, options));
   HCACHE_RETURN_IF_ERROR(check_shared(model, options));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int> lengths, stage_lengths(model, options));
-  constexpr int64_t kPadding = AttentionOp::kKvPadding;
-  const int64_t n_cells = (options.arena_tokens + kPadding - 1) / kPadding * kPadding;
   const int n_groups = 1 + *std::max_element(row_groups.begin(), row_groups.end());
   std::vector<int64_t> windows(static_cast<size_t>(n_groups), 0);
   for (int layer = 0; layer < model.hparams().n_layer; ++layer) {
     const int group = row_groups[static_cast<size_t>(layer)];
     windows[static_cast<size_t>(group)] = model.hparams().window_of(layer);
   }
+  std::vector<Sequences::GroupOptions> groups;
+  for (const int64_t window : windows) groups.push_back(group_options(window, options));
   std::vector<std::unique_ptr<Stage>> stages;
   const auto add_stage = [&](const Model& part, int begin, int end) -> Status {
     model::Device& device = part.device(begin);
     HCACHE_ASSIGN_OR_RETURN(const bool ours, choose_attention(part, device, options));
+    constexpr int64_t kPadding = AttentionOp::kKvPadding;
+    std::vector<int64_t> cells;
+    for (int layer = begin; layer < end; ++layer) {
+      const auto group = static_cast<size_t>(row_groups[static_cast<size_t>(layer)]);
+      const int64_t padded = (groups[group].n_cells + kPadding - 1) / kPadding * kPadding;
+      cells.push_back(padded + (ours ? 0 : kPadding));
+    }
     stages.push_back(std::make_unique<Stage>(
         part, options,
         StageOptions{.index = static_cast<int>(stages.size()),
@@ -113,7 +139,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
                      .own_attention = ours,
                      .n_groups = n_groups,
                      .windows = windows,
-                     .n_cells = n_cells + (ours ? 0 : kPadding)}));
+                     .cells = std::move(cells)}));
     return stages.back()->allocate();
   };
   for (const auto& part : model.parts()) {
@@ -126,17 +152,18 @@ Result<std::unique_ptr<EngineParts>> EngineParts::create(const Model& model,
     begin += length;
   }
   HCACHE_ASSIGN_OR_RETURN(auto weights, open_weights(model, stages));
-  std::unique_ptr<EngineParts> parts(new EngineParts(model, options, std::move(row_groups),
-                                                     std::move(stages), std::move(weights)));
+  std::unique_ptr<EngineParts> parts(new EngineParts(
+      model, options, Sequences(std::move(row_groups), options.arena_tokens, groups),
+      std::move(stages), std::move(weights)));
   HCACHE_RETURN_IF_ERROR(parts->table.allocate(options.max_batch_rows));
   return parts;
 }
 
-EngineParts::EngineParts(const Model& m, const EngineOptions& o, std::vector<int> row_groups,
+EngineParts::EngineParts(const Model& m, const EngineOptions& o, Sequences of_rows,
                          std::vector<std::unique_ptr<Stage>> s, std::unique_ptr<WeightStream> w)
     : model(m),
       options(o),
-      sequences(std::move(row_groups), options.arena_tokens),
+      sequences(std::move(of_rows)),
       stages(std::move(s)),
       weights(std::move(w)),
       rows(model, options, sequences, stages),

@@ -45,7 +45,7 @@ struct EngineParts {
   KeptRows kept;
 
  private:
-  EngineParts(const model::Model& m, const EngineOptions& o, std::vector<int> row_groups,
+  EngineParts(const model::Model& m, const EngineOptions& o, Sequences of_rows,
               std::vector<std::unique_ptr<Stage>> s, std::unique_ptr<WeightStream> w);
 };
 

@@ -19,12 +19,13 @@ KvArena::KvArena(const model::Model& model, const EngineOptions& options, int be
       queue_(queue),
       last_upload_(end - begin, 0) {}
 
-Status KvArena::allocate(int64_t n_cells) {
+Status KvArena::allocate(std::span<const int64_t> cells) {
   const int64_t width = model_.hparams().n_embd_kv();
   pool_.open(2 * static_cast<size_t>(end_ - begin_) + 1);
   for (int layer = begin_; layer < end_; ++layer) {
     for (auto* arena : {&k_, &v_}) {
-      arena->push_back(ggml_new_tensor_2d(pool_.ctx(), options_.kv_type, width, n_cells));
+      arena->push_back(ggml_new_tensor_2d(pool_.ctx(), options_.kv_type, width,
+                                          cells[static_cast<size_t>(layer - begin_)]));
     }
   }
   if (ggml_is_quantized(options_.kv_type) && !graphs_.device().host_visible()) {

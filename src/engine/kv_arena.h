@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "arena.h"
@@ -24,7 +25,8 @@ class KvArena {
   // Of layers [begin, end). What is passed must outlive it.
   KvArena(const model::Model& model, const EngineOptions& options, int begin, int end,
           GraphRunner& graphs, CopyQueue& queue);
-  Status allocate(int64_t n_cells);
+  // cells[i]: of layer begin + i.
+  Status allocate(std::span<const int64_t> cells);
 
   [[nodiscard]] ggml_tensor* k(int layer) const { return k_[layer - begin_]; }
   [[nodiscard]] ggml_tensor* v(int layer) const { return v_[layer - begin_]; }

@@ -2,7 +2,9 @@
 //
 // Layers are of one or more row groups: the layers of a group hold the same rows of a sequence, in
 // the same cells. A group may hold fewer rows than the sequence has tokens: then the first ones are
-// missing (a sliding window). Everything that reads or writes rows asks held() where they lie.
+// missing. Where layers see a window of the last rows, they hold little more than that (windows.h);
+// what was restored may begin behind the first cell, see shortest(). Everything that reads or
+// writes rows asks held() where they lie.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +36,14 @@ class Sequences {
     std::vector<ExtentAllocator::Move> moves;
   };
 
-  // groups[layer]: 0, 1, ... without gaps. Each group has n_cells.
+  struct GroupOptions {
+    int64_t n_cells = 0;
+    int64_t window = 0;      // that its layers see; 0: all rows
+    int64_t most_cells = 0;  // that one sequence needs at a time, of a group with a window
+  };
+  // groups[layer]: 0, 1, ... without gaps. `n_tokens`: cells that sequences share.
+  Sequences(std::vector<int> groups, int64_t n_tokens, const std::vector<GroupOptions>& options);
+  // None has a window.
   Sequences(std::vector<int> groups, int64_t n_cells);
 
   SeqId add();
@@ -53,28 +62,52 @@ class Sequences {
   // kFailedPrecondition where what is done from position `pos` on would touch them.
   [[nodiscard]] Status check_compacted(SeqId seq, int64_t pos) const;
 
+  // To how few tokens, but for none, a sequence can be cut back: behind that, groups with a window
+  // hold what is seen. 0 unless some rows are missing.
+  [[nodiscard]] int64_t shortest(SeqId seq) const;
+  // kFailedPrecondition where `n_tokens` is fewer, and more than none.
+  [[nodiscard]] Status check_shortest(SeqId seq, int64_t n_tokens) const;
+  // kFailedPrecondition where a row at `pos` would see rows that are missing.
+  [[nodiscard]] Status check_window(SeqId seq, int64_t pos) const;
+  // An empty sequence that is to be filled up to n_tokens does without rows that nothing will see.
+  void skip_unseen(SeqId seq, int64_t n_tokens);
+  // Rows that nothing will see any more are gone.
+  void drop_unseen(SeqId seq);
+  // An empty sequence holds rows from where another one's begin.
+  void begin_like(SeqId seq, SeqId other);
+  // Of a group with a window, whose rows the caller has moved: the cells from the first on hold
+  // positions from first_pos on, of which those from valid_from on are there.
+  void set_begin(SeqId seq, int group, int64_t first_pos, int64_t valid_from);
+  // The first row that is there, of those that are held.
+  [[nodiscard]] int64_t valid_from(SeqId seq, int group) const;
+
   // Room for the rows up to n_tokens in every group; the length stays. Growing may move rows, of
   // other sequences too. kResourceExhausted, with nothing changed, when the arena is full.
   Result<std::vector<GroupMoves>> resize(SeqId seq, int64_t n_tokens);
   // The group's layers hold rows from `pos` on only; the cells before are free.
   void drop_before(SeqId seq, int group, int64_t pos);
-  // Positions [from, to) are gone and later ones count from `from`: where the groups' held rows
-  // begin then. The cells are the caller's to move and resize().
-  void erase_positions(SeqId seq, int64_t from, int64_t to);
+  // Positions [from, to) are gone and later ones count from `from`: where a group's held rows begin
+  // then. The cells are the caller's to move and resize().
+  void erase_positions(SeqId seq, int group, int64_t from, int64_t to);
 
   [[nodiscard]] int n_groups() const { return static_cast<int>(groups_.size()); }
   [[nodiscard]] int group_of(int layer) const { return group_of_layer_[layer]; }
   [[nodiscard]] HeldRows held(SeqId seq, int group) const;
 
-  [[nodiscard]] int64_t n_cells() const { return groups_.front().extents.n_cells(); }
-  [[nodiscard]] int64_t free_cells() const;  // of the fullest group
+  [[nodiscard]] int64_t window(int group) const { return groups_[group].options.window; }
+  [[nodiscard]] int64_t n_cells() const { return n_tokens_; }
+  // By how many rows sequences can grow; those of groups with a window count where they may not
+  // suffice for one.
+  [[nodiscard]] int64_t free_cells() const;
   // Changes whenever rows that exist get other cells.
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
 
  private:
   struct Group {
+    GroupOptions options;
     ExtentAllocator extents;
-    std::map<SeqId, int64_t> first_pos;  // of the held rows, where it is not 0
+    std::map<SeqId, int64_t> first_pos;   // of the held rows, where it is not 0
+    std::map<SeqId, int64_t> valid_from;  // where it is behind that
     [[nodiscard]] int64_t first(SeqId seq) const {
       const auto it = first_pos.find(seq);
       return it == first_pos.end() ? 0 : it->second;
@@ -83,6 +116,7 @@ class Sequences {
 
   std::vector<int> group_of_layer_;
   std::vector<Group> groups_;
+  int64_t n_tokens_;
   std::map<SeqId, int64_t> lengths_;
   std::map<SeqId, int64_t> compacted_;  // where it is not 0
   SeqId next_ = 0;

@@ -25,7 +25,7 @@ void Stage::close() {
 }
 
 Status Stage::allocate() {
-  HCACHE_RETURN_IF_ERROR(arena_.allocate(options_.n_cells));
+  HCACHE_RETURN_IF_ERROR(arena_.allocate(options_.cells));
   const int64_t n = engine_options_.max_batch_rows;
   inputs_.open(6 + options_.n_groups);
   ggml_context* ctx = inputs_.ctx();

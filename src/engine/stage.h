@@ -32,7 +32,7 @@ struct StageOptions {
   bool own_attention = false;
   int n_groups = 1;                // of rows, see Sequences
   std::vector<int64_t> windows{};  // of each group's attention; empty: none has one
-  int64_t n_cells = 0;             // of the arena
+  std::vector<int64_t> cells{};    // of each layer's arena, from `begin` on
 };
 
 // Threading: the engine's thread.

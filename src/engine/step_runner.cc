@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "windows.h"
+
 namespace hcache::engine {
 
 StepState::~StepState() {
@@ -131,12 +133,21 @@ Status StepRunner::check_room(const StepState& step) const {
     bool has_room = sequences_.contains(s.seq);
     for (int group = 0; has_room && group < sequences_.n_groups(); ++group) {
       const HeldRows held = sequences_.held(s.seq, group);
-      has_room = held.first_pos <= s.first_pos && held.end_pos() >= s.first_pos + s.n_rows;
+      // Layers with a window may do without rows that only others compute again.
+      has_room = (sequences_.window(group) > 0 || held.first_pos <= s.first_pos) &&
+                 held.end_pos() >= s.first_pos + s.n_rows;
     }
     if (!has_room) {
       return failed_precondition(
           fmt::format("sequence {} was released or cut while a step ran on it", s.seq));
     }
+  }
+  return {};
+}
+
+Status StepRunner::check_windows(const StepState& step) const {
+  for (const StepState::Segment& s : step.segments) {
+    HCACHE_RETURN_IF_ERROR(sequences_.check_window(s.seq, s.first_pos));
   }
   return {};
 }
@@ -150,11 +161,17 @@ void StepRunner::place(StepState& step) {
     StepState::Placed& placed = step.placed[group];
     for (const StepState::Segment& s : step.segments) {
       const HeldRows held = sequences_.held(s.seq, group);
-      for (int r = 0; r < s.n_rows; ++r) placed.cells.push_back(held.cell(s.first_pos + r));
+      const int64_t window = sequences_.window(group);
+      const int64_t seen = window > 0 ? attended_from(window, s.first_pos) : 0;
+      const int64_t begin = std::max(held.first_pos, seen);
+      // Rows that are not held are written by nobody: see run_range().
+      for (int r = 0; r < s.n_rows; ++r) {
+        placed.cells.push_back(held.cell(std::max(held.first_pos, s.first_pos + r)));
+      }
       placed.attention.push_back({.first_row = s.first_row,
                                   .n_rows = s.n_rows,
-                                  .first_cell = held.first_cell,
-                                  .n_past = s.first_pos - held.first_pos});
+                                  .first_cell = held.cell(begin),
+                                  .n_past = std::max<int64_t>(0, s.first_pos - begin)});
     }
   }
 }
@@ -248,6 +265,8 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   }
   HCACHE_RETURN_IF_ERROR(check_room(step));
   if (step.next_layer == end) return {};
+  // Layer 0's K and V see no other rows.
+  if (!layer_0_tail) HCACHE_RETURN_IF_ERROR(check_windows(step));
   if (layer_0_tail && step.capture.empty()) table_.keep_unknown_tokens(step);
   place(step);
   if (scores_ != nullptr) observe(step, step.next_layer, end);
@@ -325,6 +344,7 @@ void StepRunner::end_step(StepState& step) {
   for (const auto& stage : stages_) stage->forget(step);
   for (const StepState::Segment& s : step.segments) {
     sequences_.set_length(s.seq, std::max(sequences_.length(s.seq), s.first_pos + s.n_rows));
+    sequences_.drop_unseen(s.seq);
   }
 }
 

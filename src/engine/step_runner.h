@@ -45,6 +45,8 @@ class StepRunner {
   Status add_segments(std::span<const BatchItem> items, StepState& step, int64_t& n_new_cells);
   Status add_rows(std::span<const BatchItem> items, StepState& step);
   Status check_room(const StepState& step) const;
+  // The rows' windows are there.
+  [[nodiscard]] Status check_windows(const StepState& step) const;
   void place(StepState& step);
   // Tells the attention of layers [begin, end) which of the step's rows are observed.
   void observe(const StepState& step, int begin, int end);

@@ -154,7 +154,7 @@ Status validate(const RestoreRequest& request, int32_t n_layer) {
       }
     }
     for (Encoding e : run.layers) {
-      if (e > kHasBoth) return invalid_argument(fmt::format("availability: bits {:#x}", e));
+      if (e > kNotNeeded) return invalid_argument(fmt::format("availability: bits {:#x}", e));
     }
   }
   return {};

@@ -76,6 +76,10 @@ std::vector<SliceGroup> cut_slices(const RestoreCosts& costs, const LayerCosts& 
   std::vector<SliceGroup> groups;
   for (size_t i = 0; i < segments.size();) {
     Method method = segments[i].method;
+    if (method == Method::kNone) {
+      ++i;
+      continue;
+    }
     int64_t rows = 0;
     double slow_rows = 0;
     for (; i < segments.size() && segments[i].method == method; ++i) {

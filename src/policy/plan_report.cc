@@ -125,7 +125,7 @@ std::string format_hardware(const HardwareSetup& setup, const HardwarePlan& plan
                       seconds_text(plan.layer.c_hidden), seconds_text(plan.layer.c_token));
 
   const Plan& exact = plan.exact;
-  int32_t counts[3] = {};
+  int32_t counts[4] = {};
   if (exact.runs.empty()) {
     counts[static_cast<size_t>(Method::kRecompute)] = exact.n_layer;
   } else {

@@ -59,6 +59,7 @@ class CellMethods {
   Method next(Encoding saved) {
     if (saved == kHasHidden) return Method::kHidden;
     if (saved == kHasKv) return Method::kKv;
+    if (saved == kNotNeeded) return Method::kNone;
     bool kv = ((picks_ >> std::min(free_++, kMaxFreeRuns - 1)) & 1) != 0;
     return kv ? Method::kKv : Method::kHidden;
   }
@@ -104,7 +105,8 @@ class Search {
       const bool can = request_.mode != Mode::kRecompute && min_recompute_.back() <= most;
       Rules rules = rules_of(request_.mode == Mode::kTokenPartition ? Mode::kPlan : request_.mode);
       rules.choose_recompute = false;
-      best.makespan = kInfinity;
+      const bool may_be_nothing = request_.or_nothing && request_.mode == Mode::kPlan;
+      if (!may_be_nothing) best.makespan = kInfinity;
       if (const size_t all = min_recompute_.size() - 1; can && all > 0) {
         search_runs(all, rules, &best);
       }

@@ -19,6 +19,7 @@ std::string_view method_name(Method method) {
     case Method::kRecompute: return "RE";
     case Method::kHidden: return "H";
     case Method::kKv: return "KV";
+    case Method::kNone: return "-";
   }
   return "?";
 }

@@ -14,8 +14,11 @@ TierBytes& TierBytes::operator+=(const TierBytes& other) {
 RestoreRecord planned_record(const Plan& plan, int32_t n_layer) {
   RestoreRecord record;
   record.layers.resize(static_cast<size_t>(n_layer));
-  for (size_t l = 0; l < record.layers.size() && !plan.runs.empty(); ++l) {
-    record.layers[l].method = plan.runs[0].layers[l];
+  for (size_t l = 0; l < record.layers.size(); ++l) {
+    for (const PlanRun& run : plan.runs) {
+      record.layers[l].method = run.layers[l];
+      if (run.layers[l] != Method::kNone) break;
+    }
   }
   record.schedule = plan.schedule;
   record.restored_tokens = plan.restored_tokens;

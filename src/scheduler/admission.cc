@@ -293,7 +293,8 @@ policy::ReuseChoice Core::choose(Task& task, int64_t room) {
     // The last token is always computed: what was cut there can't be gone on from.
     const int64_t shared =
         std::min({common_prefix(task.chain, tokens), task.reusable(), task.length() - 1});
-    return policy::usable_positions(other.held, other.limits, shared, task.limits);
+    const int64_t usable = policy::usable_positions(other.held, other.limits, shared, task.limits);
+    return other.held.rows(usable) < executor_.shortest(other.seq) ? 0 : usable;
   };
   for (const Resident& resident : residents_.all()) {
     policy::ReuseCandidate candidate;

@@ -120,6 +120,7 @@ void Core::end(Task& task, const Status& status, std::string finish_reason, bool
 
 void Core::leave_sequence(Task& task, bool keep_state) {
   if (task.seq == kNoSeq) return;
+  if (const Status dropped = drop_ahead(task); !dropped.ok()) keep_state = false;
   if (keep_state && !task.in_restore() && task.computed > 0) {
     Resident resident;
     resident.seq = task.seq;

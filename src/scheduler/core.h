@@ -102,6 +102,7 @@ class Core {
     int32_t rows = 0;
     [[nodiscard]] LogitsOf logits() const {
       const int64_t end = task->computed + rows;
+      if (end > task->length()) return LogitsOf::kAll;  // drafted
       if (task->tells_logits() && end > task->told) return LogitsOf::kAll;
       return end == task->length() && task->max_new > 0 ? LogitsOf::kLast : LogitsOf::kNone;
     }
@@ -114,6 +115,9 @@ class Core {
   [[nodiscard]] bool is_full(const Task& task) const;
   [[nodiscard]] policy::BatchSnapshot snapshot_batch(size_t most_requests);
   void note_decoding(std::span<const StepRows> parts);
+  // What may follow the task's chain, where so many sequences decode.
+  [[nodiscard]] std::vector<int32_t> draft_for(const Task& task, int64_t decoding,
+                                               int64_t free_cells) const;
   [[nodiscard]] static std::vector<StepItem> items_of(std::span<const StepRows> parts);
   void run(std::span<const StepRows> parts);
   // False: it failed, and that has been dealt with.
@@ -126,11 +130,16 @@ class Core {
   [[nodiscard]] bool make_way_for(Task& task);
   // `logits`: of those of its rows that gave any.
   void deliver(Task& task, int32_t rows, std::span<const std::span<const float>> logits);
+  // The same where tokens were drafted: `logits` are of each row.
+  void deliver_draft(Task& task, std::span<const std::span<const float>> logits);
+  // Rows of what did not come true go.
+  [[nodiscard]] Status drop_ahead(Task& task);
   // The whole chain has its rows: the logits are of its last token.
   void chain_computed(Task& task, std::span<const float> logits);
   void sample(Task& task, std::span<const float> logits);
   [[nodiscard]] bool preempt_one();
-  void preempt(Task& task);
+  // `keep_state` false: what its sequence holds is suspect.
+  void preempt(Task& task, bool keep_state = true);
   void restore();
   // Seconds that restores took beside others, each its fair share.
   [[nodiscard]] double restore_in_turns(double budget_s);

@@ -84,14 +84,20 @@ policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
   policy::BatchSnapshot batch;
   batch.free_cells = executor_.free_cells();
   ready_.clear();
+  const auto decoding = std::count_if(active_.begin(), active_.end(), [](const auto& task) {
+    return task->phase == Phase::kDecoding;
+  });
   for (const bool background : {false, true}) {
     for (const auto& task : active_) {
       if (!task->steps() || task->request.background != background) continue;
-      const bool decoding = task->phase == Phase::kDecoding;
-      if (decoding) batch.reserve_cells += headroom(*task);
+      const bool decodes = task->phase == Phase::kDecoding;
+      if (decodes) batch.reserve_cells += headroom(*task);
       if (task->stepping > 0 || ready_.size() == most_requests) continue;
       ready_.push_back(task.get());
-      batch.ready.push_back({task->end_of_run() - task->computed, decoding});
+      task->draft.clear();
+      if (decodes) task->draft = draft_for(*task, decoding, batch.free_cells);
+      const auto drafted = static_cast<int64_t>(task->draft.size());
+      batch.ready.push_back({task->end_of_run() - task->computed + drafted, decodes});
     }
   }
   return batch;
@@ -129,14 +135,42 @@ void Core::note_decoding(std::span<const StepRows> parts) {
   }
 }
 
+std::vector<int32_t> Core::draft_for(const Task& task, int64_t decoding, int64_t free_cells) const {
+  // Of the cells most stay for what comes for sure.
+  constexpr int64_t kShareOfCells = 4;
+  policy::DraftLimits limits = options_.draft;
+  const int64_t until_cut = policy::next_cut(task.held, task.limits) - task.length();
+  limits.most = static_cast<int32_t>(
+      std::min<int64_t>({limits.most, task.request.max_draft, task.remaining_new() - 1, until_cut,
+                         free_cells / (kShareOfCells * decoding) - 1,
+                         int64_t{options_.batch.max_step_tokens} / decoding - 1}));
+  if (limits.most < 1 || task.length() - task.computed != 1) return {};
+  policy::Draft draft = policy::look_up(task.chain, limits);
+  if (draft.tokens.empty()) return {};
+  const int32_t length =
+      policy::draft_length([this](int64_t rows) { return executor_.step_s(rows); }, decoding - 1,
+                           task.acceptance.probability(draft.matched), limits.most);
+  draft.tokens.resize(static_cast<size_t>(length));
+  return std::move(draft.tokens);
+}
+
 std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
   std::vector<StepItem> items;
   for (const StepRows& part : parts) {
-    const Task& task = *part.task;
+    Task& task = *part.task;
     StepItem item;
     item.seq = task.seq;
-    item.tokens = std::span(task.chain)
-                      .subspan(static_cast<size_t>(task.computed), static_cast<size_t>(part.rows));
+    const auto chain =
+        std::span<const int32_t>(task.chain).subspan(static_cast<size_t>(task.computed));
+    const auto rows = static_cast<size_t>(part.rows);
+    if (rows > chain.size()) {
+      task.drafted_run.assign(chain.begin(), chain.end());
+      task.drafted_run.insert(
+          task.drafted_run.end(), task.draft.begin(),
+          task.draft.begin() + static_cast<std::ptrdiff_t>(rows - chain.size()));
+    }
+    item.tokens =
+        rows > chain.size() ? std::span<const int32_t>(task.drafted_run) : chain.first(rows);
     item.logits = part.logits();
     items.push_back(item);
   }
@@ -214,7 +248,41 @@ bool Core::make_way_for(Task& task) {
   return true;
 }
 
+Status Core::drop_ahead(Task& task) {
+  if (std::exchange(task.ahead, 0) == 0) return {};
+  return executor_.trim(task.seq, task.held.rows(task.computed));
+}
+
+// Each row's logits are of a chain that is the request's as long as what was guessed came true.
+void Core::deliver_draft(Task& task, std::span<const std::span<const float>> logits) {
+  const std::vector<int32_t> run = std::move(task.drafted_run);
+  const auto drafted = static_cast<int64_t>(logits.size()) - 1;
+  task.drafted_run.clear();
+  task.step_failures = 0;
+  task.ahead = drafted + 1;
+  task.outcome.drafted_tokens += drafted;
+  totals_.drafted_tokens += static_cast<uint64_t>(drafted);
+  for (size_t row = 0; row < logits.size(); ++row) {
+    if (row > 0) {
+      if (task.chain.back() != run[row]) break;
+      ++task.outcome.accepted_tokens;
+      ++totals_.accepted_tokens;
+    }
+    ++task.computed;
+    --task.ahead;
+    ++totals_.decode_rows;
+    chain_computed(task, logits[row]);
+    if (task.ended()) return;
+  }
+  task.acceptance.note(static_cast<int32_t>(drafted - task.ahead), task.ahead == 0);
+  if (const Status dropped = drop_ahead(task); !dropped.ok()) {
+    log::warn("request {}: its sequence is given up: {}", task.id, dropped.to_string());
+    preempt(task, /*keep_state=*/false);
+  }
+}
+
 void Core::deliver(Task& task, int32_t rows, std::span<const std::span<const float>> logits) {
+  if (task.computed + rows > task.length()) return deliver_draft(task, logits);
   if (task.tells_logits() && !logits.empty()) {
     for (int64_t row = task.told - task.computed; row < rows; ++row) {
       task.request.on_prompt_logits(task.told++, logits[static_cast<size_t>(row)]);
@@ -281,9 +349,9 @@ bool Core::preempt_one() {
 
 // Its sequence becomes an idle one like any other: it is evicted once its state is durable, or the
 // request goes on from it if room comes sooner.
-void Core::preempt(Task& task) {
+void Core::preempt(Task& task, bool keep_state) {
   complete(task);
-  leave_sequence(task, /*keep_state=*/true);
+  leave_sequence(task, keep_state);
   task.preempted = true;
   task.compute_only = false;
   task.saved = nullptr;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/tokens.h"
+#include "policy/drafting.h"
 #include "policy/queue.h"
 #include "policy/truncation.h"
 #include "scheduler/executor.h"
@@ -32,6 +33,13 @@ struct Task {
   policy::HeldRows held;  // of them
   int64_t reserved = 0;   // rows that its restore in flight has taken
   int64_t stepping = 0;   // rows of its step in flight
+  // Tokens guessed to come behind the chain, for the next step or of the one in flight; what that
+  // one computes: the chain's last token and some of them; and rows that the sequence has beyond
+  // `computed`, until it is known what comes true.
+  std::vector<int32_t> draft;
+  std::vector<int32_t> drafted_run;
+  int64_t ahead = 0;
+  policy::Acceptance acceptance;
   int64_t told = 0;  // tokens of the prompt whose logits were told, and those before logits_from
 
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet

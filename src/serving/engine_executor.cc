@@ -99,6 +99,12 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   if (runtime.model().spec().learned_positions) {
     limits_.why_no_cuts = "the model has learned positions, which nothing can move";
   }
+  if (const int window = runtime.model().hparams().n_window; limits_.context < 2 * window) {
+    limits_.why_no_cuts = fmt::format(
+        "layers of the model see a window of {} rows, and half of a context of {} is "
+        "less than that",
+        window, limits_.context);
+  }
   stage_costs_ = overlapping_stages(runtime);
   store::Store* store = runtime.store();
   if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
@@ -153,6 +159,8 @@ Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
   // The saver hears of it with the next tokens, whose position tells.
   return runtime_.engine().trim_sequence(seq, n_tokens);
 }
+
+int64_t EngineExecutor::shortest(SeqId seq) const { return runtime_.engine().shortest(seq); }
 
 Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
@@ -499,7 +507,9 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
   }
   const int64_t start_ns = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(pipeline_.begin(batch));
-  begun_ns_.push_back(start_ns);
+  int64_t rows = 0;
+  for (const BatchItem& item : batch) rows += static_cast<int64_t>(item.tokens.size());
+  begun_.push_back({start_ns, rows});
   for (const scheduler::StepItem& item : items) {
     const auto it = sequences_.find(item.seq);
     if (it != sequences_.end() && it->second.save) {
@@ -511,13 +521,15 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
 
 Result<scheduler::StepOutput> EngineExecutor::finish_step() {
   Result<engine::Logits> logits = pipeline_.finish();
-  const int64_t start_ns = std::max(begun_ns_.front(), last_step_ns_);
-  begun_ns_.pop_front();
+  const Begun begun = begun_.front();
+  const int64_t start_ns = std::max(begun.ns, last_step_ns_);
+  begun_.pop_front();
   last_step_ns_ = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(logits.status());
   scheduler::StepOutput output;
   output.logits = std::move(logits->rows);
   output.seconds = static_cast<double>(last_step_ns_ - start_ns) * 1e-9;
+  step_pace_.note(begun.rows, output.seconds);
   fetch();
   return output;
 }

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "engine/pipeline.h"
+#include "policy/drafting.h"
 #include "policy/fetch.h"
 #include "policy/restore_plan.h"
 #include "scheduler/executor.h"
@@ -45,6 +46,7 @@ class EngineExecutor : public scheduler::Executor {
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
   Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
+  [[nodiscard]] int64_t shortest(scheduler::SeqId seq) const override;
   void release(scheduler::SeqId seq) override;
 
   // A match in the store. A known one that may have become longer is looked for again, since a
@@ -56,6 +58,7 @@ class EngineExecutor : public scheduler::Executor {
   Result<scheduler::RestoreStatus> advance_restore(scheduler::SeqId seq,
                                                    const scheduler::RestoreTurn& turn) override;
   [[nodiscard]] double restore_s(int64_t tokens) const override;
+  [[nodiscard]] double step_s(int64_t rows) const override { return step_pace_.at(rows); }
   void enqueued(const scheduler::Waiting& request) override;
   void dequeued(uint64_t ticket, bool admitted) override;
   void completed(uint64_t ticket) override;
@@ -111,10 +114,15 @@ class EngineExecutor : public scheduler::Executor {
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
   engine::Pipeline pipeline_;
   std::vector<policy::CostCurve> stage_costs_;  // of those that overlap; empty: none do
-  std::deque<int64_t> begun_ns_;                // of the steps in flight
-  int64_t last_step_ns_ = 0;                    // when the last step ended
-  std::vector<float> logits_;                   // of the last restore that computed all tokens
-  std::unordered_map<uint64_t, Ahead> ahead_;   // by queue ticket
+  struct Begun {
+    int64_t ns = 0;
+    int64_t rows = 0;
+  };
+  std::deque<Begun> begun_;  // the steps in flight
+  policy::StepPace step_pace_;
+  int64_t last_step_ns_ = 0;                   // when the last step ended
+  std::vector<float> logits_;                  // of the last restore that computed all tokens
+  std::unordered_map<uint64_t, Ahead> ahead_;  // by queue ticket
   policy::FetchWindow window_;
   std::unique_ptr<state::ReadAhead> read_ahead_;  // null: nothing is
 };

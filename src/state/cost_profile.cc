@@ -82,7 +82,9 @@ class Measurement {
   }
   ~Measurement() {
     engine_.weights().set_read_ahead(true);
-    if (seq_ >= 0) engine_.release_sequence(seq_).ignore("it exists");
+    for (const engine::SeqId seq : {seq_, deep_seq_}) {
+      if (seq >= 0) engine_.release_sequence(seq).ignore("it exists");
+    }
   }
   Measurement(const Measurement&) = delete;
   Measurement& operator=(const Measurement&) = delete;
@@ -94,7 +96,7 @@ class Measurement {
     const int64_t room =
         std::min<int64_t>(engine_.arena_free_cells(), engine_.model().hparams().n_ctx_train);
     max_rows_ = std::min({kMaxRows, room / 4, int64_t{engine_.options().max_batch_rows}});
-    depth_ = std::min(kMaxDepth, room - max_rows_);
+    depth_ = std::min(kMaxDepth, room - 2 * max_rows_);
     if (max_rows_ < 1) {
       return resource_exhausted(
           fmt::format("measuring needs room in the KV arena, {} tokens are free", room));
@@ -112,7 +114,9 @@ class Measurement {
     }
     hidden_bytes_ = static_cast<int64_t>(hidden_rows) / (range_.end - range_.begin);
     HCACHE_ASSIGN_OR_RETURN(seq_, engine_.create_sequence());
-    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(seq_, depth_ + max_rows_));
+    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(seq_, max_rows_));
+    HCACHE_ASSIGN_OR_RETURN(deep_seq_, engine_.create_sequence());
+    HCACHE_RETURN_IF_ERROR(engine_.reserve_rows(deep_seq_, depth_));
 
     const auto n_vocab = static_cast<int32_t>(engine_.model().hparams().n_vocab);
     for (int32_t i = 0; i < max_rows_; ++i) tokens_.push_back(i % n_vocab);
@@ -263,7 +267,7 @@ class Measurement {
   }
 
   Result<engine::Step> prepare(int64_t rows, int64_t position) {
-    const BatchItem item = {.seq = seq_,
+    const BatchItem item = {.seq = position == 0 ? seq_ : deep_seq_,
                             .tokens = std::span(tokens_).first(static_cast<size_t>(rows)),
                             .first_pos = position};
     return engine_.prepare(std::span(&item, 1));
@@ -357,7 +361,8 @@ class Measurement {
   int64_t hidden_bytes_ = 0;  // of a token's row, the layers' mean
   const ProgressFn& progress_;
   int64_t start_ns_ = 0;
-  engine::SeqId seq_ = -1;
+  engine::SeqId seq_ = -1;       // of as many rows as are measured
+  engine::SeqId deep_seq_ = -1;  // whose rows see depth_ others
   int64_t max_rows_ = 0;
   int64_t depth_ = 0;
   bool async_ = false;  // uploads run beside compute

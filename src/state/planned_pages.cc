@@ -77,7 +77,12 @@ struct KvBytes {
   }
 };
 
-policy::AvailableRun offered_run(Engine& engine, const ChunkSpan& span,
+// Whether a layer needs rows of a chunk, where the first n_rows are restored.
+bool is_needed(const Engine& engine, const ChunkSpan& span, int layer, int64_t n_rows) {
+  return span.end > engine.first_row_needed(layer, n_rows);
+}
+
+policy::AvailableRun offered_run(Engine& engine, const ChunkSpan& span, int64_t n_rows,
                                  const TierSlowness& slowness, KvBytes* kv) {
   policy::AvailableRun run{.tokens = span.end - span.begin, .layers = {}, .slowness = {}};
   const store::ChunkInfo& info = span.chunk->chunk.info();
@@ -86,6 +91,11 @@ policy::AvailableRun offered_run(Engine& engine, const ChunkSpan& span,
   if (slowness.store != nullptr) origins = slowness.store->origins(span.chunk->chunk);
   bool all_disk = true;
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    if (!is_needed(engine, span, layer, n_rows)) {
+      run.layers.push_back(policy::kNotNeeded);
+      run.slowness.push_back(1);
+      continue;
+    }
     int mask = policy::kNoEncoding;
     double slowest = -1;  // of its pages, where one is here and another one there
     const auto add = [&](const store::PageInfo* page, policy::Encoding encoding) {
@@ -118,8 +128,13 @@ Offer offer_of(Engine& engine, const store::Match& match, int64_t max_rows,
   Offer offer;
   std::vector<policy::AvailableRun>& runs = offer.available.runs;
   KvBytes kv;
-  for (const ChunkSpan& span : chunk_spans(match, max_rows)) {
-    policy::AvailableRun run = offered_run(engine, span, slowness, &kv);
+  const std::vector<ChunkSpan> spans = chunk_spans(match, max_rows);
+  const int64_t n_rows = spans.empty() ? 0 : spans.back().end;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    offer.windowed = offer.windowed || engine.first_row_needed(layer, n_rows) > 0;
+  }
+  for (const ChunkSpan& span : spans) {
+    policy::AvailableRun run = offered_run(engine, span, n_rows, slowness, &kv);
     if (!runs.empty() && runs.back().layers == run.layers && runs.back().slowness == run.slowness) {
       runs.back().tokens += run.tokens;
     } else {
@@ -128,6 +143,39 @@ Offer offer_of(Engine& engine, const store::Match& match, int64_t max_rows,
   }
   offer.packed = kv.share();
   return offer;
+}
+
+int64_t restorable_rows(Engine& engine, const store::Match& match, int64_t max_rows) {
+  const std::vector<ChunkSpan> spans = chunk_spans(match, max_rows);
+  // Layer 0 can be had without its pages.
+  const auto misses = [&](const ChunkSpan& span, int64_t n_rows) {
+    const store::ChunkInfo& info = span.chunk->chunk.info();
+    for (int layer = 1; layer < engine.n_layer(); ++layer) {
+      if (is_needed(engine, span, layer, n_rows) &&
+          usable_page(engine, info, layer, Method::kKv) == nullptr &&
+          usable_page(engine, info, layer, Method::kHidden) == nullptr) {
+        return true;
+      }
+    }
+    return false;
+  };
+  int64_t n_rows = max_rows;
+  const auto sees_window = [&] {
+    for (int layer = 0; layer < engine.n_layer(); ++layer) {
+      if (engine.first_row_needed(layer, n_rows) > 0) return true;
+    }
+    return false;
+  };
+  // What fewer rows need is other rows.
+  for (auto span = spans.begin(); span != spans.end() && sees_window();) {
+    if (span->begin < n_rows && misses(*span, n_rows)) {
+      n_rows = span->begin;
+      span = spans.begin();
+    } else {
+      ++span;
+    }
+  }
+  return n_rows;
 }
 
 namespace {
@@ -140,6 +188,7 @@ Result<std::vector<std::vector<Segment>>> pages_by_layer(Engine& engine, const s
   const std::vector<ChunkSpan> spans = chunk_spans(*match, plan.restored_tokens);
   for (int layer = plan.recompute_layers; layer < n_layer; ++layer) {
     for (const policy::PlanRun& run : plan.runs) {
+      if (run.layers[layer] == Method::kNone) continue;
       Segment segment{.method = run.layers[layer], .pages = {}};
       for (const ChunkSpan& span : spans) {
         const int64_t begin = std::max(span.begin, run.begin);

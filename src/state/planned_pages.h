@@ -30,12 +30,20 @@ struct Offer {
   // Runs of chunks with equal encodings, layers x {hidden, kv}; encodings that this engine can't
   // use are left out. Pages in host memory or in the remote tier are marked so.
   policy::Availability available;
+  // Layers do without some of the rows.
+  bool windowed = false;
   // How much of the K and V in it is packed, and how far.
   policy::PackedShare packed;
 };
-// `max_rows` cuts it (the last token is always computed).
+// `max_rows` cuts it (the last token is always computed). Of layers that see a window, what comes
+// before is not needed.
 [[nodiscard]] Offer offer_of(engine::Engine& engine, const store::Match& match, int64_t max_rows,
                              const TierSlowness& slowness);
+
+// How many of the leading rows can be restored where layers see a window: each layer must have what
+// it needs of so many. Elsewhere the planner knows what to do with rows that miss layers: max_rows.
+[[nodiscard]] int64_t restorable_rows(engine::Engine& engine, const store::Match& match,
+                                      int64_t max_rows);
 
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {

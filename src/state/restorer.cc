@@ -170,6 +170,8 @@ Status RestorationImpl::open() {
   lanes_ = RestoreLanes(std::move(pages));
   record_ = policy::planned_record(plan_, engine_.n_layer());
   record_.devices = restored_devices(engine_, &device_of_);
+  // Layer 0's K and V alone see no other rows: those that it needs are enough.
+  if (plan_.recompute_layers == 1) recomputed_rows_ = engine_.first_row_needed(0, rows_);
   return {};
 }
 
@@ -465,9 +467,11 @@ Status RestorationImpl::repair(Lane& lane, PlannedPage& page) {
     return {};
   }
   if (was_spare) --record_.replaced_pages;
-  if (run_.dropped > 0) {
+  if (run_.dropped > 0 || (layer > 0 && engine_.shortest(run_.seq) > 0)) {
     too_damaged_ = true;
-    return data_loss("what a truncated conversation holds can't be computed again in parts");
+    return data_loss(
+        "what layers hold of a truncated conversation, or of a window, can't be computed again in "
+        "parts");
   }
   repair_rows_ += page.n_rows * (layer + 1);
   const int64_t most = std::max(rows_ * engine_.n_layer() / kRepairShare,

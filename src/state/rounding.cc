@@ -37,19 +37,21 @@ Result<Logits> predict(engine::Engine& engine, engine::SeqId seq, std::span<cons
 
 // K and V of the first n rows of every layer, as a restore would bring them back.
 Status round_rows(engine::Engine& engine, engine::SeqId seq, int64_t n, policy::PackMode mode) {
-  const size_t half = engine.kv_row_bytes() * static_cast<size_t>(n);
-  std::vector<std::byte> page(2 * half);
   KvPacker packer;
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    const int64_t first = engine.first_row_needed(layer, n);
+    const auto rows = static_cast<int>(n - first);
+    const size_t half = engine.kv_row_bytes() * static_cast<size_t>(rows);
+    std::vector<std::byte> page(2 * half);
     HCACHE_RETURN_IF_ERROR(
-        engine.read_kv(seq, layer, 0, static_cast<int>(n), page.data(), page.data() + half));
+        engine.read_kv(seq, layer, first, rows, page.data(), page.data() + half));
     const std::vector<std::byte> packed =
-        packer.pack(page, engine.options().kv_type, mode, static_cast<size_t>(n));
+        packer.pack(page, engine.options().kv_type, mode, static_cast<size_t>(rows));
     if (packed.empty()) continue;  // saved as it is
     HCACHE_RETURN_IF_ERROR(packer.unpack(packed, page));
     HCACHE_ASSIGN_OR_RETURN(
         const engine::Engine::Ticket ticket,
-        engine.load_kv(seq, layer, 0, static_cast<int>(n), page.data(), page.data() + half));
+        engine.load_kv(seq, layer, first, rows, page.data(), page.data() + half));
     HCACHE_RETURN_IF_ERROR(engine.wait(ticket));
   }
   return {};

@@ -332,7 +332,8 @@ policy::RestoreCosts RuntimeImpl::prices(double max_read_bytes_per_s) const {
 policy::SaveRequest RuntimeImpl::save_request() const {
   policy::SaveRequest request;
   request.mode = options_.save;
-  if (options_.truncates) request.max_unsaved_layers = 1;
+  // What was cut out, or lies before a window, can't be computed again.
+  if (options_.truncates || model_->hparams().n_window > 0) request.max_unsaved_layers = 1;
   request.history = std::max(1, std::min(4096, model_->hparams().n_ctx_train / 2));
   request.overhead_bytes_per_token = store::catalog_bytes_per_token(model_->hparams().n_layer);
   return request;
@@ -498,6 +499,8 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   const int64_t partial = max_rows == 0 ? 0 : (max_rows + options.dropped) % store::kChunkTokens;
   if (save && partial != 0 && !completes(chunk_before(max_rows).info())) max_rows -= partial;
 
+  max_rows = restorable_rows(*engine_, match, max_rows);
+
   policy::RestoreRequest request;
   const policy::RestoreCosts plain = prices(env_.nominal_read_bytes_per_s());
   TierSlowness slowness;
@@ -519,7 +522,8 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   request.new_tokens = n_planned - request.available.tokens();
   request.mode = options.mode;
   request.token_rounding = options.token_rounding;
-  request.whole = options.dropped > 0;
+  request.whole = options.dropped > 0 || offer.windowed;
+  request.or_nothing = options.dropped == 0;
   HCACHE_ASSIGN_OR_RETURN(planned.plan, policy::plan_restore(prices, request));
   if (!options_.remote.url.empty()) {
     request.mode = policy::Mode::kRecompute;

@@ -72,6 +72,12 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual(sum(turn["killed"] for turn in found["turns"]), 1)
         self.assertGreater(found["turns"][-1]["dropped"], 0)
 
+    def test_drafting(self):
+        self.run_script("bench/drafting.py", "--quick", "--work", self.work, "--json",
+                        self.work / "drafting.json")
+        found = self.results("drafting.json")
+        self.assertEqual([bar["kind"] for bar in found["bars"]], ["editing", "new"])
+
     def test_compression(self):
         self.run_script("bench/compression.py", "--quick", "--work", self.work)
         found = self.results("compression.json")

@@ -36,3 +36,5 @@ hcache_test(engine_oracle_test unit/engine_oracle_test.cc
   LIBS hcache_engine hcache_model_tools hcache::llama)
 hcache_test(engine_weights_test unit/engine_weights_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
+hcache_test(engine_windows_test unit/engine_windows_test.cc LIBS hcache_engine hcache_model_tools)
+target_include_directories(engine_windows_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)

@@ -49,13 +49,13 @@ TEST(HeldRows, FollowEveryChangeOfASequence) {
   EXPECT_EQ(s.resize(seq, 101).status().code(), Code::kResourceExhausted);
   expect(30, 30);
 
-  s.erase_positions(seq, 5, 15);  // before the held rows
+  s.erase_positions(seq, 0, 5, 15);  // before the held rows
   resize(50);
   expect(20, 30);
-  s.erase_positions(seq, 30, 40);  // among them
+  s.erase_positions(seq, 0, 30, 40);  // among them
   resize(40);
   expect(20, 20);
-  s.erase_positions(seq, 10, 25);  // from before to among them
+  s.erase_positions(seq, 0, 10, 25);  // from before to among them
   resize(25);
   expect(10, 15);
   resize(4);  // nothing is left of them

@@ -1,4 +1,4 @@
-foreach(part batching chain_order compression cost eviction miss_cost overlap pipeline restore_plan save_plan fetch hardware_plan
+foreach(part batching chain_order compression cost drafting eviction miss_cost overlap pipeline restore_plan save_plan fetch hardware_plan
              hybrid_cache hybrid_pipeline hybrid_plan linear_fit packing queue
              read_order report truncation wanted)
   hcache_test(policy_${part}_test unit/policy_${part}_test.cc LIBS hcache_policy)

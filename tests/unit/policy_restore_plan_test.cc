@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "policy/restore_plan.h"
+#include "policy/restore_record.h"
 #include "policy_testing.h"
 
 namespace hcache::policy {
@@ -175,6 +176,52 @@ TEST(Availability, RunsMayBeDroppedWhenPrefillIsFaster) {
   Plan plan = plan_of(costs, request);
   EXPECT_EQ(plan.restored_tokens, 4096);
   EXPECT_EQ(plan.schedule, "KV:6");
+}
+
+// Of six layers five see a window: what comes before it is read for one.
+TEST(Availability, LayersDoWithoutRowsThatTheyDoNotNeed) {
+  RestoreCosts costs = Random(3).costs(6);
+  costs.layers = {costs.layers.front()};
+  costs.layers.front().kv_bytes = 100;
+  costs.layers.front().hidden_bytes = 100;
+  costs.layers.front().load_kv = CostCurve::affine(0, 1e-9);
+  costs.layers.front().project = CostCurve::affine(0, 1e-6);
+  costs.layers.front().dense = CostCurve::affine(0, 1e-5);
+  RestoreRequest request;
+  request.whole = true;
+  request.or_nothing = true;
+  request.new_tokens = 10;
+  request.available.runs = {
+      {7168, {kNotNeeded, kNotNeeded, kNotNeeded, kNotNeeded, kNotNeeded, kHasKv}},
+      {1024, std::vector<Encoding>(6, kHasBoth)}};
+  for (const Mode mode : {Mode::kKv, Mode::kHidden, Mode::kTokenPartition}) {
+    request.mode = mode;
+    const Plan plan = plan_restore(costs, request).value();
+    EXPECT_EQ(plan.restored_tokens, 8192);
+    EXPECT_EQ(plan.recompute_layers, 0);
+    EXPECT_EQ(plan.predicted.bytes_read, 100 * (7168 + 6 * 1024));
+    ASSERT_EQ(plan.runs.size(), 2U);
+    EXPECT_EQ(plan.runs[0].layers,
+              (std::vector<Method>{Method::kNone, Method::kNone, Method::kNone, Method::kNone,
+                                   Method::kNone, Method::kKv}));
+    EXPECT_NEAR(simulate(costs, plan).value().total.makespan_s, plan.predicted.makespan_s,
+                1e-9 * plan.predicted.makespan_s);
+  }
+  request.mode = Mode::kKv;
+  EXPECT_EQ(plan_restore(costs, request)->schedule, "7168t KV:1 | 1024t KV:6");
+  const RestoreRecord record = planned_record(plan_restore(costs, request).value(), 6);
+  EXPECT_EQ(record.layers.front().method, Method::kKv);
+  EXPECT_EQ(record.kv_tokens, 8192);
+
+  // Nothing, where computing is faster; then too it is never a part of it.
+  request.mode = Mode::kPlan;
+  costs.link.bytes_per_s = 1;
+  EXPECT_EQ(plan_restore(costs, request)->restored_tokens, 0);
+  request.or_nothing = false;
+  EXPECT_EQ(plan_restore(costs, request)->restored_tokens, 8192);
+  costs.link.bytes_per_s = 1e15;
+  request.or_nothing = true;
+  EXPECT_EQ(plan_restore(costs, request)->restored_tokens, 8192);
 }
 
 // Rows of a sequence that was cut: all of them from pages, or nothing.

@@ -83,6 +83,29 @@ TEST(SchedulerReuse, AnEditedMessageTrims) {
   EXPECT_EQ(edited.answer, bench.expected(edited));
 }
 
+// Layers see a window, and what lies before it is gone.
+TEST(SchedulerReuse, WhatLeavesAConversationTooEarlyIsRestored) {
+  Bench bench;
+  bench.executor.options().window = 60;
+  const Tokens system = tokens(100);
+  const Record& begun = bench.submit(system + tokens(100, 2), 10);
+  ASSERT_TRUE(bench.run_all());
+  bench.executor.save(begun.salt, begun.prompt);
+  const Record& early = bench.submit(system + tokens(20, 3), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(early.outcome.resident_tokens, 0);
+  EXPECT_EQ(early.outcome.restores.size(), 1U);
+  EXPECT_EQ(early.answer, bench.expected(early));
+  // The first one is still there, and a late edit goes on in place.
+  Tokens late = conversation(begun, {});
+  late.resize(late.size() - 40);
+  const auto n_kept = static_cast<int64_t>(late.size());
+  const Record& edited = bench.submit(late + tokens(20, 4), 10);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(edited.outcome.resident_tokens, n_kept);
+  EXPECT_EQ(edited.answer, bench.expected(edited));
+}
+
 TEST(SchedulerReuse, ContinuationsOfOnePromptPrefillItOnce) {
   Bench bench;
   for (int i = 0; i < 4; ++i) bench.submit(tokens(200), 10);

@@ -218,8 +218,14 @@ TEST(SchedulerProperties, EveryRequestIsAnsweredAsIfAlone) {
   for (uint32_t seed = 1; seed <= 1500; ++seed) {
     SCOPED_TRACE(seed);
     Random random(seed);
-    const FakeOptions fake = random_fake(random, seed);
-    Workload workload(seed, fake, random_options(random), /*cancels=*/seed % 3 == 0);
+    FakeOptions fake = random_fake(random, seed);
+    fake.window = seed % 4 == 0 ? 70 : 0;
+    SchedulerOptions options = random_options(random);
+    if (seed % 5 < 2) {
+      fake.memory = 1 + seed % 3;
+      options.draft = {.most = static_cast<int32_t>(seed % 19), .least_match = 2};
+    }
+    Workload workload(seed, fake, options, /*cancels=*/seed % 3 == 0);
     workload.run(20);
     if (::testing::Test::HasFatalFailure()) return;
     Bench& bench = workload.bench();
@@ -241,6 +247,8 @@ TEST(SchedulerProperties, EveryRequestIsAnsweredAsIfAlone) {
     total.preemptions += stats.preemptions;
     total.restore_steps += stats.restore_steps;
     total.cancelled += stats.cancelled;
+    total.drafted_tokens += stats.drafted_tokens;
+    total.accepted_tokens += stats.accepted_tokens;
     for (size_t i = 0; i < kEvictionReasons; ++i) total.evictions.at(i) += stats.evictions.at(i);
     if (::testing::Test::HasFailure()) return;
   }
@@ -250,6 +258,8 @@ TEST(SchedulerProperties, EveryRequestIsAnsweredAsIfAlone) {
   EXPECT_GT(total.preemptions, 300U);
   EXPECT_GT(total.restore_steps, 1000U);
   EXPECT_GT(total.cancelled, 300U);
+  EXPECT_GT(total.accepted_tokens, 3000U);
+  EXPECT_GT(total.drafted_tokens, total.accepted_tokens + 3000U);
   for (uint64_t evictions : total.evictions) EXPECT_GT(evictions, 100U);
 }
 
@@ -264,9 +274,15 @@ TEST(SchedulerProperties, FailuresHurtOnlyWhomTheyHit) {
     fake.fail_advance = 0.1;
     fake.short_restore = 0.2;
     fake.fail_copy = 0.1;
+    fake.window = seed % 3 == 0 ? 70 : 0;
     fake.fail_lookup = 0.1;
     fake.fail_saving = 0.1;
-    Workload workload(seed, fake, random_options(random), /*cancels=*/true);
+    SchedulerOptions options = random_options(random);
+    if (seed % 2 == 0) {
+      fake.memory = 2;
+      options.draft = {.most = 9, .least_match = 2};
+    }
+    Workload workload(seed, fake, options, /*cancels=*/true);
     workload.run(20);
     if (::testing::Test::HasFatalFailure()) return;
     Bench& bench = workload.bench();

@@ -42,6 +42,16 @@ inline uint64_t chain_hash(const Salt& salt, std::span<const int32_t> tokens) {
 
 constexpr int32_t kVocab = 1000;
 
+// With a memory the next token depends on so many rows alone, and is one of a few: such answers
+// repeat themselves. The rest of the hash is of all rows, as ever.
+inline uint64_t answer_hash(const Salt& salt, std::span<const int32_t> rows, size_t memory) {
+  constexpr uint64_t kFew = 6;
+  const uint64_t h = chain_hash(salt, rows);
+  if (memory == 0) return h;
+  const auto last = rows.last(std::min(memory, rows.size()));
+  return h - h % kVocab + chain_hash(salt, last) % kFew;
+}
+
 // Rows [from, to) leave. Those behind them depend on all that they have seen, as a model's rows do.
 inline void cut_rows(Tokens& rows, int64_t from, int64_t to) {
   const uint64_t seen = chain_hash({}, rows);
@@ -78,11 +88,11 @@ inline Tokens rows_of(std::span<const int32_t> chain, std::span<const policy::He
 // What a request must be answered, whatever happens to it.
 inline Tokens expected_answer(const Salt& salt, Tokens chain, int64_t max_new, uint64_t stop_every,
                               const policy::TruncationLimits& limits = {},
-                              const policy::NextMessage& next_message = {}) {
+                              const policy::NextMessage& next_message = {}, size_t memory = 0) {
   Tokens answer;
   while (static_cast<int64_t>(answer.size()) < max_new) {
     const Tokens rows = rows_of(chain, policy::cuts_of(chain, limits, next_message));
-    const NextToken next = next_token(chain_hash(salt, rows), stop_every);
+    const NextToken next = next_token(answer_hash(salt, rows, memory), stop_every);
     answer.push_back(next.token);
     if (next.stop) break;
     chain.push_back(next.token);
@@ -109,6 +119,8 @@ struct FakeOptions {
   // Of the new tokens, that are computed while a restore waits; one that is alone is followed by as
   // many as a step holds.
   int64_t follow_rows = 0;
+  size_t memory = 0;   // see answer_hash()
+  int64_t window = 0;  // sequences can't be cut back by more rows than that; 0: they can
   double flush_s = 1e-3;
   bool saving = true;
   bool flush_hangs = false;
@@ -159,6 +171,7 @@ class FakeExecutor final : public Executor {
   explicit FakeExecutor(const FakeOptions& options) : options_(options), random_(options.seed) {}
 
   FakeOptions& options() { return options_; }
+  [[nodiscard]] const FakeOptions& options() const { return options_; }
   [[nodiscard]] const std::map<SeqId, Sequence>& sequences() const { return sequences_; }
   [[nodiscard]] int64_t used_cells() const {
     int64_t used = 0;
@@ -207,6 +220,7 @@ class FakeExecutor final : public Executor {
     const Sequence& source = at(src);
     EXPECT_LE(n_tokens, static_cast<int64_t>(source.tokens.size()));
     EXPECT_LE(n_tokens, free_cells()) << "the arena is over-allocated by a fork";
+    EXPECT_GE(n_tokens, shortest(src)) << "what was asked for is gone";
     EXPECT_TRUE(source.save || !save) << "the rows before the fork are not saved";
     Sequence copy{.salt = source.salt, .save = save};
     copy.tokens.assign(source.tokens.begin(), source.tokens.begin() + n_tokens);
@@ -223,6 +237,7 @@ class FakeExecutor final : public Executor {
     Sequence& sequence = at(seq);
     EXPECT_EQ(sequence.stepping, 0) << "trimmed with its step in flight";
     EXPECT_LE(n_tokens, static_cast<int64_t>(sequence.tokens.size()));
+    if (n_tokens > 0 && n_tokens < shortest(seq)) return failed_precondition("too short");
     sequence.tokens.resize(static_cast<size_t>(n_tokens));
     sequence.chain.resize(static_cast<size_t>(n_tokens + sequence.dropped()));
     sequence.durable = std::min(sequence.durable, n_tokens + sequence.dropped());
@@ -241,6 +256,12 @@ class FakeExecutor final : public Executor {
     sequence.cuts.push_back(held);
     EXPECT_EQ(held.rows(held.cut_at), static_cast<int64_t>(sequence.tokens.size()));
     return {};
+  }
+
+  [[nodiscard]] int64_t shortest(SeqId seq) const override {
+    const auto it = sequences_.find(seq);
+    if (options_.window == 0 || it == sequences_.end()) return 0;
+    return std::max<int64_t>(0, static_cast<int64_t>(it->second.tokens.size()) - options_.window);
   }
 
   void release(SeqId seq) override {
@@ -519,7 +540,7 @@ class FakeExecutor final : public Executor {
 
   std::span<const float> add_logits(const Sequence& sequence) {
     // The hash in pieces that a float holds exactly.
-    const uint64_t hash = chain_hash(sequence.salt, sequence.tokens);
+    const uint64_t hash = answer_hash(sequence.salt, sequence.tokens, options_.memory);
     auto& row = logits_.emplace_back();
     for (int shift = 0; shift < 64; shift += 16) {
       row.push_back(static_cast<float>((hash >> shift) & 0xffff));
@@ -658,7 +679,7 @@ class Bench {
   [[nodiscard]] const std::deque<Record>& records() const { return records_; }
   [[nodiscard]] Tokens expected(const Record& record) const {
     return expected_answer(record.salt, record.prompt, record.max_new, stop_every, record.limits,
-                           record.next_message);
+                           record.next_message, executor.options().memory);
   }
 
   uint64_t stop_every = 0;  // 0: answers have max_new tokens

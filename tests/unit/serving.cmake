@@ -13,3 +13,7 @@ hcache_test(serving_batch_test unit/serving_batch_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_truncation_test unit/serving_truncation_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_windows_test unit/serving_windows_test.cc PACKED
+  LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_drafting_test unit/serving_drafting_test.cc
+  LIBS hcache_serving hcache_model_tools hcache::llama)

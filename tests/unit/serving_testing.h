@@ -131,16 +131,19 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
   return said;
 }
 
-// K and V of the first n rows of every layer.
+// K and V of the first n rows of every layer, as far as it needs them.
 inline std::vector<std::byte> read_state(Serving& serving, SeqId seq, int n) {
   std::vector<std::byte> state;
   const Status status = serving.on_engine([&](state::Runtime& runtime) -> Status {
     engine::Engine& engine = runtime.engine();
-    const size_t bytes = engine.kv_row_bytes() * static_cast<size_t>(n);
-    state.resize(2 * bytes * static_cast<size_t>(engine.n_layer()));
     for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      std::byte* k = state.data() + 2 * bytes * static_cast<size_t>(layer);
-      HCACHE_RETURN_IF_ERROR(engine.read_kv(seq, layer, 0, n, k, k + bytes));
+      const int64_t first = engine.first_row_needed(layer, n);
+      const size_t bytes = engine.kv_row_bytes() * static_cast<size_t>(n - first);
+      const size_t at = state.size();
+      state.resize(at + 2 * bytes);
+      std::byte* k = state.data() + at;
+      HCACHE_RETURN_IF_ERROR(
+          engine.read_kv(seq, layer, first, static_cast<int>(n - first), k, k + bytes));
     }
     return {};
   });

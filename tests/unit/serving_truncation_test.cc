@@ -187,7 +187,8 @@ TEST_P(TruncationTest, NothingIsSavedThatIsNotExact) {
   EXPECT_EQ(exact.answer, fresh.answer);
 }
 
-INSTANTIATE_TEST_SUITE_P(Architectures, TruncationTest, ::testing::Values("llama", "qwen3"),
+INSTANTIATE_TEST_SUITE_P(Architectures, TruncationTest,
+                         ::testing::Values("llama", "qwen3", "gemma3"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(TruncationRefused, WithLearnedPositions) {

@@ -170,15 +170,17 @@ Status HybridEngine::Impl::create_stage(const MakeQueues& make_queues) {
   async_compute = queues.compute->is_async();
   queue = queues.copy.get();
   std::vector<std::unique_ptr<Stage>> made;
-  made.push_back(std::make_unique<Stage>(model, engine_options,
-                                         StageOptions{.index = 0,
-                                                      .begin = 0,
-                                                      .end = model.hparams().n_layer,
-                                                      .device = &model.device(),
-                                                      .queues = std::move(queues),
-                                                      .own_attention = own_attention,
-                                                      .n_groups = 1,
-                                                      .n_cells = 1}));
+  made.push_back(std::make_unique<Stage>(
+      model, engine_options,
+      StageOptions{
+          .index = 0,
+          .begin = 0,
+          .end = model.hparams().n_layer,
+          .device = &model.device(),
+          .queues = std::move(queues),
+          .own_attention = own_attention,
+          .n_groups = 1,
+          .cells = std::vector<int64_t>(static_cast<size_t>(model.hparams().n_layer), 1)}));
   HCACHE_RETURN_IF_ERROR(made.back()->allocate());
   stages = std::make_unique<Stages>(std::move(made));
   HCACHE_ASSIGN_OR_RETURN(weights, WeightStream::open(model, *queue, async_compute));

@@ -123,6 +123,39 @@ ModelShape gemma(std::string name, int n_layer, int n_embd, int n_head, int n_he
           .tied_output = true};
 }
 
+ModelShape gemma3_12b() {
+  ModelShape shape = gemma("gemma3-12b", 48, 3840, 16, 8, 15360);
+  shape.arch = "gemma3";
+  shape.n_vocab = 262208;
+  shape.n_ctx = 131072;
+  shape.rope_freq_base = 1e6F;
+  shape.n_window = 1024;
+  shape.window_period = 6;
+  return shape;
+}
+
+ModelShape gpt_oss(std::string name, int n_layer, int n_expert) {
+  return {.name = std::move(name),
+          .arch = "gpt-oss",
+          .n_layer = n_layer,
+          .n_embd = 2880,
+          .n_head = 64,
+          .n_head_kv = 8,
+          .head_dim = 64,
+          .n_ff = 2880,
+          .n_vocab = 201088,
+          .n_ctx = 131072,
+          .rope_freq_base = 1.5e5F,
+          .qkv_bias = true,
+          .block_biases = true,
+          .n_expert = n_expert,
+          .n_expert_used = 4,
+          .n_ff_expert = 2880,
+          .expert_biases = true,
+          .n_window = 128,
+          .window_period = 2};
+}
+
 ModelShape tied(ModelShape shape) {
   shape.tied_output = true;
   return shape;
@@ -161,6 +194,9 @@ const std::vector<ModelShape>& shapes() {
       as("phi3", llama("phi3-mini", 32, 3072, 32, 32, 8192, 32064, 4096)),
       gemma("gemma-2b", 18, 2048, 8, 1, 16384),
       gemma("gemma-7b", 28, 3072, 16, 16, 24576),
+      gemma3_12b(),
+      gpt_oss("gpt-oss-20b", 24, 32),
+      gpt_oss("gpt-oss-120b", 36, 128),
       falcon("falcon-7b", 32, 4544, 71, 1, false),
       falcon("falcon-40b", 60, 8192, 128, 8, true),
   };

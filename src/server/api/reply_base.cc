@@ -93,15 +93,20 @@ Json outcome_json(const Outcome& o) {
 
 Json timings_json(const Outcome& o) {
   const int64_t computed = o.prompt_tokens - o.dropped_before - o.cached();
-  return {{"cache_n", o.cached()},
-          {"prompt_n", computed},
-          {"prompt_ms", o.prompt_ms},
-          {"prompt_per_token_ms", per_token_ms(computed, o.prompt_ms)},
-          {"prompt_per_second", per_second(computed, o.prompt_ms)},
-          {"predicted_n", o.reply_tokens},
-          {"predicted_ms", o.reply_ms},
-          {"predicted_per_token_ms", per_token_ms(o.reply_tokens, o.reply_ms)},
-          {"predicted_per_second", per_second(o.reply_tokens, o.reply_ms)}};
+  Json timings = {{"cache_n", o.cached()},
+                  {"prompt_n", computed},
+                  {"prompt_ms", o.prompt_ms},
+                  {"prompt_per_token_ms", per_token_ms(computed, o.prompt_ms)},
+                  {"prompt_per_second", per_second(computed, o.prompt_ms)},
+                  {"predicted_n", o.reply_tokens},
+                  {"predicted_ms", o.reply_ms},
+                  {"predicted_per_token_ms", per_token_ms(o.reply_tokens, o.reply_ms)},
+                  {"predicted_per_second", per_second(o.reply_tokens, o.reply_ms)}};
+  if (o.drafted > 0) {
+    timings["draft_n"] = o.drafted;
+    timings["draft_n_accepted"] = o.accepted;
+  }
+  return timings;
 }
 
 std::string sse(const Json& data) { return "data: " + to_text(data) + "\n\n"; }
@@ -227,6 +232,8 @@ Outcome ReplyBase::total() const {
     const Outcome& one = choice(i).finish.outcome;
     if (i % std::max(request_.n, 1) == 0) add_prompt(one, &sum);
     sum.reply_tokens += one.reply_tokens;
+    sum.drafted += one.drafted;
+    sum.accepted += one.accepted;
     sum.bytes += one.bytes;
     sum.dropped = std::max(sum.dropped, one.dropped);
     sum.preemptions += one.preemptions;

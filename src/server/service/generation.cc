@@ -34,6 +34,8 @@ api::Outcome api_outcome(const Outcome& o) {
   out.saved = o.saving_tokens;
   out.dropped_before = o.dropped_before;
   out.dropped = o.dropped_tokens;
+  out.drafted = o.drafted_tokens;
+  out.accepted = o.accepted_tokens;
   out.bytes = o.bytes;
   out.queue_ms = o.queue_s * kMsPerSecond;
   out.restore_ms = o.restore_s * kMsPerSecond;

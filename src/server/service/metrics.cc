@@ -77,6 +77,9 @@ struct Metrics::Impl {
       counter("hcache_prompt_tokens_total", "Prompt tokens, by where their state came from");
   prometheus::Counter& reply_tokens =
       counter("hcache_reply_tokens_total", "Tokens generated").Add({});
+  prometheus::Family<prometheus::Counter>& drafted_tokens =
+      counter("hcache_drafted_tokens_total",
+              "Tokens that were guessed and computed along with others, by whether they came true");
   prometheus::Family<prometheus::Counter>& restored_bytes = counter(
       "hcache_restored_bytes_total", "Saved state that restores used, by tier and by method");
   prometheus::Family<prometheus::Counter>& device_bytes =
@@ -171,6 +174,12 @@ void Metrics::observe(const scheduler::Outcome& o) {
   }
   impl_->reply_tokens.Increment(static_cast<double>(o.generated_tokens));
   impl_->preemptions.Increment(static_cast<double>(o.preempted_at_s.size()));
+  if (o.drafted_tokens == 0) return;
+  const auto drafted = [&](const char* accepted, int64_t n) {
+    impl_->drafted_tokens.Add({{"accepted", accepted}}).Increment(static_cast<double>(n));
+  };
+  drafted("yes", o.accepted_tokens);
+  drafted("no", o.drafted_tokens - o.accepted_tokens);
 }
 
 void Metrics::observe_restore(const policy::RestoreRecord& restore) {

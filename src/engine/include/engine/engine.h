@@ -53,10 +53,16 @@ struct EngineOptions {
   // False, for comparison alone: rows that erase_range() moves keep K as it is, rotated to where
   // they were, as in a cache that can't take positions apart (NKVT, AttentionStore §4.3.4).
   bool rotate_moved = true;
+  // Layers that see a window of the last rows keep those alone, with room for as many sequences as
+  // this (or as many tokens as the others have, if that is less); 0: for as many tokens.
+  int window_sequences = 0;
   // Whether each layer keeps rows of its own, so that keep_rows() may leave it with fewer than the
   // sequence has tokens.
   bool separate_layers = false;
 };
+
+// Rows before its window that a layer keeps: a sequence can be trimmed by as many.
+inline constexpr int64_t kWindowSlack = 256;
 
 // About what an engine with these options takes of its device's memory: the arena, and the largest
 // step's activations, captured rows and inputs. Without the weights.
@@ -191,19 +197,27 @@ class Engine {
 
   // --- Sequences ---------------------------------------------------------------------------
   Result<SeqId> create_sequence();
-  // A new sequence with a copy of the first n_tokens rows of `src`.
+  // A new sequence with a copy of the first n_tokens rows of `src`; none, or its shortest() at
+  // least.
   Result<SeqId> fork_sequence(SeqId src, int64_t n_tokens);
-  // Keeps the first n_tokens rows.
+  // Keeps the first n_tokens rows: none, or shortest() at least.
   Status trim_sequence(SeqId seq, int64_t n_tokens);
+  // To how few rows, but for none, the sequence can be trimmed or forked; more than 0 where layers
+  // see a window, and what lies before it is gone.
+  [[nodiscard]] int64_t shortest(SeqId seq) const;
+  // Of a sequence of n_tokens, the first row that a layer has to hold: 0 unless it sees a window.
+  [[nodiscard]] int64_t first_row_needed(int layer, int64_t n_tokens) const;
   // Removes rows [from, to); the rows behind them move down and their K is re-rotated.
-  // kUnimplemented with learned positions.
+  // kUnimplemented with learned positions; kFailedPrecondition, with nothing changed, where a layer
+  // would be left with less than the window that it sees.
   Status erase_range(SeqId seq, int64_t from, int64_t to);
   // Rotates K of rows that are there, which were computed for positions `moved` less than theirs.
   // kUnimplemented with learned positions.
   Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
   Status release_sequence(SeqId seq);
   // Reserves rows up to length n_tokens without content, for the restorer to fill. The rows count
-  // as the sequence's from here on. kResourceExhausted when the arena has no room.
+  // as the sequence's from here on. Of an empty sequence layers take those from first_row_needed()
+  // on. kResourceExhausted when the arena has no room.
   Status reserve_rows(SeqId seq, int64_t n_tokens);
   [[nodiscard]] int64_t length(SeqId seq) const;
   [[nodiscard]] int64_t arena_free_cells() const;

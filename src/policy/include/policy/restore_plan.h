@@ -20,11 +20,20 @@ enum class Method : uint8_t {
   kRecompute,  // RE: run the layer on the history's tokens; only a prefix of the layers can
   kHidden,     // H: read hidden states, multiply by W_k and W_v (rotate K)
   kKv,         // KV: read K and V, copy them into the arena
+  kNone,       // nothing: the layer does without these rows
 };
-[[nodiscard]] std::string_view method_name(Method method);  // "RE", "H", "KV"
+[[nodiscard]] std::string_view method_name(Method method);  // "RE", "H", "KV", "-"
 
 // What is saved of one layer of one run: a set of encodings.
-enum Encoding : uint8_t { kNoEncoding = 0, kHasHidden = 1, kHasKv = 2, kHasBoth = 3 };
+enum Encoding : uint8_t {
+  kNoEncoding = 0,
+  kHasHidden = 1,
+  kHasKv = 2,
+  kHasBoth = 3,
+  // Whatever is: the layer sees a window of later rows, and is restored without these. A request
+  // with such runs is `whole`.
+  kNotNeeded = 4,
+};
 
 // Seconds as a function of rows: piecewise linear through measured points. Between points it
 // interpolates, outside it continues the nearest segment (never below 0); at(0) is always 0.
@@ -158,16 +167,20 @@ struct RestoreRequest {
   // kTokenPartition: t is a multiple of this (1: plain; 64, 128, 256: sizes the GEMM likes).
   int64_t token_rounding = 1;
   // All of what is available or nothing, and none of it computed again: rows of a sequence that was
-  // cut, which have seen others that are not there any more. But for layer 0 where it is not saved
-  // and RestoreCosts::re_tail_projects holds: there rows see nothing.
+  // cut, which have seen others that are not there any more, or of layers that are restored without
+  // some of them. But for layer 0 where it is not saved and RestoreCosts::re_tail_projects holds:
+  // there rows see nothing.
   bool whole = false;
+  // With `whole` and kPlan: nothing where computing everything is faster.
+  bool or_nothing = false;
 };
 
 // One run of the plan: rows [begin, begin + tokens) of the history.
 struct PlanRun {
   int64_t begin = 0;
   int64_t tokens = 0;
-  std::vector<Method> layers;  // n_layer entries; kRecompute exactly for l < Plan::recompute_layers
+  // n_layer entries; kRecompute exactly for l < Plan::recompute_layers, kNone where not needed.
+  std::vector<Method> layers;
   std::vector<double> slowness = {};  // the AvailableRun's
 };
 

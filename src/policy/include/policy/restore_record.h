@@ -25,7 +25,7 @@ struct TierBytes {
 
 // When a layer was read and computed, in seconds from the restore's begin.
 struct RestoredLayer {
-  Method method = Method::kRecompute;  // of its first rows
+  Method method = Method::kRecompute;  // of its first rows that are restored
   double io_begin_s = 0;               // both 0: nothing was read
   double io_end_s = 0;
   double compute_begin_s = 0;

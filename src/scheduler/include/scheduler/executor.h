@@ -164,6 +164,8 @@ class Executor {
   virtual Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) = 0;
   // Keeps the first n_tokens rows. After an error only release() is allowed.
   virtual Status trim(SeqId seq, int64_t n_tokens) = 0;
+  // How few rows, but for none, trim() and fork() can keep of it.
+  [[nodiscard]] virtual int64_t shortest(SeqId /*seq*/) const { return 0; }
   // Drops rows [from, to); those behind them move down, to where the model takes them for that much
   // earlier (AttentionStore §3.4). `held`: what is held of its chain then. What is computed from
   // here on is saved as what it is, behind this cut. No step may be in flight. After an error only
@@ -209,6 +211,8 @@ class Executor {
 
   // ---- Steps
 
+  // What a step of so many rows is expected to take, in any unit.
+  [[nodiscard]] virtual double step_s(int64_t /*rows*/) const { return 1; }
   // Computes the items, each sequence at most once. kResourceExhausted: the arena is full. Not
   // while steps are in flight.
   virtual Result<StepOutput> step(std::span<const StepItem> items) = 0;

@@ -58,6 +58,9 @@ struct Outcome {
   int64_t recomputed_tokens = 0;  // by the restore, as part of its schedule
   int64_t new_tokens = 0;         // prefilled
   int64_t saving_tokens = 0;      // of new_tokens: on their way to the store, or there
+  // Tokens of the answer that were guessed and computed along, and those that came true.
+  int64_t drafted_tokens = 0;
+  int64_t accepted_tokens = 0;
   // Of the prompt, that no rows were there of when the request was admitted, nor came back: they
   // had been dropped. And of prompt and answer, that none is held of so far.
   int64_t dropped_before = 0;
@@ -106,6 +109,9 @@ struct Request {
   // Nobody waits for it: it comes after all others, whatever its priority and however long it
   // waits, and is preempted when one of them wants its place.
   bool background = false;
+
+  // At most so many tokens are guessed for a step, SchedulerOptions::draft's if that is less.
+  int32_t max_draft = std::numeric_limits<int32_t>::max();
 
   // Samples from the logits of the last token (valid during the call) and consumes the token. An
   // error ends the request with that status.

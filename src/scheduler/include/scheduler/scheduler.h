@@ -50,6 +50,7 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "policy/batching.h"
+#include "policy/drafting.h"
 #include "policy/eviction.h"
 #include "policy/fetch.h"
 #include "policy/queue.h"
@@ -64,6 +65,9 @@ struct SchedulerOptions {
   policy::RestoreLimits restore = {};
   policy::ReuseLimits reuse = {};
   policy::QueueLimits queue = {};
+  // Tokens of answers that are guessed from their conversation, computed along with the next one
+  // and kept where they are what next() gives. Off unless set.
+  policy::DraftLimits draft = {};
   // Which idle sequence leaves the arena.
   policy::EvictPolicy evict = policy::EvictPolicy::kSchedulerAware;
   // Of the arena: above it idle sequences leave whose state is durable (CaR §III-C.2 has 0.9).
@@ -141,8 +145,10 @@ struct Snapshot {
   // The same without what of the slices the machine ran something else in (base/stall.h).
   double restore_stretch_own_max = 0;
   uint64_t failed_steps = 0;
-  uint64_t decode_rows = 0;
+  uint64_t decode_rows = 0;  // of tokens that were kept
   uint64_t prefill_rows = 0;
+  uint64_t drafted_tokens = 0;
+  uint64_t accepted_tokens = 0;
 };
 
 class Inbox;

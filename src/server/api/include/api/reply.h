@@ -29,6 +29,8 @@ struct Outcome {
   int64_t saved = 0;           // of those, how many are now in the store, or on their way to it
   int64_t dropped_before = 0;  // had left the context already
   int64_t dropped = 0;         // of prompt and reply, have left it by now
+  int64_t drafted = 0;         // tokens of the reply that were guessed and computed along
+  int64_t accepted = 0;        // of those, what came true
   policy::TierBytes bytes;     // read by its restores
 
   double queue_ms = 0;
