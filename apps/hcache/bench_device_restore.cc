@@ -69,7 +69,7 @@ Status DeviceRestoreBench::save_conversation() {
   }
   HCACHE_RETURN_IF_ERROR(engine_.synchronize());
   HCACHE_RETURN_IF_ERROR(saver_->flush());
-  HCACHE_ASSIGN_OR_RETURN(computed_, read_kv(seq));
+  HCACHE_ASSIGN_OR_RETURN(computed_, engine_.read_kv(seq, static_cast<int64_t>(tokens_.size())));
   ring_bytes_ = std::max(saver_->stats().bytes_written / kRingShare, kLeastRingBytes);
   saver_->end(seq);
   HCACHE_RETURN_IF_ERROR(engine_.release_sequence(seq));
@@ -83,23 +83,18 @@ Status DeviceRestoreBench::plan() {
     return internal_error(fmt::format("{} of {} tokens were saved; nothing was timed",
                                       match_.n_tokens, tokens_.size()));
   }
+  for (int layer = 0; layer < engine_.n_layer(); ++layer) {
+    if (engine_.first_row_needed(layer, static_cast<int64_t>(tokens_.size())) == 0) continue;
+    return unimplemented(fmt::format(
+        "{} tokens are more than the window that layer {} sees; every layer is restored whole here",
+        tokens_.size(), layer));
+  }
   plan_.mode = policy::Mode::kHidden;
   plan_.restored_tokens = static_cast<int64_t>(tokens_.size());
   plan_.n_layer = engine_.n_layer();
   plan_.runs = {{.begin = 0, .tokens = plan_.restored_tokens, .layers = methods_}};
   plan_.schedule = policy::schedule_string(methods_);
   return {};
-}
-
-Result<std::vector<std::byte>> DeviceRestoreBench::read_kv(engine::SeqId seq) {
-  const size_t half = engine_.kv_row_bytes() * tokens_.size();
-  std::vector<std::byte> kv(2 * half * static_cast<size_t>(engine_.n_layer()));
-  for (int layer = 0; layer < engine_.n_layer(); ++layer) {
-    std::byte* k = kv.data() + 2 * half * static_cast<size_t>(layer);
-    HCACHE_RETURN_IF_ERROR(
-        engine_.read_kv(seq, layer, 0, static_cast<int>(tokens_.size()), k, k + half));
-  }
-  return kv;
 }
 
 Result<engine::SeqId> DeviceRestoreBench::restore(Way& way, double* seconds) {
@@ -137,7 +132,8 @@ Status DeviceRestoreBench::run(ProgressLine& line) {
       return cancelled("interrupted");
     }
     HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, restore(way, &seconds));
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv, read_kv(seq));
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv,
+                            engine_.read_kv(seq, static_cast<int64_t>(tokens_.size())));
     if (&way == &ways_.front()) {
       kv_identical_ = kv == computed_;
       restored = kv;

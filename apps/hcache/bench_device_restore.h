@@ -43,7 +43,6 @@ class DeviceRestoreBench {
                      std::atomic<int64_t>& graph_ns);
   Status save_conversation();
   Status plan();
-  Result<std::vector<std::byte>> read_kv(engine::SeqId seq);
   // Gives the restored sequence, which the caller releases.
   Result<engine::SeqId> restore(Way& way, double* seconds);
   [[nodiscard]] std::vector<double> gains() const;

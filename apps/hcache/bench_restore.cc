@@ -79,7 +79,6 @@ class RestoreBench {
         env_(env),
         serving_(serving),
         model_(serving.runtime().model()),
-        n_layer_(serving.runtime().engine().n_layer()),
         source_(std::move(source)) {}
 
   Status measure(int64_t history, int64_t conversation, ProgressLine& line) {
@@ -199,15 +198,8 @@ class RestoreBench {
 
   Result<std::vector<std::byte>> read_kv(scheduler::SeqId seq) {
     std::vector<std::byte> kv;
-    HCACHE_RETURN_IF_ERROR(serving_.on_engine([&](state::Runtime& runtime) {
-      engine::Engine& engine = runtime.engine();
-      const size_t half = engine.kv_row_bytes() * static_cast<size_t>(history_);
-      kv.resize(2 * half * static_cast<size_t>(n_layer_));
-      for (int layer = 0; layer < n_layer_; layer++) {
-        std::byte* k = kv.data() + 2 * half * static_cast<size_t>(layer);
-        HCACHE_RETURN_IF_ERROR(
-            engine.read_kv(seq, layer, 0, static_cast<int>(history_), k, k + half));
-      }
+    HCACHE_RETURN_IF_ERROR(serving_.on_engine([&](state::Runtime& runtime) -> Status {
+      HCACHE_ASSIGN_OR_RETURN(kv, runtime.engine().read_kv(seq, history_));
       return Status();
     }));
     return kv;
@@ -359,7 +351,6 @@ class RestoreBench {
   ThrottledEnv& env_;
   serving::Serving& serving_;
   const model::Model& model_;
-  const int n_layer_;
   TokenSource source_;
   ProgressLine* line_ = nullptr;
   int64_t history_ = 0;

@@ -208,6 +208,20 @@ Status Engine::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std:
   return parts_->restore.read_kv(seq, layer, first_pos, n_rows, k, v);
 }
 
+Result<std::vector<std::byte>> Engine::read_kv(SeqId seq, int64_t n_tokens) {
+  std::vector<std::byte> kv;
+  for (int layer = 0; layer < n_layer(); ++layer) {
+    const int64_t first = first_row_needed(layer, n_tokens);
+    const auto rows = static_cast<int>(n_tokens - first);
+    const size_t half = kv_row_bytes() * static_cast<size_t>(rows);
+    const size_t at = kv.size();
+    kv.resize(at + 2 * half);
+    std::byte* k = kv.data() + at;
+    HCACHE_RETURN_IF_ERROR(read_kv(seq, layer, first, rows, k, k + half));
+  }
+  return kv;
+}
+
 WeightStream& Engine::weights() const { return *parts_->weights; }
 
 void Engine::forget_tokens() { parts_->table.clear(); }

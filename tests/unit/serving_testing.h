@@ -135,16 +135,7 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
 inline std::vector<std::byte> read_state(Serving& serving, SeqId seq, int n) {
   std::vector<std::byte> state;
   const Status status = serving.on_engine([&](state::Runtime& runtime) -> Status {
-    engine::Engine& engine = runtime.engine();
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      const int64_t first = engine.first_row_needed(layer, n);
-      const size_t bytes = engine.kv_row_bytes() * static_cast<size_t>(n - first);
-      const size_t at = state.size();
-      state.resize(at + 2 * bytes);
-      std::byte* k = state.data() + at;
-      HCACHE_RETURN_IF_ERROR(
-          engine.read_kv(seq, layer, first, static_cast<int>(n - first), k, k + bytes));
-    }
+    HCACHE_ASSIGN_OR_RETURN(state, runtime.engine().read_kv(seq, n));
     return {};
   });
   EXPECT_TRUE(status.ok()) << status.to_string();

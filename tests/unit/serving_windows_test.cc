@@ -24,8 +24,8 @@ class WindowsTest : public ::testing::TestWithParam<Case> {
     options_.engine.window_sequences = 4;
   }
 
-  // Of the K and V of a conversation's n rows, those that a restore may read: whole chunks, of which
-  // the last has more tokens by now.
+  // Of the K and V of a conversation's n rows, those that a restore may read: whole chunks, of
+  // which the last has more tokens by now.
   static int64_t needed_rows(const engine::Engine& engine, int64_t n) {
     int64_t rows = 0;
     for (int layer = 0; layer < engine.n_layer(); ++layer) {
@@ -157,6 +157,41 @@ TEST_P(WindowsTest, LongConversationsAreTruncated) {
     EXPECT_EQ(said.answer, last.answer);
     ASSERT_TRUE(serving->close().ok());
   }
+}
+
+// Five of six layers see 1,024 rows, as Gemma 3's do: of 8,192 tokens a restore reads less than a
+// third.
+TEST(Windows, ARestoreReadsLessThanAThirdOfGemma3sRows) {
+  const TempDir dir;
+  model::SynthOptions shape = tiny_options("gemma3", 1, GGML_TYPE_Q8_0);
+  shape.shape.n_layer = 12;
+  shape.shape.n_window = 1024;
+  shape.shape.window_period = 6;
+  shape.shape.n_ctx = 16384;
+  RuntimeOptions options = tiny_runtime(make_tiny(dir, shape), dir.file("state"));
+  options.engine.arena_tokens = 8704;
+  options.engine.max_batch_rows = 512;
+  options.engine.window_sequences = 1;
+  options.save = policy::SaveMode::kKv;
+  options.pack = policy::PackMode::kOff;
+  constexpr int kTokens = 8192;
+  const std::vector<int32_t> tokens = random_tokens(kTokens + 1, 1);
+  Said before;
+  {
+    const auto serving = open(options);
+    before = say(*serving, tokens, 6);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto serving = open(options);
+  const Said said = say(*serving, tokens, 6, {.mode = policy::Mode::kKv, .save = false});
+  const policy::RestoreRecord record = said.record();
+  const engine::Engine& engine = serving->runtime().engine();
+  EXPECT_EQ(record.restored_tokens, kTokens);
+  const auto all = static_cast<double>(2 * engine.kv_row_bytes()) * kTokens * engine.n_layer();
+  EXPECT_LE(static_cast<double>(record.kv_pages.total()), 0.32 * all);
+  EXPECT_EQ(said.logits, before.logits);
+  EXPECT_EQ(said.answer, before.answer);
+  ASSERT_TRUE(serving->close().ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(

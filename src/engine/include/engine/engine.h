@@ -305,6 +305,9 @@ class Engine {
   // --- Inspection ----------------------------------------------------------------------------
   // Reads rows of the arena: K and V of a layer, n_rows x kv_row_bytes() each.
   Status read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std::byte* k, std::byte* v);
+  // The first n_tokens rows of all layers, as far as each needs them: K, then V of a layer, from
+  // its first_row_needed() on.
+  Result<std::vector<std::byte>> read_kv(SeqId seq, int64_t n_tokens);
   // Bytes of the arena and of the compute buffers on the device.
   [[nodiscard]] size_t device_bytes() const;
 
