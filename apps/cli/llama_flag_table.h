@@ -407,6 +407,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--spec-ngram-map-k4v-size-n", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-map-k4v-size-m", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-map-k4v-min-hits", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
+    {"--draft-max,--draft,--draft-n", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_DRAFT_MAX"},
     {"--draft-min,--draft-n-min", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_DRAFT_MIN"},
     {"--spec-ngram-size-n", Meaning::kIgnored, Value::kOne, reasons::kDrafting},

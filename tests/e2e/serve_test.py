@@ -327,6 +327,29 @@ class Returning(unittest.TestCase):
         self.assertEqual(cached["choices"][0]["text"], expected)
         self.assertGreater(cached["usage"]["prompt_tokens_details"]["cached_tokens"], 100)
 
+    def test_guessed_tokens_change_no_answer(self):
+        # A passage and the beginning of a copy: what follows stands in the prompt.
+        passage = serving.TEXT[:600]
+        body = {"prompt": f"{passage}\n\n{passage[:200]}", "n_predict": 48, "temperature": 0}
+        answers = []
+        for draft in ("0", "16"):
+            with tempfile.TemporaryDirectory() as folder, \
+                    start(folder, "--ctx", "2048", "--draft-max", draft) as server:
+                answers.append(server.post("/completion", body))
+                off = server.post("/completion", {**body, "speculative.n_max": 0, "cache_prompt": False})
+                metrics = server.call("GET", "/metrics")[1]
+                self.assertEqual(server.stop(), 0)
+            self.assertEqual(off["content"], answers[0]["content"])
+            self.assertNotIn("draft_n", off["timings"])
+        plain, drafted = answers
+        self.assertEqual(drafted["content"], plain["content"])
+        self.assertNotIn("draft_n", plain["timings"])
+        timings = drafted["timings"]
+        self.assertGreater(timings["draft_n_accepted"], 0)
+        self.assertGreaterEqual(timings["draft_n"], timings["draft_n_accepted"])
+        self.assertIn(f'hcache_drafted_tokens_total{{accepted="yes"}} {timings["draft_n_accepted"]}',
+                      metrics)
+
     def test_host_memory_comes_before_the_disk(self):
         self.check_host_memory()
 
@@ -613,7 +636,8 @@ class Stopping(unittest.TestCase):
 
             wait_until(lambda: metric('hcache_requests_total{result="cancelled"}') == 3,
                        "three cancelled requests")
-            self.assertEqual(metric('hcache_requests{state="decoding"}'), 0)
+            # Told once the iteration that ended the last one is over.
+            wait_until(lambda: metric('hcache_requests{state="decoding"}') == 0, "no running request")
 
     def test_sigterm_lets_replies_end(self):
         # However slow the machine is.

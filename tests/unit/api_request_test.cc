@@ -135,8 +135,9 @@ TEST(Requests, NamesAndCacheOfAllDialects) {
     const GenerationRequest r =
         good(p, R"({"model": "m", "stream": true, "session_id": "s", "cache_salt": "c", "user": "u",
                "prompt_cache_key": "k", "prompt_cache_retention": "24h", "priority": -3,
-               "cache_prompt": false, "unknown": {"x": []}})");
+               "cache_prompt": false, "speculative.n_max": 7, "unknown": {"x": []}})");
     EXPECT_EQ(r.model_name, "m");
+    EXPECT_EQ(r.max_draft, 7);
     EXPECT_TRUE(r.stream);
     EXPECT_EQ(r.session_id, "s");
     EXPECT_EQ(r.cache_salt, "c");

@@ -49,13 +49,16 @@ TEST(HeldRows, FollowEveryChangeOfASequence) {
   EXPECT_EQ(s.resize(seq, 101).status().code(), Code::kResourceExhausted);
   expect(30, 30);
 
-  s.erase_positions(seq, 0, 5, 15);  // before the held rows
+  const auto erase = [&](int64_t from, int64_t to) {
+    for (const int group : {0, 1}) s.erase_positions(seq, group, from, to);
+  };
+  erase(5, 15);  // before the held rows
   resize(50);
   expect(20, 30);
-  s.erase_positions(seq, 0, 30, 40);  // among them
+  erase(30, 40);  // among them
   resize(40);
   expect(20, 20);
-  s.erase_positions(seq, 0, 10, 25);  // from before to among them
+  erase(10, 25);  // from before to among them
   resize(25);
   expect(10, 15);
   resize(4);  // nothing is left of them

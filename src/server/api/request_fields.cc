@@ -348,6 +348,9 @@ void cache_fields(Fields& f, GenerationRequest* r) {
   f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
   f.text("user", &r->user, "Who asks.", kMaxNameBytes);
   f.integer("priority", &r->priority, {-100, 100}, "Higher is served first.");
+  f.integer("speculative.n_max", &r->max_draft, {0, 512},
+            "Tokens of the answer that are guessed for a step at most, where the server guesses "
+            "any (--draft-max); the answer does not depend on it.");
 }
 
 void format_fields(Fields& f, std::string* schema, bool flat) {

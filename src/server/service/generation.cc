@@ -237,6 +237,7 @@ Status Generation::submit() {
     request.restore.mode = service_.options().restore_mode;
     request.key = key_;
     request.priority = request_.priority;
+    request.max_draft = request_.max_draft;
     request.background = options_.background;
     request.next = [self = shared_from_this(), i](std::span<const float> logits) {
       return self->next(i, logits);

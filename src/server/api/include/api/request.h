@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -66,6 +67,8 @@ struct GenerationRequest {
   bool use_cache = true;         // false: compute everything anew
   std::string user;
   int priority = 0;  // higher is served first
+  // Tokens guessed for a step at most, if the server guesses more.
+  int max_draft = std::numeric_limits<int>::max();
 
   // OpenAI responses.
   std::string previous_response_id;  // the conversation goes on from there
