@@ -93,9 +93,7 @@ TEST_F(Split, PartsOutOfPlaceAreRefused) {
 }
 
 TEST_F(Split, TruncatedPartsAreNamed) {
-  std::vector<uint8_t> bytes = test::read_file(parts_[1]);
-  bytes.resize(bytes.size() - 1000);
-  test::write_file(parts_[1], bytes);
+  std::filesystem::resize_file(parts_[1], std::filesystem::file_size(parts_[1]) - 1000);
   expect_refused(parts_[0], Code::kDataLoss, parts_[1]);
 }
 
