@@ -97,12 +97,7 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   if (to == length || from == to) return trim(seq, length - (to - from));
   HCACHE_RETURN_IF_ERROR(check_positions_move());
   HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, from));
-  HCACHE_RETURN_IF_ERROR(check_erased_windows(seq, from, to));
-  int64_t missing = 0;
-  for (int group = 0; group < sequences_.n_groups(); ++group) {
-    if (sequences_.window(group) == 0) continue;
-    missing = std::max(missing, erased_window(seq, group, from, to).missing);
-  }
+  HCACHE_ASSIGN_OR_RETURN(const int64_t missing, missing_cells(seq, from, to));
   if (missing > 0) HCACHE_RETURN_IF_ERROR(resize(seq, length + missing));
   const int64_t left = length - (to - from);
   stages_.wait_for_uploads();
@@ -126,19 +121,22 @@ Status ArenaRows::erase_from(SeqId seq, int group, int64_t from, int64_t to) {
   return rotate_erased(group, target, n, from - to);
 }
 
-Status ArenaRows::check_erased_windows(SeqId seq, int64_t from, int64_t to) const {
+Result<int64_t> ArenaRows::missing_cells(SeqId seq, int64_t from, int64_t to) const {
+  int64_t missing = 0;
   const int64_t left = sequences_.length(seq) - (to - from);
   for (int group = 0; group < sequences_.n_groups(); ++group) {
     const int64_t window = sequences_.window(group);
     if (window == 0) continue;
-    const int64_t valid = erased_window(seq, group, from, to).valid_from;
+    const ErasedWindow then = erased_window(seq, group, from, to);
+    const int64_t valid = then.valid_from;
+    missing = std::max(missing, then.missing);
     if (valid == 0 || valid + window - 1 <= left) continue;
     return failed_precondition(fmt::format(
         "rows [{}, {}) of sequence {} can't go: of the {} that stay, layers that see {} "
         "hold those from {} on",
         from, to, seq, left, window, valid));
   }
-  return {};
+  return missing;
 }
 
 ArenaRows::ErasedWindow ArenaRows::erased_window(SeqId seq, int group, int64_t from,

@@ -42,7 +42,9 @@ class ArenaRows {
     int64_t missing = 0;     // cells, of those that are held now
   };
   [[nodiscard]] ErasedWindow erased_window(SeqId seq, int group, int64_t from, int64_t to) const;
-  [[nodiscard]] Status check_erased_windows(SeqId seq, int64_t from, int64_t to) const;
+  // The most cells that groups with a window miss for it. kFailedPrecondition where less than the
+  // window would be left.
+  [[nodiscard]] Result<int64_t> missing_cells(SeqId seq, int64_t from, int64_t to) const;
   Status erase_from_window(SeqId seq, int group, int64_t from, int64_t to);
   Status rotate_erased(int group, int64_t cell, int64_t n, int64_t delta);
   [[nodiscard]] Status check_positions_move() const;

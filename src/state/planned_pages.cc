@@ -77,6 +77,14 @@ struct KvBytes {
   }
 };
 
+// Whether some layer does without some of the first n_rows.
+bool sees_window(const Engine& engine, int64_t n_rows) {
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    if (engine.first_row_needed(layer, n_rows) > 0) return true;
+  }
+  return false;
+}
+
 // Whether a layer needs rows of a chunk, where the first n_rows are restored.
 bool is_needed(const Engine& engine, const ChunkSpan& span, int layer, int64_t n_rows) {
   return span.end > engine.first_row_needed(layer, n_rows);
@@ -130,9 +138,7 @@ Offer offer_of(Engine& engine, const store::Match& match, int64_t max_rows,
   KvBytes kv;
   const std::vector<ChunkSpan> spans = chunk_spans(match, max_rows);
   const int64_t n_rows = spans.empty() ? 0 : spans.back().end;
-  for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    offer.windowed = offer.windowed || engine.first_row_needed(layer, n_rows) > 0;
-  }
+  offer.windowed = sees_window(engine, n_rows);
   for (const ChunkSpan& span : spans) {
     policy::AvailableRun run = offered_run(engine, span, n_rows, slowness, &kv);
     if (!runs.empty() && runs.back().layers == run.layers && runs.back().slowness == run.slowness) {
@@ -160,14 +166,8 @@ int64_t restorable_rows(Engine& engine, const store::Match& match, int64_t max_r
     return false;
   };
   int64_t n_rows = max_rows;
-  const auto sees_window = [&] {
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      if (engine.first_row_needed(layer, n_rows) > 0) return true;
-    }
-    return false;
-  };
   // What fewer rows need is other rows.
-  for (auto span = spans.begin(); span != spans.end() && sees_window();) {
+  for (auto span = spans.begin(); span != spans.end() && sees_window(engine, n_rows);) {
     if (span->begin < n_rows && misses(*span, n_rows)) {
       n_rows = span->begin;
       span = spans.begin();

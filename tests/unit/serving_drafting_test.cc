@@ -14,13 +14,8 @@ class DraftingTest : public ::testing::TestWithParam<const char*> {
   DraftingTest() : model_(make_tiny(dir_, tiny_options(GetParam(), 2, GGML_TYPE_Q8_0))) {}
 
   std::unique_ptr<Serving> serve(const std::string& name, int32_t draft) {
-    ServingOptions options;
-    options.runtime = tiny_runtime(model_, dir_.file(name));
-    options.scheduler.reuse.cheap_tokens = 0;
-    options.scheduler.draft = {.most = draft, .least_match = 2};
-    auto serving = Serving::open(Env::real(), options);
-    EXPECT_TRUE(serving.ok()) << serving.status().to_string();
-    return serving.ok() ? std::move(serving).value() : nullptr;
+    return open(tiny_runtime(model_, dir_.file(name)), Env::real(),
+                {.most = draft, .least_match = 2});
   }
 
   TempDir dir_;

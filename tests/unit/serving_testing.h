@@ -74,10 +74,12 @@ inline RuntimeOptions tiny_runtime(const std::string& model, const std::string& 
   return options;
 }
 
-inline std::unique_ptr<Serving> open(const RuntimeOptions& runtime, Env& env = Env::real()) {
+inline std::unique_ptr<Serving> open(const RuntimeOptions& runtime, Env& env = Env::real(),
+                                     const policy::DraftLimits& draft = {}) {
   ServingOptions options;
   options.runtime = runtime;
   options.scheduler.reuse.cheap_tokens = 0;
+  options.scheduler.draft = draft;
   auto serving = Serving::open(env, options);
   EXPECT_TRUE(serving.ok()) << serving.status().to_string();
   return serving.ok() ? std::move(serving).value() : nullptr;
