@@ -425,7 +425,7 @@ int64_t SimExecutor::durable_tokens(SeqId seq) {
 
 // The weights' products take their arithmetic or reading the weights, attention of a sequence its
 // arithmetic or reading its KV, whichever is longer. Measured costs have both in them.
-double SimExecutor::step_s(std::span<const StepShape> items) const {
+double SimExecutor::modelled_step_s(std::span<const StepShape> items) const {
   const policy::LayerCosts& layer = costs_.layers[0];
   const bool measured = setup_.measured.has_value();
   int64_t rows = 0;
@@ -465,7 +465,7 @@ Result<StepOutput> SimExecutor::step(std::span<const StepItem> items) {
     used_cells_ += rows;
     output.logits.resize(output.logits.size() + static_cast<size_t>(n_logits));
   }
-  output.seconds = step_s(shapes);
+  output.seconds = modelled_step_s(shapes);
   now_s_ += output.seconds;
   total_step_s_ += output.seconds;
   fetch();

@@ -130,7 +130,7 @@ class SimExecutor final : public scheduler::Executor {
   [[nodiscard]] Result<const Methods*> plan(int64_t tokens, size_t tier, double compute_share);
   [[nodiscard]] std::vector<Slice> cut(const std::vector<policy::Method>& layers,
                                        int64_t tokens) const;
-  [[nodiscard]] double step_s(std::span<const StepShape> items) const;
+  [[nodiscard]] double modelled_step_s(std::span<const StepShape> items) const;
 
   const ServingSetup setup_;
   const policy::RestoreCosts costs_;  // its link is replaced by the tier's
