@@ -1,31 +1,46 @@
-// Microbenchmark of the product behind restoration: ours against ggml's on the same data, in turns,
-// with GFLOP/s of each. It checks that both give the same bits before it times anything.
+// Microbenchmark of our products of quantised weights: ours against ggml's on the same data, in
+// turns, with the rate of each, the share of what this machine reaches in the same run (int8
+// products in registers, and memory read in order), and the bits held against the plain kernel's
+// before anything is timed.
 //
-//   projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N]
+//   projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N] [--type NAME]
+//
+// --rows 0 (the default) goes through 1, 2, 4, 8, 16, 64 and 512. Weights of several matrices take
+// turns, so that few rows read them from memory.
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
-#include "projection.h"
+#include "int8_peak.h"
+#include "product_kernel.h"
+#include "products.h"
 
 namespace {
 
+using hcache::model::build_own_product;
+
 struct Settings {
   int threads = 2;
-  int reps = 15;
-  int rows = 512;
+  int reps = 9;
+  int rows = 0;
   int in = 4096;
   int out = 4096;
+  std::string type;
 };
+
+constexpr size_t kTurnBytes = size_t{256} << 20;  // of weights, beyond any cache
 
 double now_s() {
   using Clock = std::chrono::steady_clock;
@@ -37,57 +52,122 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 
-// A tensor of random values; F16 is there for comparison and is not covered by ours.
-ggml_tensor* random_tensor(ggml_context* ctx, ggml_type type, int width, int n, std::mt19937& rng) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(static_cast<size_t>(width) * n);
-  for (float& v : values) v = normal(rng);
-  ggml_tensor* t = ggml_new_tensor_2d(ctx, type, width, n);
-  ggml_get_type_traits_cpu(type)->from_float(values.data(), t->data, ggml_nelements(t));
-  return t;
+// Of `n` threads that do it at once, the seconds until all have.
+template <typename F>
+double timed_threads(int n, const F& work) {
+  const double start = now_s();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < n; ++i) threads.emplace_back([&, i] { work(i); });
+  for (std::thread& t : threads) t.join();
+  return now_s() - start;
 }
 
-bool compare(const Settings& s, ggml_type weight_type, ggml_type row_type) {
+// What the processor and the memory give at best, measured as the products are: in the same run.
+struct Limits {
+  double int8_ops_per_s;
+  double bytes_per_s;
+};
+
+Limits measure_limits(const Settings& s, const std::vector<uint8_t>& memory) {
+  constexpr int kLoops = 2'000'000;
+  std::vector<double> ops;
+  std::vector<double> bytes;
+  for (int rep = 0; rep < s.reps; ++rep) {
+    const double peak_s =
+        timed_threads(s.threads, [](int) { hcache::bench::run_int8_products(kLoops); });
+    ops.push_back(s.threads * hcache::bench::int8_products_ops(kLoops) / peak_s);
+    const size_t share = memory.size() / static_cast<size_t>(s.threads);
+    const double read_s = timed_threads(s.threads, [&](int i) {
+      const uint8_t* at = memory.data() + share * static_cast<size_t>(i);
+      uint64_t sum = 0;
+      for (size_t j = 0; j + 8 <= share; j += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, at + j, sizeof word);
+        sum += word;
+      }
+      volatile uint64_t sink = sum;
+      (void)sink;
+    });
+    bytes.push_back(static_cast<double>(memory.size()) / read_s);
+  }
+  return {median(ops), median(bytes)};
+}
+
+bool compare(const Settings& s, ggml_type type, int n_rows, const Limits& limits) {
   std::mt19937 rng(1);
-  const size_t memory =
-      (static_cast<size_t>(s.in) * s.out + static_cast<size_t>(s.in) * s.rows) * 3 +
-      static_cast<size_t>(s.out) * s.rows * 8 + (16U << 20);
-  ggml_context* ctx = ggml_init({.mem_size = memory, .mem_buffer = nullptr, .no_alloc = false});
-  ggml_tensor* weight = random_tensor(ctx, weight_type, s.in, s.out, rng);
-  ggml_tensor* rows = random_tensor(ctx, row_type, s.in, s.rows, rng);
-  const bool covered = hcache::engine::can_project_fast(weight_type, row_type);
-  std::vector<ggml_tensor*> products = {ggml_mul_mat(ctx, weight, rows)};
-  if (covered) products.push_back(hcache::engine::build_fast_product(ctx, weight, rows));
-  std::vector<ggml_cgraph*> graphs;
-  for (ggml_tensor* product : products) {
-    graphs.push_back(ggml_new_graph(ctx));
-    ggml_build_forward_expand(graphs.back(), product);
+  std::normal_distribution<float> normal;
+  const size_t weight_bytes = ggml_row_size(type, s.in) * static_cast<size_t>(s.out);
+  const size_t turns = std::clamp<size_t>(kTurnBytes / weight_bytes, 1, n_rows > 64 ? 2 : 64);
+  const size_t outputs = static_cast<size_t>(s.out) * n_rows * 2 * (turns + 1);
+  ggml_context* ctx =
+      ggml_init({.mem_size = weight_bytes * turns + static_cast<size_t>(s.in) * n_rows * 16 +
+                             outputs * 4 + (64U << 20),
+                 .mem_buffer = nullptr,
+                 .no_alloc = false});
+  std::vector<float> values(static_cast<size_t>(s.in) * std::max(s.out, n_rows));
+  for (float& v : values) v = normal(rng);
+  std::vector<ggml_tensor*> weights;
+  for (size_t i = 0; i < turns; ++i) {
+    weights.push_back(ggml_new_tensor_2d(ctx, type, s.in, s.out));
+    if (i == 0) {
+      ggml_quantize_chunk(type, values.data(), weights[0]->data, 0, s.out, s.in, nullptr);
+    } else {
+      std::memcpy(weights[i]->data, weights[0]->data, weight_bytes);
+    }
+  }
+  ggml_tensor* x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.in, n_rows);
+  std::memcpy(x->data, values.data(), ggml_nbytes(x));
+  ggml_cgraph* graphs[2];
+  ggml_tensor* first[2];
+  for (int ours = 0; ours < 2; ++ours) {
+    graphs[ours] = ggml_new_graph(ctx);
+    for (size_t i = 0; i < turns; ++i) {
+      ggml_tensor* product =
+          ours == 1 ? build_own_product(ctx, weights[i], x) : ggml_mul_mat(ctx, weights[i], x);
+      if (i == 0) first[ours] = product;
+      ggml_build_forward_expand(graphs[ours], product);
+    }
   }
   ggml_backend_t backend = ggml_backend_cpu_init();
   ggml_backend_cpu_set_n_threads(backend, s.threads);
-  std::vector<std::vector<double>> seconds(graphs.size());
-  bool equal = true;
+  std::vector<double> seconds[2];
   for (int rep = -1; rep < s.reps; ++rep) {
-    for (size_t i = 0; i < graphs.size(); ++i) {
+    for (int i = 0; i < 2; ++i) {
       const double start = now_s();
       ggml_backend_graph_compute(backend, graphs[i]);
-      if (rep >= 0) seconds[i].push_back(now_s() - start);
-    }
-    if (rep < 0 && covered) {
-      equal = std::memcmp(products[0]->data, products[1]->data, ggml_nbytes(products[0])) == 0;
+      if (rep >= 0) seconds[i].push_back((now_s() - start) / static_cast<double>(turns));
     }
   }
-  const double flop = 2.0 * s.in * s.out * s.rows;
-  std::printf("%-5s x %-5s ggml %6.1f GFLOP/s", ggml_type_name(weight_type),
-              ggml_type_name(row_type), flop / median(seconds[0]) * 1e-9);
-  if (covered) {
-    std::printf(", ours %6.1f (%.2f times, %s)", flop / median(seconds[1]) * 1e-9,
-                median(seconds[0]) / median(seconds[1]), equal ? "identical" : "DIFFERENT");
+  double error = 0;
+  double norm = 0;
+  for (int64_t i = 0; i < ggml_nelements(first[0]); ++i) {
+    const double a = static_cast<const float*>(first[0]->data)[i];
+    const double b = static_cast<const float*>(first[1]->data)[i];
+    error += (a - b) * (a - b);
+    norm += a * a;
   }
-  std::printf("\n");
+  const bool agrees = std::sqrt(error / norm) < 1e-5;
+  const double ops = 2.0 * s.in * s.out * n_rows;
+  const double bound_s =
+      std::max(ops / limits.int8_ops_per_s, static_cast<double>(weight_bytes) / limits.bytes_per_s);
+  const double ours_s = median(seconds[1]);
+  std::printf(
+      "%-6s %4d rows: ggml %8.3f ms, ours %8.3f ms (%5.2f times), %5.0f GOP/s, "
+      "%4.1f GB/s of weights, %.2f of the bound%s\n",
+      ggml_type_name(type), n_rows, median(seconds[0]) * 1e3, ours_s * 1e3,
+      median(seconds[0]) / ours_s, ops / ours_s * 1e-9,
+      static_cast<double>(weight_bytes) / ours_s * 1e-9, bound_s / ours_s,
+      agrees ? "" : "  DIFFERS FROM GGML");
   ggml_backend_free(backend);
   ggml_free(ctx);
-  return equal;
+  return agrees;
+}
+
+int usage() {
+  std::fprintf(stderr,
+               "usage: projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N] "
+               "[--type NAME]\n");
+  return 2;
 }
 
 }  // namespace
@@ -103,28 +183,42 @@ int main(int argc, char** argv) {
                  {"--in", &s.in},
                  {"--out", &s.out}};
   for (int i = 1; i < argc; i += 2) {
+    if (i + 1 == argc) return usage();
+    if (std::string_view(argv[i]) == "--type") {
+      s.type = argv[i + 1];
+      continue;
+    }
     const auto* option = std::find_if(std::begin(options), std::end(options),
                                       [&](const auto& o) { return o.name == argv[i]; });
-    if (option == std::end(options) || i + 1 == argc || std::atoi(argv[i + 1]) < 1) {
-      std::fprintf(
-          stderr,
-          "usage: projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N]\n");
-      return 2;
-    }
+    if (option == std::end(options) || std::atoi(argv[i + 1]) < 1) return usage();
     *option->value = std::atoi(argv[i + 1]);
   }
-  if (s.in % 32 != 0) {
-    std::fprintf(stderr, "--in must be a multiple of 32\n");
+  if (s.in % hcache::model::kChunk != 0) {
+    std::fprintf(stderr, "--in must be a multiple of %d\n", hcache::model::kChunk);
     return 2;
+  }
+  if (hcache::model::product_kernels().empty()) {
+    std::fprintf(stderr, "this processor has none of our kernels: ggml's products serve best\n");
+    return 1;
   }
 #ifndef NDEBUG
   std::fprintf(stderr, "a debug build: its times mean nothing\n");
 #endif
-  std::printf("%d x %d times %d rows, %d threads, median of %d\n", s.in, s.out, s.rows, s.threads,
-              s.reps);
-  bool equal = compare(s, GGML_TYPE_F16, GGML_TYPE_F16);
-  equal = compare(s, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0) && equal;
-  equal = compare(s, GGML_TYPE_Q4_0, GGML_TYPE_Q8_0) && equal;
-  equal = compare(s, GGML_TYPE_Q4_1, GGML_TYPE_Q8_1) && equal;
-  return equal ? 0 : 1;
+  const std::vector<uint8_t> memory(kTurnBytes, 1);
+  const Limits limits = measure_limits(s, memory);
+  std::printf(
+      "%s kernels, %d x %d, %d threads, medians of %d; int8 at best %.0f GOP/s, memory "
+      "%.1f GB/s\n",
+      std::string(hcache::model::product_kernels()).c_str(), s.in, s.out, s.threads, s.reps,
+      limits.int8_ops_per_s * 1e-9, limits.bytes_per_s * 1e-9);
+  bool agree = true;
+  for (const ggml_type type : {GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0,
+                               GGML_TYPE_Q5_1, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
+                               GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4}) {
+    if (!s.type.empty() && s.type != ggml_type_name(type)) continue;
+    for (const int rows : s.rows > 0 ? std::vector{s.rows} : std::vector{1, 2, 4, 8, 16, 64, 512}) {
+      agree = compare(s, type, rows, limits) && agree;
+    }
+  }
+  return agree ? 0 : 1;
 }

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "model/graph.h"
+
 namespace hcache::engine {
 namespace {
 
@@ -47,7 +49,7 @@ ggml_tensor* padded_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor*
   const int64_t n = x->ne[1];
   const int64_t missing = std::max<int64_t>(n_rows - n, 0);
   ggml_tensor* rows = missing == 0 ? x : ggml_pad(ctx, x, 0, static_cast<int>(missing), 0, 0);
-  ggml_tensor* y = ggml_mul_mat(ctx, weight, rows);
+  ggml_tensor* y = model::build_product(ctx, weight, rows);
   return ggml_view_2d(ctx, y, y->ne[0], n, y->nb[1], 0);
 }
 

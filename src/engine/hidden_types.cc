@@ -10,8 +10,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "projection.h"
-
 namespace hcache::engine {
 
 using model::LayerWeights;
@@ -20,11 +18,6 @@ namespace {
 
 ggml_type native_of(const model::Device& device, const ggml_tensor* weight) {
   return model::native_activation_type(device, weight->type);
-}
-
-bool takes_fast_product(const model::Device& device, const ggml_tensor* weight, ggml_type rows) {
-  return device.is_cpu() && ggml_backend_buffer_is_host(weight->buffer) &&
-         can_project_fast(weight->type, rows);
 }
 
 }  // namespace
@@ -106,34 +99,6 @@ model::Product HiddenTypes::padded_product(const model::Device& device) {
   };
 }
 
-model::Product HiddenTypes::product(const model::Device& device) const {
-  return [this, &device](ggml_context* ctx, ggml_tensor* weight, ggml_tensor* input) {
-    const auto known = fast_equals_.find(weight->type);
-    const bool fast = known != fast_equals_.end() && known->second &&
-                      takes_fast_product(device, weight, input->type);
-    return fast ? build_fast_product(ctx, weight, input) : ggml_mul_mat(ctx, weight, input);
-  };
-}
-
-// Parts on unlike devices may have no native type in common.
-bool HiddenTypes::has_fast_products(const Stage& stage, int layer) const {
-  const LayerWeights& w = stage.model().weights().layers[layer];
-  const auto is_fast = [&](const ggml_tensor* weight) {
-    const auto known = fast_equals_.find(weight->type);
-    return known != fast_equals_.end() && known->second &&
-           takes_fast_product(stage.device(), weight, native_of(stage.device(), weight));
-  };
-  return native(layer) != GGML_TYPE_COUNT && native(layer) != GGML_TYPE_F32 && is_fast(w.k.w) &&
-         is_fast(w.v.w);
-}
-
-void HiddenTypes::try_fast_products() {
-  if (std::exchange(fast_tried_, true)) return;
-  for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
-    if (native(layer) != GGML_TYPE_COUNT) can_project(native(layer), layer);
-  }
-}
-
 bool HiddenTypes::can_project(ggml_type type, int layer) {
   if (type == GGML_TYPE_COUNT || model_.hparams().n_embd % ggml_blck_size(type) != 0) return false;
   const auto members = stages_.members(layer);
@@ -154,10 +119,8 @@ bool HiddenTypes::can_project(ggml_type type, Stage& stage, int layer) {
                 weights.status().to_string());
       return false;
     }
-    const bool answer =
-        is_supported(type, stage.device(), weight) && survives_round_trip(type, stage, weight);
-    if (answer && !fast_equals_.contains(weight->type)) has_fast_product(stage, weight);
-    return projectable_[key] = answer;
+    return projectable_[key] = is_supported(type, stage.device(), weight) &&
+                               survives_round_trip(type, stage, weight);
   };
   return can(w.k.w) && can(w.v.w);
 }
@@ -206,8 +169,8 @@ bool HiddenTypes::survives_round_trip(ggml_type type, Stage& stage, ggml_tensor*
   ggml_tensor* exact = sample(g.ctx, stage);
   ggml_tensor* saved = saved_as(g.ctx, type, exact, stage.order(g.ctx, exact->ne[1]));
   ggml_tensor* from_saved =
-      ggml_mul_mat(g.ctx, weight, product_input(g.ctx, stage.device(), weight, saved));
-  ggml_tensor* from_exact = ggml_mul_mat(g.ctx, weight, exact);
+      model::build_product(g.ctx, weight, product_input(g.ctx, stage.device(), weight, saved));
+  ggml_tensor* from_exact = model::build_product(g.ctx, weight, exact);
   for (ggml_tensor* product : {from_saved, from_exact}) {
     ggml_set_output(product);
     g.add(product);
@@ -225,26 +188,6 @@ bool HiddenTypes::survives_round_trip(ggml_type type, Stage& stage, ggml_tensor*
     norm += std::pow(static_cast<double>(b[i]), 2);
   }
   return error <= 1e-3 * norm;
-}
-
-bool HiddenTypes::has_fast_product(Stage& stage, ggml_tensor* weight) {
-  const ggml_type native = native_of(stage.device(), weight);
-  if (!takes_fast_product(stage.device(), weight, native)) return false;
-  load_sample(stage);
-  const Graph g(stage.graphs(), 64);
-  ggml_tensor* rows = sample(g.ctx, stage);
-  ggml_tensor* saved = saved_as(g.ctx, native, rows, stage.order(g.ctx, rows->ne[1]));
-  const std::array<ggml_tensor*, 2> products = {ggml_mul_mat(g.ctx, weight, saved),
-                                                build_fast_product(g.ctx, weight, saved)};
-  for (ggml_tensor* product : products) {
-    ggml_set_output(product);
-    g.add(product);
-  }
-  if (!stage.graphs().compute(g).ok()) return false;
-  stage.graphs().synchronize();
-  const bool same =
-      std::memcmp(products[0]->data, products[1]->data, ggml_nbytes(products[0])) == 0;
-  return fast_equals_[weight->type] = same;
 }
 
 // Whether dropping the sums of Q8_1 rows gives the very Q8_0 rows that a product makes of F32 ones.

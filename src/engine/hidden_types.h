@@ -46,12 +46,6 @@ class HiddenTypes {
   [[nodiscard]] int64_t least_rows(const model::Device& device, int layer) const;
   // By those kernels, whatever the number of rows.
   [[nodiscard]] static model::Product padded_product(const model::Device& device);
-  // Ours where it is known to give ggml's bits, else ggml's.
-  [[nodiscard]] model::Product product(const model::Device& device) const;
-  // Whether both K and V of a stage's layer come from our product, given native rows.
-  [[nodiscard]] bool has_fast_products(const Stage& stage, int layer) const;
-  // Tries our products with native rows, once.
-  void try_fast_products();
 
  private:
   [[nodiscard]] ggml_type find_native(int layer) const;
@@ -59,8 +53,6 @@ class HiddenTypes {
                                   const ggml_tensor* weight) const;
   bool can_project(ggml_type type, Stage& stage, int layer);
   bool survives_round_trip(ggml_type type, Stage& stage, ggml_tensor* weight);
-  // Whether the stage's weight may take our product, tried when first asked.
-  bool has_fast_product(Stage& stage, ggml_tensor* weight);
   void load_sample(Stage& stage) const;
   [[nodiscard]] ggml_tensor* sample(ggml_context* ctx, const Stage& stage) const;
   [[nodiscard]] bool derives_q8_0() const;
@@ -73,8 +65,6 @@ class HiddenTypes {
   std::vector<ggml_type> native_;  // per layer
   using Tried = std::tuple<const Stage*, ggml_type, ggml_type>;  // of rows, of the weight
   std::map<Tried, bool> projectable_;
-  bool fast_tried_ = false;
-  std::map<ggml_type, bool> fast_equals_;  // by weight type: whether its fast product gives ggml's
 };
 
 }  // namespace hcache::engine

@@ -273,12 +273,11 @@ Status RestoreOps::project(Stage& stage, ggml_tensor* rows, SeqId seq, int layer
   const model::LayerWeights& w = model.weights().layers[layer];
   const int64_t width = model.hparams().n_embd_kv();
   ggml_tensor* rotation = ggml_view_1d(g.ctx, stage.positions(), rows->ne[1], 0);
-  const model::Product product = types_.product(stage.device());
   const auto input = [&](const ggml_tensor* weight) {
     return HiddenTypes::product_input(g.ctx, stage.device(), weight, rows);
   };
-  ggml_tensor* k = model::build_k(g.ctx, model, layer, input(w.k.w), rotation, product);
-  ggml_tensor* v = model::build_v(g.ctx, model, layer, input(w.v.w), product);
+  ggml_tensor* k = model::build_k(g.ctx, model, layer, input(w.k.w), rotation);
+  ggml_tensor* v = model::build_v(g.ctx, model, layer, input(w.v.w));
   // The same row conversion as in a step.
   ggml_tensor* targets = ggml_view_1d(g.ctx, stage.cells(0), n_rows, 0);
   for (const auto& [arena, made] :

@@ -1,7 +1,5 @@
 #include "step_graphs.h"
 
-#include "projection.h"
-
 namespace hcache::engine {
 namespace {
 
@@ -197,11 +195,8 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   const bool tail = range.ends_with_kv_of(layer);
   const bool padded = (projected_later || tail) && range.n_x < types_.least_rows(device, layer);
   if (padded) input = hidden;
-  model::Product product = padded ? HiddenTypes::padded_product(device) : ggml_mul_mat;
-  if (tail && types_.has_fast_products(stage, layer)) {
-    input = saved_as(ctx, types_.native(layer), hidden, stage.order(ctx, range.n_x));
-    product = build_fast_product;
-  }
+  const model::Product product =
+      padded ? HiddenTypes::padded_product(device) : model::build_product;
   const auto of = [&](bool is_k) {
     return step.token_rows.empty() ? product : table_.through(stage, step, is_k, product);
   };

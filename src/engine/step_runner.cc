@@ -349,7 +349,6 @@ void StepRunner::end_step(StepState& step) {
 }
 
 Status StepRunner::finish_with_kv(StepState& step, int layer) {
-  types_.try_fast_products();
   HCACHE_RETURN_IF_ERROR(check_range(step, step.next_layer, layer + 1));
   HCACHE_RETURN_IF_ERROR(run_range(step, layer + 1, true));
   tap_.abandon(step);

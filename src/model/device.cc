@@ -20,6 +20,7 @@
 #include "base/cpu_target.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "products.h"
 
 namespace hcache::model {
 namespace {
@@ -356,6 +357,9 @@ std::string Device::kernel_identity() const {
       fmt::format("{}; {}; ggml {} {}", ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev_)),
                   description(), ggml_version(), ggml_commit());
   for (const std::string& feature : backend_features(dev_)) out += " " + feature;
+  if (is_cpu_ && !product_kernels().empty()) {
+    out += fmt::format("; products {}", kProductGeneration);
+  }
   return out;
 }
 

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "model/graph.h"
+
 namespace hcache::model {
 namespace {
 
@@ -24,9 +26,9 @@ ggml_tensor* router_logits(ggml_context* ctx, const Linear& router, ggml_tensor*
 }
 
 ggml_tensor* shared_experts(ggml_context* ctx, const ExpertWeights& e, ggml_tensor* in) {
-  ggml_tensor* up = ggml_mul_mat(ctx, e.shared_up.w, in);
-  ggml_tensor* act = ggml_swiglu_split(ctx, ggml_mul_mat(ctx, e.shared_gate.w, in), up);
-  ggml_tensor* out = ggml_mul_mat(ctx, e.shared_down.w, act);
+  ggml_tensor* up = build_product(ctx, e.shared_up.w, in);
+  ggml_tensor* act = ggml_swiglu_split(ctx, build_product(ctx, e.shared_gate.w, in), up);
+  ggml_tensor* out = build_product(ctx, e.shared_down.w, act);
   if (e.shared_weight == nullptr) return out;
   ggml_tensor* weight = ggml_sum_rows(ctx, ggml_mul(ctx, in, e.shared_weight));
   return ggml_mul(ctx, out, ggml_sigmoid(ctx, weight));
@@ -35,7 +37,7 @@ ggml_tensor* shared_experts(ggml_context* ctx, const ExpertWeights& e, ggml_tens
 // Of the experts that were chosen for each row, [n_out, n_used, n].
 ggml_tensor* chosen_products(ggml_context* ctx, const Linear& experts, ggml_tensor* in,
                              ggml_tensor* chosen) {
-  ggml_tensor* out = ggml_mul_mat_id(ctx, experts.w, in, chosen);
+  ggml_tensor* out = build_expert_product(ctx, experts.w, in, chosen);
   if (experts.b == nullptr) return out;
   ggml_tensor* biases = ggml_reshape_2d(ctx, experts.b, experts.w->ne[1], experts.w->ne[2]);
   return ggml_add_id(ctx, out, biases, chosen);

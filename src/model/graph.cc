@@ -3,9 +3,20 @@
 #include <cmath>
 
 #include "experts.h"
+#include "products.h"
 
 namespace hcache::model {
 namespace {
+
+// Where graphs of the CPU's backend alone read it. (ggml leaves the device of the CPU's own buffer
+// types out; host memory that another backend pins names that one's.)
+bool takes_own_product(const ggml_tensor& weight) {
+  if (!has_own_product(weight.type)) return false;
+  if (weight.buffer == nullptr || !ggml_backend_buffer_is_host(weight.buffer)) return false;
+  ggml_backend_dev_t dev =
+      ggml_backend_buft_get_device(ggml_backend_buffer_get_type(weight.buffer));
+  return dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
 
 ggml_tensor* apply_norm(ggml_context* ctx, const Model& model, Norm kind, const NormWeights& norm,
                         ggml_tensor* x) {
@@ -17,7 +28,7 @@ ggml_tensor* apply_norm(ggml_context* ctx, const Model& model, Norm kind, const 
 }
 
 ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* x,
-                          const Product& product = ggml_mul_mat) {
+                          const Product& product = build_product) {
   ggml_tensor* y = product(ctx, linear.w, x);
   if (linear.b != nullptr) y = ggml_add(ctx, y, linear.b);
   return y;
@@ -63,7 +74,7 @@ ggml_tensor* norm_each_head(ggml_context* ctx, const Model& model, const NormWei
 ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int layer,
                                  ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
                                  const NormWeights& head_norm, int n_head,
-                                 const Product& product = ggml_mul_mat) {
+                                 const Product& product = build_product) {
   const HeadNorm kind = model.spec().head_norm;
   ggml_tensor* heads = apply_linear(ctx, linear, hidden, product);
   if (kind == HeadNorm::kRow) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
@@ -125,6 +136,17 @@ ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeig
 }
 
 }  // namespace
+
+ggml_tensor* build_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
+  return takes_own_product(*weight) ? build_own_product(ctx, weight, x)
+                                    : ggml_mul_mat(ctx, weight, x);
+}
+
+ggml_tensor* build_expert_product(ggml_context* ctx, ggml_tensor* weights, ggml_tensor* x,
+                                  ggml_tensor* chosen) {
+  return takes_own_product(*weights) ? build_own_expert_product(ctx, weights, x, chosen)
+                                     : ggml_mul_mat_id(ctx, weights, x, chosen);
+}
 
 ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x) {
   if (!model.spec().pre_norm) return x;

@@ -17,6 +17,7 @@
 #include "digest.h"
 #include "gguf_file.h"
 #include "hparams.h"
+#include "products.h"
 #include "streamed_layers.h"
 #include "weight_slots.h"
 
@@ -349,8 +350,11 @@ Status Model::Impl::place_on(Device& device, const std::vector<Slot>& slots,
   std::map<ggml_backend_buffer_type_t, std::vector<Slot>> by_type;
   for (const Slot& slot : slots) {
     const auto fits = [&](ggml_backend_buffer_type_t t) { return takes_matrix(device, t, slot); };
-    const auto found =
-        slot.use == Use::kMatrix ? std::find_if(extra.begin(), extra.end(), fits) : extra.end();
+    // Our own products read the file's layout.
+    const bool own = has_own_product(slot.source->type);
+    const auto found = slot.use == Use::kMatrix && !own
+                           ? std::find_if(extra.begin(), extra.end(), fits)
+                           : extra.end();
     if (found != extra.end()) {
       by_type[*found].push_back(slot);
     } else if (mapped && slot.is_contiguous()) {

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "model/model.h"
+#include "products.h"
 
 namespace hcache::model {
 namespace {
@@ -61,6 +62,7 @@ ggml_type native_activation_type(const Device& device, ggml_type weight) {
 
 int64_t least_product_rows(const Device& device, ggml_type weight) {
   const WeightType* t = find_weight_type(weight);
+  if (device.is_cpu() && has_own_product(weight)) return 1;
   return device.is_cpu() && t != nullptr ? t->cpu_least_rows : 1;
 }
 

@@ -1,5 +1,4 @@
 hcache_test(engine_attention_test unit/engine_attention_test.cc LIBS hcache_attention)
-hcache_test(engine_projection_test unit/engine_projection_test.cc LIBS hcache_projection)
 hcache_test(engine_arena_test unit/engine_arena_test.cc LIBS hcache_engine)
 target_include_directories(engine_arena_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)
 hcache_test(engine_step_plan_test unit/engine_step_plan_test.cc LIBS hcache_engine)
@@ -33,8 +32,12 @@ hcache_test(engine_restore_test unit/engine_restore_test.cc DEVICE
 hcache_test(engine_hidden_type_test unit/engine_hidden_type_test.cc
   LIBS hcache_engine hcache_model_tools hcache_test_rpc)
 hcache_test(engine_oracle_test unit/engine_oracle_test.cc
-  LIBS hcache_engine hcache_model_tools hcache::llama)
+  LIBS hcache_engine hcache_model_tools hcache_products hcache::llama)
+# With ggml's products every bit is libllama's.
+add_test(NAME engine_oracle_test_ggml COMMAND engine_oracle_test --gtest_brief=1)
+set_tests_properties(engine_oracle_test_ggml PROPERTIES LABELS engine
+  TIMEOUT ${HCACHE_TEST_TIMEOUT} ENVIRONMENT HCACHE_PRODUCTS=ggml)
 hcache_test(engine_weights_test unit/engine_weights_test.cc
-  LIBS hcache_engine hcache_model_tools hcache_test_rpc)
+  LIBS hcache_engine hcache_model_tools hcache_products hcache_test_rpc)
 hcache_test(engine_windows_test unit/engine_windows_test.cc LIBS hcache_engine hcache_model_tools)
 target_include_directories(engine_windows_test PRIVATE ${CMAKE_SOURCE_DIR}/src/engine)

@@ -3,6 +3,7 @@
 #include <llama.h>
 
 #include "engine_testing.h"
+#include "products.h"
 
 namespace hcache::engine {
 namespace {
@@ -82,7 +83,11 @@ TEST(Oracle, SmolLM2AnswersAsLlamaDoes) {
     const int32_t next = model::argmax(llama_rows.back());
     step({&next, 1});
   }
-  EXPECT_TRUE(same_rows(exact_rows, llama_rows));
+  if (model::product_kernels().empty()) {
+    EXPECT_TRUE(same_rows(exact_rows, llama_rows));
+  } else {
+    EXPECT_LT(mean_kl(llama_rows, exact_rows), 5e-3);
+  }
   EXPECT_LT(mean_kl(llama_rows, ours_rows), 5e-3);
 }
 

@@ -175,7 +175,7 @@ TEST(Devices, TwoCpusGiveTheBitsOfOne) {
 }
 
 // With the same kernels on both ends answers don't depend on which layers are where.
-TEST(Devices, TwoServersAndACpuGiveTheBitsOfOneServer) {
+TEST(Devices, TwoServersGiveTheBitsOfOne) {
   const auto first = hcache::testing::RpcServer::shared();
   const auto second = hcache::testing::RpcServer::second();
   ASSERT_TRUE(first.ok() && second.ok());
@@ -186,6 +186,17 @@ TEST(Devices, TwoServersAndACpuGiveTheBitsOfOneServer) {
   expect_same(run(*load_model(path, {a, b}, {2, 1})->model, {}), one);
   expect_same(run(*load_model(path, {a, b}, {1, 2})->model, {1, 1, 1}), one);
   expect_same(run(*load_model(path, {b, a}, {1, 1})->model, {}), one);
+}
+
+// With a type of weights that ggml multiplies on the CPU too, by one kernel for any rows.
+TEST(Devices, ACpuAndTwoServersGiveTheBitsOfOneServer) {
+  const auto first = hcache::testing::RpcServer::shared();
+  const auto second = hcache::testing::RpcServer::second();
+  ASSERT_TRUE(first.ok() && second.ok());
+  const std::string path = tiny_model_path("llama", 2, GGML_TYPE_NVFP4);
+  const auto a = open_device((*first)->device());
+  const auto b = open_device((*second)->device());
+  const Outcome one = run(*load_model(path, (*first)->device())->model, {});
   // The server has no repacked weights, so the CPU has none either.
   model::LoadOptions options;
   options.use_extra_buffers = false;

@@ -106,7 +106,6 @@ Status LayerGraphs::generate(int layer, BatchBuffer& buffer, int64_t n_rows,
   const model::LayerWeights& w = model_.weights().layers[layer];
   const int64_t width = model_.hparams().n_embd_kv();
   const ggml_type type = types_.native(layer);
-  const model::Product product = types_.product(model_.device(layer));
   for (int64_t first = 0; first < n_rows; first += chunk) {
     const int64_t n = std::min(chunk, n_rows - first);
     // Few rows take some behind them along, for the kernel that takes many.
@@ -125,11 +124,10 @@ Status LayerGraphs::generate(int layer, BatchBuffer& buffer, int64_t n_rows,
     put(buffer.k,
         model::build_k(g.ctx, model_, layer,
                        HiddenTypes::product_input(g.ctx, model_.device(layer), w.k.w, rows),
-                       positions, product));
+                       positions));
     put(buffer.v,
         model::build_v(g.ctx, model_, layer,
-                       HiddenTypes::product_input(g.ctx, model_.device(layer), w.v.w, rows),
-                       product));
+                       HiddenTypes::product_input(g.ctx, model_.device(layer), w.v.w, rows)));
   }
   return stage_.graphs().compute(g);
 }

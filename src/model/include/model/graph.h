@@ -16,6 +16,13 @@ namespace hcache::model {
 // weight [n_in, n_out] times x [n_in, n]: F32 [n_out, n].
 using Product = std::function<ggml_tensor*(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x)>;
 
+// By our own kernels where the weight is in the CPU's memory and they take its type, else by
+// ggml's. x: F32 or the native activation type of the weight.
+ggml_tensor* build_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x);
+// Each row times the experts chosen for it, as ggml_mul_mat_id().
+ggml_tensor* build_expert_product(ggml_context* ctx, ggml_tensor* weights, ggml_tensor* x,
+                                  ggml_tensor* chosen);
+
 // Normed input of the attention block: [n_embd, n]. This is the `hidden` that is saved: the very
 // tensor W_q, W_k and W_v multiply, free of positions in rotary models.
 ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x);
@@ -26,9 +33,9 @@ ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml
 ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
                      ggml_tensor* positions);
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions, const Product& product = ggml_mul_mat);
+                     ggml_tensor* positions, const Product& product = build_product);
 ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     const Product& product = ggml_mul_mat);
+                     const Product& product = build_product);
 
 // Re-rotates cached K by `deltas` (I32 [n]) positions: k is F32 [head_dim, n_head_kv, n].
 ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
