@@ -53,6 +53,10 @@ class BenchScripts(unittest.TestCase):
                         PRESET="release", DEVICE="cpu")
         self.assertEqual(self.results("batch_bar.json")["same_answers"], 4)
 
+    def test_products(self):
+        self.run_script("bench/products.py", "--quick", "--kernels", ",ggml", "--work", self.work)
+        self.assertEqual(len(self.results("*-products.json")["rows"]), 6)
+
     def test_serve_bars(self):
         self.run_script("bench/serve_bars.py", "--quick", "--work", self.work)
         self.assertEqual({row["bar"] for row in self.results("*-serve.json")["rows"]}, {3, 4, 5})

@@ -1,6 +1,6 @@
-// Integer products of 16 rows by AMX tiles; fewer rows by AVX-512 VNNI. A group's exact sums go
-// from a tile through memory into vector registers, which is what binds it: scaling 16 rows' sums
-// takes three times as long as their products.
+// Integer products of 9 to 16 rows at once by AMX tiles; what is left by AVX-512 VNNI. A group's
+// exact sums go from a tile through memory into vector registers, which is what binds it: scaling
+// 16 rows' sums takes three times as long as their products.
 #include "product_avx512.h"
 
 namespace hcache::model {
@@ -9,6 +9,11 @@ namespace {
 struct Amx : Avx512 {
   static constexpr int kRows = 12;
   static constexpr int kTileRows = 16;
+  static constexpr int kLeastTileRows = 9;  // fewer are as fast by vectors
+
+  static int64_t rows_of_tiles(int64_t n_rows) {
+    return n_rows < kLeastTileRows ? 0 : n_rows < kTileRows ? n_rows : kTileRows;
+  }
 
   // Tiles multiply signed weights.
   template <bool kOffset>
@@ -38,15 +43,15 @@ struct Amx : Avx512 {
   };
 
   template <BlockKind kKind>
-  static void begin_tiles() {
+  static void begin_tiles(int64_t n_rows) {
     constexpr int kValues = layout_of(kKind).halves ? kGroup / 2 : kGroup;
     TileConfig config;
     for (int i = 0; i < 2; ++i) {
-      config.n_rows[i] = kTileRows;
+      config.n_rows[i] = static_cast<uint8_t>(n_rows);
       config.row_bytes[i] = kValues;
       config.n_rows[i + 2] = kValues / 4;
       config.row_bytes[i + 2] = 4 * kPanel;
-      config.n_rows[i + 4] = kTileRows;
+      config.n_rows[i + 4] = static_cast<uint8_t>(n_rows);
       config.row_bytes[i + 4] = 4 * kPanel;
     }
     // The intrinsic tells GCC 12 of its first bytes alone.
@@ -76,17 +81,27 @@ struct Amx : Avx512 {
     }
   }
 
-  // acc[kTileRows][kPanel] += the chunk's products with as many rows. The sums of a step are
-  // scaled while the next one's are made.
-  template <BlockKind kKind>
-  static void multiply_tiles(const WeightChunk& w, int n_groups, const RowChunk* rows,
-                             int64_t stride, float* acc_rows) {
+  // acc[n_rows][kPanel] += the chunk's products with as many rows, those of begin_tiles().
+  template <BlockKind kKind, int kTileOf = kTileRows>
+  static void multiply_tiles(int64_t n_rows, const WeightChunk& w, int n_groups,
+                             const RowChunk* rows, int64_t stride, float* acc) {
+    if constexpr (kTileOf >= kLeastTileRows) {
+      if (n_rows == kTileOf)
+        return multiply_tile_of<kKind, kTileOf>(w, n_groups, rows, stride, acc);
+      multiply_tiles<kKind, kTileOf - 1>(n_rows, w, n_groups, rows, stride, acc);
+    }
+  }
+
+  // The sums of a step are scaled while the next one's are made.
+  template <BlockKind kKind, int kTileOf>
+  static void multiply_tile_of(const WeightChunk& w, int n_groups, const RowChunk* rows,
+                               int64_t stride, float* acc_rows) {
     constexpr Layout kLayout = layout_of(kKind);
     constexpr int kHalves = kLayout.halves ? 2 : 1;
     constexpr int kDwords = kGroup / 4 / kHalves;
     alignas(64) Sums sums[2];
-    F acc[kTileRows];
-    begin_rows<Amx, kKind, kTileRows>(acc_rows, acc);
+    F acc[kTileOf];
+    begin_rows<Amx, kKind, kTileOf>(acc_rows, acc);
     const int n_steps = n_groups * kHalves;
     multiply_step(0, w, 0, 0, rows, stride, sums[0]);
     for (int i = 0; i < n_steps; ++i) {
@@ -97,15 +112,15 @@ struct Amx : Avx512 {
       }
       const int g = i / kHalves;
       const F scale = load(w.scale[g][i % kHalves]);
-      for (int r = 0; r < kTileRows; ++r) {
+      for (int r = 0; r < kTileOf; ++r) {
         const F sum = to_float(_mm512_load_si512(sums[i % 2][r]));
         acc[r] = fma(scale_of<Amx, kKind>(scale, rows[r * stride], g), sum, acc[r]);
       }
       if (i % kHalves == kHalves - 1) {
-        add_minima<Amx, kKind, kTileRows>(w, g, rows, stride, acc);
+        add_minima<Amx, kKind, kTileOf>(w, g, rows, stride, acc);
       }
     }
-    end_rows<Amx, kKind, kTileRows>(rows, stride, acc, acc_rows);
+    end_rows<Amx, kKind, kTileOf>(rows, stride, acc, acc_rows);
   }
 };
 

@@ -29,17 +29,18 @@ inline int64_t rows_at_once(int64_t n_in) {
 // What a trait leaves out: weights are stored as they are unpacked, and all rows go through
 // vectors.
 struct NoTiles {
-  static constexpr int kTileRows = 0;
+  // How many of n rows go through tiles at once; 0: none.
+  static int64_t rows_of_tiles(int64_t /*n_rows*/) { return 0; }
   template <bool kOffset, typename I>
   static I stored(I x) {
     return x;
   }
   template <BlockKind kKind>
-  static void begin_tiles() {}
+  static void begin_tiles(int64_t /*n_rows*/) {}
   static void end_tiles() {}
   template <BlockKind kKind, typename W, typename Rows>
-  static void multiply_tiles(const W& /*w*/, int /*n_groups*/, const Rows* /*rows*/,
-                             int64_t /*stride*/, float* /*acc*/) {}
+  static void multiply_tiles(int64_t /*n_rows*/, const W& /*w*/, int /*n_groups*/,
+                             const Rows* /*rows*/, int64_t /*stride*/, float* /*acc*/) {}
 };
 
 // 256 values of a panel's weights.
@@ -484,8 +485,8 @@ struct Scratch {
 
 // The outputs of up to kPanels panels for a block of rows.
 template <typename V, BlockKind kKind>
-void multiply_panels(const ProductTask& task, int64_t first_row, int64_t n_rows, int64_t first_out,
-                     int n_panels, const Scratch& scratch) {
+void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_row, int64_t n_rows,
+                     int64_t first_out, int n_panels, const Scratch& scratch) {
   const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
   const RowChunk* rows = task.rows + first_row * n_chunks;
   PanelRows at[kPanels];
@@ -505,10 +506,11 @@ void multiply_panels(const ProductTask& task, int64_t first_row, int64_t n_rows,
       unpack<V, kKind>(at[p], c, n_groups, scratch.chunks[p]);
     }
     int64_t r = 0;
-    for (; V::kTileRows > 0 && r + V::kTileRows <= n_rows; r += V::kTileRows) {
+    for (; tile_rows > 0 && r + tile_rows <= n_rows; r += tile_rows) {
       for (int p = 0; p < n_panels; ++p) {
-        V::template multiply_tiles<kKind>(scratch.chunks[p], n_groups, rows + r * n_chunks + c,
-                                          n_chunks, scratch.acc + (p * n_rows + r) * kPanel);
+        V::template multiply_tiles<kKind>(tile_rows, scratch.chunks[p], n_groups,
+                                          rows + r * n_chunks + c, n_chunks,
+                                          scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
     for (; r < n_rows; r += V::kRows) {
@@ -535,19 +537,19 @@ void multiply_kind(const ProductTask& task, void* memory) {
   const Scratch scratch = {
       .chunks = static_cast<WeightChunk*>(memory),
       .acc = reinterpret_cast<float*>(static_cast<WeightChunk*>(memory) + kPanels)};
-  const bool tiles = V::kTileRows > 0 && task.n_rows >= V::kTileRows;
-  if (tiles) V::template begin_tiles<kKind>();
+  const int64_t tile_rows = V::rows_of_tiles(task.n_rows);
+  if (tile_rows > 0) V::template begin_tiles<kKind>(tile_rows);
   const int64_t at_once = rows_at_once(task.n_in);
   for (int64_t row = 0; row < task.n_rows; row += at_once) {
     const int64_t n_rows = task.n_rows - row < at_once ? task.n_rows - row : at_once;
     const int most = n_rows > V::kRows ? kPanels : 1;
     for (int64_t out = task.first_out; out < task.end_out; out += most * kPanel) {
       const int64_t left = (task.end_out - out + kPanel - 1) / kPanel;
-      multiply_panels<V, kKind>(task, row, n_rows, out, static_cast<int>(left < most ? left : most),
-                                scratch);
+      multiply_panels<V, kKind>(task, tile_rows, row, n_rows, out,
+                                static_cast<int>(left < most ? left : most), scratch);
     }
   }
-  if (tiles) V::end_tiles();
+  if (tile_rows > 0) V::end_tiles();
 }
 
 template <typename V>
