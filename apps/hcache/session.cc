@@ -97,6 +97,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
         "--quality decides what K and V are rounded to, and --pack {} did; leave one of them out",
         args.pack));
   }
+  o.any_products = args.state_kernels == "any";
   o.sample = [path = o.model_path]() -> Result<std::vector<int32_t>> {
     HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
     return tokenizer->encode(state::sample_text(), {.add_special = true});

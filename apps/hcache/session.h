@@ -65,6 +65,13 @@ struct RuntimeArgs : Options {
       number(&quality, "--quality", "KL", 0, {0, 10},
              "with --pack auto K and V may be rounded, where restores come earlier by it and the "
              "mean KL divergence of predictions (nats), measured once, is no more; 0: never");
+  std::string state_kernels =
+      choice(&state_kernels, "--state-kernels", "same",
+             {{"same", "computed as this program computes it here; else it is computed again"},
+              {"any",
+               "by other products of quantised weights too, as an earlier version or a GPU's "
+               "server saved it: answers may differ by rounding"}},
+             "which saved state is used");
   std::string saver = choice(&saver, "--saver", "background", "background|direct",
                              "write behind the computation, or in its path (for comparison)");
   std::string salt =

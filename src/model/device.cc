@@ -263,6 +263,12 @@ Result<std::unique_ptr<Device>> Device::open(const std::string& name, int n_thre
     }
   }
   device->is_cpu_ = ggml_backend_dev_type(device->dev_) == GGML_BACKEND_DEVICE_TYPE_CPU;
+  if (device->is_cpu_ && !unusable_product_kernels().empty()) {
+    std::string known = "ggml";
+    for (const NamedProductKernel& k : usable_kernels()) known += fmt::format(", {}", k.name);
+    return invalid_argument(fmt::format("HCACHE_PRODUCTS={}: this processor has {}",
+                                        unusable_product_kernels(), known));
+  }
   device->compute_ = ggml_backend_dev_init(device->dev_, nullptr);
   if (device->compute_ != nullptr) device->copy_ = ggml_backend_dev_init(device->dev_, nullptr);
   if (device->copy_ == nullptr) {
@@ -358,7 +364,7 @@ std::string Device::kernel_identity() const {
                   description(), ggml_version(), ggml_commit());
   for (const std::string& feature : backend_features(dev_)) out += " " + feature;
   if (is_cpu_ && !product_kernels().empty()) {
-    out += fmt::format("; products {}", kProductGeneration);
+    out += fmt::format("; products {} {}", kProductGeneration, product_kernels());
   }
   return out;
 }

@@ -529,6 +529,26 @@ const StreamedWeights* Model::streamed() const {
   return impl_->streamed == nullptr ? nullptr : &impl_->streamed->weights;
 }
 
+int Model::product_generation() const {
+  const auto is_own = [](const Device& device, const LayerWeights& w) {
+    const auto own = [](const Linear* linear) {
+      return linear->w != nullptr && has_own_product(linear->w->type);
+    };
+    const std::array matrices = {&w.q,          &w.k,           &w.v,    &w.o,
+                                 &w.gate,       &w.up,          &w.down, &w.experts.gate,
+                                 &w.experts.up, &w.experts.down};
+    return device.is_cpu() && std::ranges::any_of(matrices, own);
+  };
+  for (const auto& part : impl_->parts) {
+    if (part->product_generation() > 0) return kProductGeneration;
+  }
+  const auto& layers = weights().layers;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (is_own(device(static_cast<int>(i)), layers[i])) return kProductGeneration;
+  }
+  return 0;
+}
+
 std::string Model::describe_places() const {
   const int n_layer = impl_->hparams.n_layer;
   const StreamedWeights* streamed = this->streamed();

@@ -35,7 +35,7 @@ const TypeRow* find_row(ggml_type type) {
 }  // namespace
 
 Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
-                              ggml_type kv_type, policy::PackMode pack) {
+                              ggml_type kv_type, policy::PackMode pack, int products) {
   Hasher hasher("hcache.state.1");
   hasher.add(content_digest);
   hasher.add_u64(static_cast<uint64_t>(hparams.n_rot));
@@ -50,6 +50,10 @@ Fingerprint state_fingerprint(const std::string& content_digest, const model::HP
   // What follows a restore of rounded rows is computed from those.
   if (policy::loses(pack) && packable_bytes(kv_type) > 0) {
     hasher.add(policy::pack_mode_name(pack));
+  }
+  if (products > 0) {
+    hasher.add("products");
+    hasher.add_u64(static_cast<uint64_t>(products));
   }
   return hasher.finish<Fingerprint>();
 }

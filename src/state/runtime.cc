@@ -75,6 +75,7 @@ class RuntimeImpl : public Runtime {
 
  private:
   [[nodiscard]] uint64_t other_bytes(const model::HParams& hparams) const;
+  [[nodiscard]] Fingerprint own_fingerprint() const;
   [[nodiscard]] bool wants_batch() const;
   Status open_batch();
   Status open_saver();
@@ -152,8 +153,7 @@ Status RuntimeImpl::init() {
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
   HCACHE_ASSIGN_OR_RETURN(digest_,
                           model_->content_digest(digest_dir, report("checking the weights")));
-  fingerprint_ =
-      state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack);
+  fingerprint_ = own_fingerprint();
   salt_ = own_salt(options_.salt);
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
@@ -177,6 +177,11 @@ Status RuntimeImpl::init() {
         engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_types = state_types_}));
   }
   return {};
+}
+
+Fingerprint RuntimeImpl::own_fingerprint() const {
+  return state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack,
+                           options_.any_products ? 0 : model_->product_generation());
 }
 
 uint64_t RuntimeImpl::other_bytes(const model::HParams& hparams) const {
@@ -368,8 +373,7 @@ Status RuntimeImpl::choose_rounding() {
       "--quality allows {:.2g}",
       policy::loses(options_.pack) ? policy::pack_mode_name(options_.pack) : "without loss",
       kl.q8_0, kl.q4_0, options_.quality);
-  fingerprint_ =
-      state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack);
+  fingerprint_ = own_fingerprint();
   return {};
 }
 

@@ -27,9 +27,9 @@ class Cli(unittest.TestCase):
         self.state = os.path.join(self.folder.name, "state")
         self.rpc_ports = set()  # of its servers, which may share one without an error
 
-    def hcache(self, *args, code=0, stdin=""):
+    def hcache(self, *args, code=0, stdin="", **environment):
         done = subprocess.run([PROGRAM, *args], input=stdin, capture_output=True, text=True,
-                              timeout=300)
+                              timeout=300, env={**os.environ, **environment})
         self.assertEqual(done.returncode, code, f"{args}\n{done.stdout}\n{done.stderr}")
         return done.stdout if code == 0 else done.stderr
 
@@ -176,6 +176,18 @@ class Cli(unittest.TestCase):
         self.assertGreater(stat["tokens"], 3 * 128, "each has its own")
         self.assertTrue(json.loads(self.hcache("store", "verify", "--state-dir", self.state,
                                                "--json"))["ok"])
+
+    def test_state_of_other_products_counts_where_it_is_asked_for(self):
+        if "avx2" not in open("/proc/cpuinfo", encoding="utf-8").read():
+            self.skipTest("ggml's products serve best on this processor")
+        words = "The harbour master wrote the names of nine boats into a green book. " * 12
+        talk = ["run", "--save", "kv", "--restore-method", "kv", "-p", words]
+        self.assertIn("this processor has ggml, ", self.talk(*talk, code=2, HCACHE_PRODUCTS="sse9"))
+        self.assertEqual(json.loads(self.talk(*talk, HCACHE_PRODUCTS="ggml"))["restore"]["restored_tokens"], 0)
+        any_kernels = json.loads(self.talk(*talk, "--state-kernels", "any"))
+        self.assertGreater(any_kernels["restore"]["restored_tokens"], 128)
+        self.assertEqual(json.loads(self.talk(*talk))["restore"]["restored_tokens"], 0)
+        self.assertGreater(json.loads(self.talk(*talk))["restore"]["restored_tokens"], 128)
 
     def test_an_interrupt_ends_the_reply_and_keeps_it(self):
         chat = subprocess.Popen(

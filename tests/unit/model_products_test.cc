@@ -81,7 +81,10 @@ std::vector<float> multiply(const ProductKernel& kernel, const Case& c, const Op
                    chunks.data() + r * n_chunks);
   }
   std::vector<float> out(static_cast<size_t>(o.n_out * n_rows), NAN);
-  std::vector<RowChunk> scratch(kernel.scratch_bytes(n_rows) / sizeof(RowChunk) + 1);
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> scratch(kernel.scratch_bytes(n_rows) / sizeof(Line) + 1);
   const int64_t middle = o.n_out / 2 / kPanel * kPanel;
   for (const auto& [begin, end] : {std::pair(int64_t{0}, middle), std::pair(middle, o.n_out)}) {
     if (begin == end) continue;

@@ -386,6 +386,7 @@ TEST(Identity, FingerprintCoversWhatShapesKv) {
   EXPECT_EQ(state_fingerprint("digest", hp, GGML_TYPE_Q8_0),
             state_fingerprint("digest", hp, GGML_TYPE_Q8_0, policy::PackMode::kQ4_0))
       << "a type that is saved as it is";
+  EXPECT_NE(base, state_fingerprint("digest", hp, GGML_TYPE_F16, policy::PackMode::kOff, 1));
   hp.rope_freq_base = 1e6F;
   EXPECT_NE(base, state_fingerprint("digest", hp, GGML_TYPE_F16));
   hp = {};

@@ -42,8 +42,9 @@ enum class BlockKind {
 // How the rows are stored that it multiplies.
 enum class RowKind { kQ8_0, kQ8_1, kQ8K };
 
-// 256 values of a quantised row as the kernels read them.
-struct alignas(64) RowChunk {
+// 256 values of a quantised row as the kernels read them. ggml aligns tensors to 32 bytes, and so
+// is each chunk.
+struct RowChunk {
   int8_t quants[kChunk];
   float scale[kChunkGroups];
   float sum[kChunkGroups];       // of Q8_1: scale · Σ quants, as it has it; of Q8_K: Σ quants

@@ -46,8 +46,8 @@ struct NoTiles {
 // 256 values of a panel's weights.
 struct alignas(64) WeightChunk {
   uint8_t quants[kChunkGroups][kGroup / 4][kPanel][4];  // as the trait stores them
-  float scale[kChunkGroups][2]
-             [kPanel];  // the second: of a group's second half, where halves differ
+  // The second: of a group's second half, where halves differ.
+  float scale[kChunkGroups][2][kPanel];
   float min[kChunkGroups][kPanel];
 };
 

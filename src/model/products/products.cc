@@ -61,10 +61,14 @@ constexpr struct {
     {{kPlain, &kProductPortable}, always},
 };
 
+std::string_view wanted() {
+  const char* value = std::getenv("HCACHE_PRODUCTS");
+  return value == nullptr ? "" : value;
+}
+
 std::optional<NamedProductKernel> choose() {
-  const char* wanted = std::getenv("HCACHE_PRODUCTS");
   for (const NamedProductKernel& k : usable_kernels()) {
-    if (wanted == nullptr ? k.name != kPlain : k.name == wanted) return k;
+    if (wanted().empty() ? k.name != kPlain : k.name == wanted()) return k;
   }
   return std::nullopt;
 }
@@ -284,6 +288,11 @@ std::vector<NamedProductKernel> usable_kernels() {
     if (k.runs()) kernels.push_back(k.named);
   }
   return kernels;
+}
+
+std::string_view unusable_product_kernels() {
+  const bool in_vain = !wanted().empty() && wanted() != "ggml" && !chosen();
+  return in_vain ? wanted() : std::string_view{};
 }
 
 std::string_view product_kernels() { return chosen() ? chosen()->name : std::string_view{}; }

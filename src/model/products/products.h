@@ -18,8 +18,12 @@ namespace hcache::model {
 struct ProductKernel;
 
 // The kernels in use: "avx512-vnni", "avx-vnni", "avx2", or "" where ggml's products serve best.
-// HCACHE_PRODUCTS names other ones that this processor has, "portable", or "ggml".
+// The environment's HCACHE_PRODUCTS names other ones that this processor has, "portable", or
+// "ggml".
 [[nodiscard]] std::string_view product_kernels();
+
+// What HCACHE_PRODUCTS asks for and is not there; "": nothing.
+[[nodiscard]] std::string_view unusable_product_kernels();
 
 // Those that this processor runs, the fastest first.
 struct NamedProductKernel {

@@ -68,8 +68,8 @@ class Device {
   [[nodiscard]] bool pins_host_memory() const;
   // Host memory that this device has a copy of: uploads take that.
   [[nodiscard]] HostMirrors& mirrors() const { return mirrors_; }
-  // What the kernels of this device depend on, for the state fingerprint and the cost profile:
-  // backend, device description, ggml version, CPU target.
+  // What the kernels of this device depend on, for the cost profile: backend, device description,
+  // ggml version, CPU features, which products of ours.
   [[nodiscard]] std::string kernel_identity() const;
 
  private:

@@ -257,6 +257,9 @@ class Model {
   [[nodiscard]] const Share& share() const;
   // The layers whose weights are not on the device; null: all are.
   [[nodiscard]] const StreamedWeights* streamed() const;
+  // Of our own products of quantised weights, where a layer takes them; 0: none does. Another
+  // generation's sums differ by rounding.
+  [[nodiscard]] int product_generation() const;
   // Where the weights are, in a line: "4 of 32 layers on cpu, 28 streamed from disk, ...".
   [[nodiscard]] std::string describe_places() const;
 

@@ -18,9 +18,11 @@
 namespace hcache::state {
 
 // Covers whatever changes K and V: the weights' digest (Model::content_digest), the RoPE
-// parameters in force, the arena's type, and to what they are rounded when they are saved.
+// parameters in force, the arena's type, to what they are rounded when they are saved, and by which
+// products they were made (Model::product_generation(); 0: whichever).
 Fingerprint state_fingerprint(const std::string& content_digest, const model::HParams& hparams,
-                              ggml_type kv_type, policy::PackMode pack = policy::PackMode::kOff);
+                              ggml_type kv_type, policy::PackMode pack = policy::PackMode::kOff,
+                              int products = 0);
 
 // What is computed behind a cut (policy/truncation.h) is another state than what stood before it
 // had.
