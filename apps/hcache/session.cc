@@ -97,7 +97,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
         "--quality decides what K and V are rounded to, and --pack {} did; leave one of them out",
         args.pack));
   }
-  o.any_products = args.state_kernels == "any";
+  o.same_products = args.state_kernels == "same";
   o.sample = [path = o.model_path]() -> Result<std::vector<int32_t>> {
     HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
     return tokenizer->encode(state::sample_text(), {.add_special = true});
@@ -268,7 +268,8 @@ Status Conversation::load() {
   }
   if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(
-        fmt::format("session {} was held with another model, KV type or --pack; choose another "
+        fmt::format("session {} was held with another model, KV type, --pack or --state-kernels; "
+                    "choose another "
                     "name, or remove it "
                     "with `hcache store rm --session {}`",
                     name_, name_));

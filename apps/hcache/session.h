@@ -66,11 +66,11 @@ struct RuntimeArgs : Options {
              "with --pack auto K and V may be rounded, where restores come earlier by it and the "
              "mean KL divergence of predictions (nats), measured once, is no more; 0: never");
   std::string state_kernels =
-      choice(&state_kernels, "--state-kernels", "same",
-             {{"same", "computed as this program computes it here; else it is computed again"},
-              {"any",
-               "by other products of quantised weights too, as an earlier version or a GPU's "
-               "server saved it: answers may differ by rounding"}},
+      choice(&state_kernels, "--state-kernels", "any",
+             {{"any",
+               "whichever products of quantised weights made it, an earlier version's or a GPU's "
+               "too: they differ by rounding"},
+              {"same", "made by this version's on a CPU; other state is computed again"}},
              "which saved state is used");
   std::string saver = choice(&saver, "--saver", "background", "background|direct",
                              "write behind the computation, or in its path (for comparison)");

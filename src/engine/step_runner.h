@@ -64,7 +64,6 @@ class StepRunner {
   Sequences& sequences_;
   ArenaRows& rows_;
   const Stages& stages_;
-  HiddenTypes& types_;
   CaptureTap& tap_;
   TokenTable& table_;
   WeightStream& weights_;

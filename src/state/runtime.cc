@@ -181,7 +181,7 @@ Status RuntimeImpl::init() {
 
 Fingerprint RuntimeImpl::own_fingerprint() const {
   return state_fingerprint(digest_, model_->hparams(), options_.engine.kv_type, options_.pack,
-                           options_.any_products ? 0 : model_->product_generation());
+                           options_.same_products ? model_->product_generation() : 0);
 }
 
 uint64_t RuntimeImpl::other_bytes(const model::HParams& hparams) const {

@@ -25,9 +25,11 @@ float half_to_float(const uint8_t* p) {
   return x;
 }
 
-constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                   1,    13,   25,  38,  53,  69,  89,  113};
-constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+int as_signed(uint8_t byte) { return byte < 128 ? byte : byte - 256; }
 
 // A group of one output's weights.
 struct Group {
@@ -62,7 +64,7 @@ void unpack_block(BlockKind kind, const uint8_t* row, int64_t g, Group* out) {
   }
   for (int i = 0; i < kGroup; ++i) {
     if (kind == BlockKind::kQ8_0) {
-      out->quants[i] = static_cast<int8_t>(quants[i]);
+      out->quants[i] = as_signed(quants[i]);
       continue;
     }
     int q = i < kGroup / 2 ? quants[i] & 0xF : quants[i - kGroup / 2] >> 4;
@@ -87,7 +89,7 @@ void unpack_k(BlockKind kind, const uint8_t* block, int g, Group* out) {
       out->quants[i] = (nibble | ((high[i] >> (2 * (g % 4))) & 3) << 4) - 32;
     }
     for (int half = 0; half < 2; ++half) {
-      out->scale[half] = d * static_cast<float>(static_cast<int8_t>(block[192 + 2 * g + half]));
+      out->scale[half] = d * static_cast<float>(as_signed(block[192 + 2 * g + half]));
     }
     return;
   }
@@ -189,7 +191,7 @@ void add_row_group(RowChunk* out, int64_t group, const uint8_t* quants, float sc
   memcpy(chunk.quants + g * kGroup, quants, kGroup);
   chunk.scale[g] = scale;
   int32_t sums[2] = {0, 0};
-  for (int i = 0; i < kGroup; ++i) sums[i / 16] += static_cast<int8_t>(quants[i]);
+  for (int i = 0; i < kGroup; ++i) sums[i / 16] += as_signed(quants[i]);
   chunk.sum[g] = static_cast<float>(sums[0] + sums[1]);
   chunk.offset[g] = -128 * (sums[0] + sums[1]);
   for (int half = 0; half < 2; ++half) chunk.half_offset[g][half] = -128 * sums[half];

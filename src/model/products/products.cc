@@ -1,8 +1,10 @@
 #include "products.h"
 
-#include <ggml-cpu.h>
+#ifdef HCACHE_PRODUCTS_X86
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -24,11 +26,18 @@ constexpr size_t kCacheLine = 64;
 bool always() { return true; }
 
 #ifdef HCACHE_PRODUCTS_X86
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") > 0 && __builtin_cpu_supports("fma") > 0 &&
-         __builtin_cpu_supports("f16c") > 0;
+// A register of CPUID's leaf 7, for what compilers have no name for yet.
+uint32_t leaf_7(uint32_t subleaf, int reg) {
+  std::array<uint32_t, 4> r{};
+  return __get_cpuid_count(7, subleaf, &r[0], &r[1], &r[2], &r[3]) == 0 ? 0 : r[reg];
 }
-bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni") > 0; }
+bool has_bit(uint32_t word, int bit) { return (word >> bit & 1U) != 0; }
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") > 0 && __builtin_cpu_supports("fma") > 0; }
+bool has_avx_vnni() {
+  constexpr int kEax = 0;
+  return has_avx2() && has_bit(leaf_7(1, kEax), 4);
+}
 bool has_avx512_vnni() {
   return has_avx2() && __builtin_cpu_supports("avx512f") > 0 &&
          __builtin_cpu_supports("avx512bw") > 0 && __builtin_cpu_supports("avx512dq") > 0 &&
@@ -36,8 +45,11 @@ bool has_avx512_vnni() {
 }
 // The system gives a process its tiles when it asks for them.
 bool has_amx() {
-  if (!has_avx512_vnni() || __builtin_cpu_supports("amx-tile") == 0 ||
-      __builtin_cpu_supports("amx-int8") == 0) {
+  constexpr int kEdx = 3;
+  constexpr int kTileBit = 24;
+  constexpr int kInt8Bit = 25;
+  const uint32_t features = leaf_7(0, kEdx);
+  if (!has_avx512_vnni() || !has_bit(features, kTileBit) || !has_bit(features, kInt8Bit)) {
     return false;
   }
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -146,29 +158,20 @@ Scratch& scratch() {
   return own;
 }
 
-// The chunks of src[0]'s rows, of the type that the weights of *covered multiply.
+// The chunks of src[0]'s rows, which are of the type that the weights of *covered multiply.
 void run_prepare(ggml_tensor* dst, int ith, int nth, void* covered) {
   const ggml_tensor* x = dst->src[0];
-  const ggml_type type = static_cast<const Covered*>(covered)->rows;
-  const RowKind kind = row_kind(type);
-  const bool quantised = x->type == type;
-  const ggml_from_float_t quantise = ggml_get_type_traits_cpu(type)->from_float;
+  const RowKind kind = row_kind(static_cast<const Covered*>(covered)->rows);
   const int64_t n_in = x->ne[0];
   const int64_t in_row = n_chunks(n_in);
   const int64_t n = in_row * x->ne[1] * x->ne[2];
   for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; ++i) {
     const int64_t row = i / in_row;
     const int64_t first = i % in_row * kChunk;
-    const int64_t n_values = std::min<int64_t>(kChunk, n_in - first);
-    const auto* values = static_cast<const uint8_t*>(x->data) + row % x->ne[1] * x->nb[1] +
-                         row / x->ne[1] * x->nb[2];
-    std::array<uint8_t, 2 * kChunk> block;
-    const uint8_t* from = values + (quantised ? ggml_row_size(type, first) : 0);
-    if (!quantised) {
-      quantise(reinterpret_cast<const float*>(values) + first, block.data(), n_values);
-      from = block.data();
-    }
-    chosen()->kernel->prepare(kind, from, n_values, static_cast<RowChunk*>(dst->data) + i);
+    const auto* from = static_cast<const uint8_t*>(x->data) + row % x->ne[1] * x->nb[1] +
+                       row / x->ne[1] * x->nb[2] + ggml_row_size(x->type, first);
+    chosen()->kernel->prepare(kind, from, std::min<int64_t>(kChunk, n_in - first),
+                              static_cast<RowChunk*>(dst->data) + i);
   }
 }
 
@@ -250,8 +253,9 @@ void run_expert_product(ggml_tensor* dst, int ith, int nth, void* covered) {
   }
 }
 
+// Whether `t` is prepared() of x.
 bool is_prepared(const ggml_tensor* t, const ggml_tensor* x, ggml_type rows) {
-  if (t->op != GGML_OP_CUSTOM || t->src[0] != x) return false;
+  if (t->op != GGML_OP_CUSTOM) return false;
   struct {
     ggml_custom_op_t fun;
     int n_tasks;
@@ -259,10 +263,12 @@ bool is_prepared(const ggml_tensor* t, const ggml_tensor* x, ggml_type rows) {
   } op;
   static_assert(sizeof op <= sizeof t->op_params);
   std::memcpy(&op, t->op_params, sizeof op);
-  return op.fun == run_prepare && static_cast<const Covered*>(op.userdata)->rows == rows;
+  const ggml_tensor* quantised = t->src[0];
+  if (op.fun != run_prepare || quantised->type != rows) return false;
+  return quantised == x || (quantised->op == GGML_OP_CPY && quantised->src[0] == x);
 }
 
-// `x`, quantised and laid out for the kernels. The context is searched from `x` on for one that
+// `x`, quantised by ggml and laid out for the kernels. The context is searched from `x` on for what
 // another product had made.
 ggml_tensor* prepared(ggml_context* ctx, const Covered& covered, ggml_tensor* x) {
   const auto* memory = static_cast<const std::byte*>(ggml_get_mem_buffer(ctx));
@@ -273,7 +279,8 @@ ggml_tensor* prepared(ggml_context* ctx, const Covered& covered, ggml_tensor* x)
       if (is_prepared(t, x, covered.rows)) return t;
     }
   }
-  std::array<ggml_tensor*, 1> args = {x};
+  std::array<ggml_tensor*, 1> args = {x->type == covered.rows ? x
+                                                              : ggml_cast(ctx, x, covered.rows)};
   return ggml_custom_4d(ctx, GGML_TYPE_I8,
                         n_chunks(x->ne[0]) * static_cast<int64_t>(sizeof(RowChunk)),
                         x->ne[1] * x->ne[2], 1, 1, args.data(), 1, run_prepare, GGML_N_TASKS_MAX,
@@ -303,7 +310,6 @@ bool has_own_product(ggml_type weight) {
 
 ggml_tensor* build_own_product(ggml_context* ctx, ggml_tensor* weight, ggml_tensor* x) {
   const Covered* covered = find_covered(weight->type);
-  if (x->nb[0] != ggml_type_size(x->type)) x = ggml_cont(ctx, x);
   std::array<ggml_tensor*, 2> args = {weight, prepared(ctx, *covered, x)};
   return ggml_custom_4d(ctx, GGML_TYPE_F32, weight->ne[1], x->ne[1], 1, 1, args.data(), 2,
                         run_product, GGML_N_TASKS_MAX, const_cast<Covered*>(covered));

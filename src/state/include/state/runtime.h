@@ -57,9 +57,9 @@ struct RuntimeOptions {
   // With kAuto, K and V may be rounded where restores come earlier by it and predictions diverge by
   // so much at most, in the mean (KL, nats); 0: never.
   double quality = 0;
-  // State that other products of quantised weights have made is taken too (another version's, a
-  // GPU's): it differs by rounding from what would be computed here.
-  bool any_products = false;
+  // State that other products of quantised weights have made (an earlier version's, a GPU's), and
+  // that differs by rounding from what would be computed here, is not taken.
+  bool same_products = false;
   // Tokens of sample_text(), which `quality` is measured on; required with it.
   std::function<Result<std::vector<int32_t>>()> sample;
   SaverOptions saver;
