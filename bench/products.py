@@ -102,10 +102,13 @@ def main() -> None:
     args = parse_args()
     bars = Bars(args)
     default = args.model or lib.default_model()
-    for name in args.types.split(","):
-        args.model = default if name == "default" else str(
-            bars.model(f"{args.shape}-{args.layers}-{name}"))
-        measure(args, bars, name)
+    try:
+        for name in args.types.split(","):
+            args.model = default if name == "default" else str(
+                bars.model(f"{args.shape}-{args.layers}-{name}"))
+            measure(args, bars, name)
+    except KeyboardInterrupt:  # what was measured until then counts
+        lib.say("interrupted")
     print(lib.table(["what", "ours", "llama-bench", "ratio", "at least", "target"],
                     [[r["what"], f"{r['ours']:.1f}", f"{r['theirs']:.1f}", f"{r['measured']:.2f}",
                       f"{r['lower_bound']:.2f}", r["target"]] for r in bars.rows]))
