@@ -269,9 +269,7 @@ Status Conversation::load() {
   if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(
         fmt::format("session {} was held with another model, KV type, --pack or --state-kernels; "
-                    "choose another "
-                    "name, or remove it "
-                    "with `hcache store rm --session {}`",
+                    "choose another name, or remove it with `hcache store rm --session {}`",
                     name_, name_));
   }
   tokens_ = std::move(stored->tokens);

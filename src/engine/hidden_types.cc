@@ -3,13 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
-#include <utility>
 
 #include "base/log.h"
+
 namespace hcache::engine {
 
 using model::LayerWeights;

@@ -6,8 +6,7 @@
 namespace hcache::model {
 namespace {
 
-struct Amx : Avx512 {
-  static constexpr int kRows = 12;
+struct Amx : Avx512Vnni {
   static constexpr int kTileRows = 16;
   static constexpr int kLeastTileRows = 9;  // fewer are as fast by vectors
 
@@ -20,16 +19,9 @@ struct Amx : Avx512 {
   static I stored(I x) {
     return kOffset ? xor_(x, bytes(0x80)) : x;
   }
-  static I start(const int32_t* offset) { return offset == nullptr ? zero() : dwords(*offset); }
   template <bool kOffset>
   static I weights(const uint8_t (*p)[4]) {
     return stored<kOffset>(_mm512_load_si512(p));
-  }
-  template <bool kOffset>
-  static I dot(I sum, I w, const int8_t* x) {
-    int four;
-    memcpy(&four, x, sizeof four);
-    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
   }
 
   // ---- Tiles: 0 and 1 are rows, 2 and 3 weights, 4 and 5 sums; a group or its half at a time.
@@ -86,8 +78,9 @@ struct Amx : Avx512 {
   static void multiply_tiles(int64_t n_rows, const WeightChunk& w, int n_groups,
                              const RowChunk* rows, int64_t stride, float* acc) {
     if constexpr (kTileOf >= kLeastTileRows) {
-      if (n_rows == kTileOf)
+      if (n_rows == kTileOf) {
         return multiply_tile_of<kKind, kTileOf>(w, n_groups, rows, stride, acc);
+      }
       multiply_tiles<kKind, kTileOf - 1>(n_rows, w, n_groups, rows, stride, acc);
     }
   }

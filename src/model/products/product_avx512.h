@@ -1,5 +1,5 @@
-// What the versions with 512-bit registers share: 16 outputs are one register. See
-// product_kernel_impl.h.
+// The trait of AVX-512 VNNI, whose vectors AMX's version takes too: 16 outputs are one register.
+// See product_kernel_impl.h.
 #pragma once
 
 #include <immintrin.h>
@@ -9,9 +9,13 @@
 namespace hcache::model {
 namespace {
 
-struct Avx512 : NoTiles {
+struct Avx512Vnni : NoTiles {
   using I = __m512i;
   using F = __m512;
+  // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
+  // 32 registers.
+  static constexpr int kRows = 12;
+
   static I zero() { return _mm512_setzero_si512(); }
   static I bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
   static I dwords(int x) { return _mm512_set1_epi32(x); }
@@ -127,6 +131,18 @@ struct Avx512 : NoTiles {
       x[k] = _mm512_shuffle_i64x2(first[k], last[k], _MM_SHUFFLE(2, 0, 2, 0));
       x[k + 4] = _mm512_shuffle_i64x2(first[k], last[k], _MM_SHUFFLE(3, 1, 3, 1));
     }
+  }
+
+  static I start(const int32_t* offset) { return offset == nullptr ? zero() : dwords(*offset); }
+  template <bool kOffset>
+  static I weights(const uint8_t (*p)[4]) {
+    return _mm512_load_si512(p);
+  }
+  template <bool kOffset>
+  static I dot(I sum, I w, const int8_t* x) {
+    int four;
+    memcpy(&four, x, sizeof four);
+    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
   }
 };
 

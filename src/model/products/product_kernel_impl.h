@@ -334,9 +334,8 @@ void unpack(const PanelRows& rows, int64_t chunk, int n_groups, WeightChunk& out
 // ---- Rows
 
 // A group's quants, and what follows from them.
-template <typename V>
-void add_group(RowChunk* out, int64_t group, const uint8_t* quants, float scale, float sum,
-               int32_t first_half, int32_t second_half) {
+inline void add_group(RowChunk* out, int64_t group, const uint8_t* quants, float scale, float sum,
+                      int32_t first_half, int32_t second_half) {
   RowChunk& chunk = out[group / kChunkGroups];
   const auto g = static_cast<int>(group % kChunkGroups);
   memcpy(chunk.quants + g * kGroup, quants, kGroup);
@@ -365,8 +364,8 @@ void prepare(RowKind kind, const uint8_t* row, int64_t n_in, RowChunk* out) {
       for (int g = 0; g < kChunkGroups; ++g) {
         const int32_t first = sums[2 * g];
         const int32_t second = sums[2 * g + 1];
-        add_group<V>(out, c * kChunkGroups + g, row + 4 + g * kGroup, d,
-                     static_cast<float>(first + second), first, second);
+        add_group(out, c * kChunkGroups + g, row + 4 + g * kGroup, d,
+                  static_cast<float>(first + second), first, second);
       }
     }
     return;
@@ -375,8 +374,7 @@ void prepare(RowKind kind, const uint8_t* row, int64_t n_in, RowChunk* out) {
   for (int64_t g = 0; g < n_in / kGroup; ++g, row += head + kGroup) {
     const int32_t first = sum_of_half(row + head);
     const int32_t second = sum_of_half(row + head + kGroup / 2);
-    add_group<V>(out, g, row + head, V::half(row), head == 4 ? V::half(row + 2) : 0.0F, first,
-                 second);
+    add_group(out, g, row + head, V::half(row), head == 4 ? V::half(row + 2) : 0.0F, first, second);
   }
 }
 

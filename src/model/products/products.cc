@@ -162,6 +162,7 @@ Scratch& scratch() {
 void run_prepare(ggml_tensor* dst, int ith, int nth, void* covered) {
   const ggml_tensor* x = dst->src[0];
   const RowKind kind = row_kind(static_cast<const Covered*>(covered)->rows);
+  const ProductKernel& kernel = *chosen()->kernel;
   const int64_t n_in = x->ne[0];
   const int64_t in_row = n_chunks(n_in);
   const int64_t n = in_row * x->ne[1] * x->ne[2];
@@ -170,8 +171,8 @@ void run_prepare(ggml_tensor* dst, int ith, int nth, void* covered) {
     const int64_t first = i % in_row * kChunk;
     const auto* from = static_cast<const uint8_t*>(x->data) + row % x->ne[1] * x->nb[1] +
                        row / x->ne[1] * x->nb[2] + ggml_row_size(x->type, first);
-    chosen()->kernel->prepare(kind, from, std::min<int64_t>(kChunk, n_in - first),
-                              static_cast<RowChunk*>(dst->data) + i);
+    kernel.prepare(kind, from, std::min<int64_t>(kChunk, n_in - first),
+                   static_cast<RowChunk*>(dst->data) + i);
   }
 }
 
