@@ -46,7 +46,7 @@ serve: release  ## Serve the default model with its page on http://127.0.0.1:808
 .PHONY: test
 test: deps  ## Build everything, run all tests and check docs, locks, format and layering
 	@scripts/build.sh release
-	@scripts/thread_safety.py build/release
+	@$(MAKE) thread-safety
 	@scripts/run_tests.sh release $(CTEST_FLAGS)
 	@$(MAKE) check-format check-layering
 
@@ -134,12 +134,15 @@ check-layering:
 	@$(PYTHON) scripts/check_layering.py
 check-docs: release
 	@$(PYTHON) scripts/check_docs.py build/release/bin/hcache
-thread-safety: deps release  ## Let clang check every lock (-Wthread-safety -Werror)
-	@scripts/thread_safety.py build/release
-tidy: deps release  ## Run clang-tidy on all sources (minutes)
-	@scripts/tidy.sh build/release
-tidy-changed: deps release  ## Run clang-tidy on what changed since BASE, for at most MINUTES (5)
-	@scripts/tidy_changed.py build/release $(if $(BASE),--base $(BASE)) $(if $(MINUTES),--minutes $(MINUTES))
+thread-safety: build/analysis  ## Let clang check every lock (-Wthread-safety -Werror)
+	@scripts/thread_safety.py build/analysis
+tidy: build/analysis  ## Run clang-tidy on all sources (minutes)
+	@scripts/tidy.sh build/analysis
+tidy-changed: build/analysis  ## Run clang-tidy on what changed since BASE, for at most MINUTES (5)
+	@scripts/tidy_changed.py build/analysis $(if $(BASE),--base $(BASE)) $(if $(MINUTES),--minutes $(MINUTES))
+.PHONY: build/analysis
+build/analysis: deps
+	@scripts/build.sh --configure analysis
 
 .PHONY: clean
 clean:  ## Remove the build folder (the cache outside the checkout stays)

@@ -1,8 +1,13 @@
 #!/bin/bash
-# build.sh PRESET [TARGET...]: configures one preset of CMakePresets.json and builds it, or only the
-# targets named.
+# build.sh [--configure] PRESET [TARGET...]: configures one preset of CMakePresets.json and builds it,
+# or only the targets named, or with --configure nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+only_configure=
+if [ "$1" = --configure ]; then
+  only_configure=1
+  shift
+fi
 preset=$1
 shift
 mkdir -p build
@@ -21,6 +26,7 @@ if ! cmake --preset "$preset" "${flags[@]}" >"$log"; then
   echo "configuring failed; the rest of the output is in $log" >&2
   exit 1
 fi
+[ -z "$only_configure" ] || exit 0
 if [ $# -eq 0 ]; then
   cmake --build --preset "$preset"
 else

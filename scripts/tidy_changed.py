@@ -14,7 +14,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
-import shlex
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +22,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAST_COMMITS = 5  # of a checkout that is the default branch itself
+FOLDERS = ("src", "apps", "tests", "bench")
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
 EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 
 
@@ -52,31 +54,45 @@ def changed_since(base: str) -> set[pathlib.Path]:
     return {ROOT / name for name in names}
 
 
-def sources_of(build: pathlib.Path) -> dict[pathlib.Path, str]:
-    """The project's compiled files, and the objects that the build names them by."""
-    out = {}
+def sources_of(build: pathlib.Path) -> set[pathlib.Path]:
+    """The project's compiled files."""
+    out = set()
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         path = pathlib.Path(entry["directory"], entry["file"]).resolve()
         if path.is_relative_to(ROOT) and "build" not in path.relative_to(ROOT).parts:
-            words = entry.get("arguments") or shlex.split(entry["command"])
-            out[path] = words[words.index("-o") + 1]
+            out.add(path)
     return out
 
 
-def headers_of(build: pathlib.Path) -> dict[str, set[pathlib.Path]]:
-    """By object: the project's headers that it was compiled from, as the build has noted them."""
-    done = subprocess.run(["ninja", "-C", str(build), "-t", "deps"], capture_output=True, text=True,
-                          check=True)
-    out: dict[str, set[pathlib.Path]] = {}
-    of: set[pathlib.Path] = set()
-    for line in done.stdout.splitlines():
-        if line and not line[0].isspace() and ": #deps" in line:
-            of = out.setdefault(line.split(": #deps")[0], set())
-        elif line.strip().endswith(".h") and not line.strip().startswith("/usr/"):
-            path = pathlib.Path(os.path.normpath(build / line.strip()))
-            if path.is_relative_to(ROOT):
-                of.add(path)
-    return out
+class Includes:
+    """Which of the project's headers a file includes, those included by its headers too.
+
+    A name may stand for every header whose path ends with it: too many rather than too few.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[pathlib.Path]] = {}
+        for folder in FOLDERS:
+            for path in (ROOT / folder).rglob("*.h"):
+                self.by_name.setdefault(path.name, []).append(path)
+        self.direct: dict[pathlib.Path, set[pathlib.Path]] = {}
+
+    def named_in(self, path: pathlib.Path) -> set[pathlib.Path]:
+        if path not in self.direct:
+            names = INCLUDE.findall(path.read_text(encoding="utf-8"))
+            self.direct[path] = {header for name in names
+                                 for header in self.by_name.get(name.rsplit("/", 1)[-1], [])
+                                 if header.as_posix().endswith("/" + name.removeprefix("../"))}
+        return self.direct[path]
+
+    def of(self, path: pathlib.Path) -> set[pathlib.Path]:
+        found: set[pathlib.Path] = set()
+        waiting = [path]
+        while waiting:
+            new = self.named_in(waiting.pop()) - found
+            found |= new
+            waiting += new
+        return found
 
 
 def in_order(changed: set[pathlib.Path], build: pathlib.Path) -> list[pathlib.Path]:
@@ -86,8 +102,8 @@ def in_order(changed: set[pathlib.Path], build: pathlib.Path) -> list[pathlib.Pa
     headers = {path for path in changed if path.suffix == ".h"}
     if not headers:
         return order
-    includes = headers_of(build)
-    users = {path: includes.get(output, set()) & headers for path, output in sources.items()}
+    includes = Includes()
+    users = {path: includes.of(path) & headers for path in sources}
     covered = set().union(*(users[path] for path in order)) if order else set()
     rest = sorted(path for path, used in users.items() if used and path not in order)
     for header in sorted(headers - covered):
