@@ -175,6 +175,18 @@ def describe_cpu_target(target):
     raise Failure(f"unknown CPU target '{target}'; leave HCACHE_CPU_TARGET unset to detect it")
 
 
+def portable_targets():
+    """What a package has kernels for, the best first; some where HCACHE_PACKAGE_TARGETS names those."""
+    names = os.environ.get("HCACHE_PACKAGE_TARGETS")
+    if not names:
+        return PORTABLE_CPU_TARGETS
+    wanted = {cpu_target() if name == "native" else name for name in names.split(",")}
+    if unknown := wanted - set(PORTABLE_CPU_TARGETS):
+        raise Failure(f"HCACHE_PACKAGE_TARGETS: '{unknown.pop()}' is none of native, "
+                      f"{', '.join(PORTABLE_CPU_TARGETS)}")
+    return [target for target in PORTABLE_CPU_TARGETS if target in wanted]
+
+
 # ---- ggml, libllama, common -----------------------------------------------------------------
 
 
@@ -391,7 +403,7 @@ class KernelsBuild(Build):
         for option in ALL_CPU_OPTIONS:
             options["GGML_" + option] = "OFF"
         options["HCACHE_KERNELS"] = ";".join(
-            f"{target}={','.join(describe_cpu_target(target)[1])}" for target in PORTABLE_CPU_TARGETS
+            f"{target}={','.join(describe_cpu_target(target)[1])}" for target in portable_targets()
         )
         self.place(f"kernels-{LLAMA_VERSION}-{self.key(options)}")
 
@@ -501,7 +513,7 @@ def main():
             if args.flags:
                 print(" ".join(describe_cpu_target(args.flags)[0]))
             else:
-                print(";".join(PORTABLE_CPU_TARGETS) if args.portable else cpu_target())
+                print(";".join(portable_targets()) if args.portable else cpu_target())
         elif args.verb == "kernels":
             print(KernelsBuild(args).ensure())
         elif args.verb == "vulkan":

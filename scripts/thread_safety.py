@@ -4,8 +4,9 @@
     thread_safety.py BUILD_DIR [FILE...]
 
 Takes each file's options from BUILD_DIR/compile_commands.json and only checks its syntax, so this
-takes a fraction of a build. Mutexes and condition variables must be those of base/sync.h, which carry
-the annotations: clang can't follow the standard library's, so those are refused.
+takes a fraction of a build; where the build compiles files in groups (cmake/Unity.cmake), so does
+this. Mutexes and condition variables must be those of base/sync.h, which carry the annotations: clang
+can't follow the standard library's, so those are refused.
 """
 
 import concurrent.futures
@@ -105,8 +106,9 @@ def main() -> int:
     entries = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         path = pathlib.Path(entry["directory"], entry["file"]).resolve()
-        if path.suffix == ".cc" and any(path.is_relative_to(ROOT / f) for f in FOLDERS) and \
-                (not only or str(path) in only):
+        own = path.suffix == ".cc" and any(path.is_relative_to(ROOT / f) for f in FOLDERS)
+        group = "Unity" in path.parts and any(path.is_relative_to(build / f) for f in FOLDERS)
+        if (own or group) and (not only or str(path) in only):
             entries[path] = {**entry, "file": str(path)}
     if not entries:
         print(f"thread-safety: {build}/compile_commands.json names no source", file=sys.stderr)
@@ -128,7 +130,7 @@ def main() -> int:
     if problems or failed:
         print(f"thread-safety: {failed} files fail, {len(problems)} raw locks")
         return 1
-    print(f"thread-safety: ok ({len(entries)} files, {time.monotonic() - begin:.0f} s)")
+    print(f"thread-safety: ok ({len(entries)} files or groups, {time.monotonic() - begin:.0f} s)")
     return 0
 
 

@@ -178,7 +178,7 @@ class Cli(unittest.TestCase):
                                                "--json"))["ok"])
 
     def test_state_of_other_products_counts_unless_it_is_not_wanted(self):
-        if "avx2" not in open("/proc/cpuinfo", encoding="utf-8").read():
+        if "avx2" not in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8"):
             self.skipTest("ggml's products serve best on this processor")
         words = "The harbour master wrote the names of nine boats into a green book. " * 12
         talk = ["run", "--save", "kv", "--restore-method", "kv", "-p", words]

@@ -76,6 +76,19 @@ constexpr Layout layout_of(BlockKind kind) {
   return {};
 }
 
+// A kind that is multiplied as this one is, once it is unpacked: one of each Layout is compiled.
+constexpr BlockKind multiplied_as(BlockKind kind) {
+  switch (kind) {
+    case BlockKind::kQ4_0:
+    case BlockKind::kQ5_0:
+    case BlockKind::kIq4Nl:
+    case BlockKind::kMxfp4: return BlockKind::kQ8_0;
+    case BlockKind::kQ5_1: return BlockKind::kQ4_1;
+    case BlockKind::kQ5K: return BlockKind::kQ4K;
+    default: return kind;
+  }
+}
+
 // The rows of a panel's outputs, at the block that is unpacked. Outputs behind the last repeat it.
 struct PanelRows {
   const uint8_t* at[kPanel];
@@ -485,6 +498,10 @@ struct Scratch {
 template <typename V, BlockKind kKind>
 void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_row, int64_t n_rows,
                      int64_t first_out, int n_panels, const Scratch& scratch) {
+  constexpr Layout kLayout = layout_of(kKind);
+  constexpr Layout kAs = layout_of(multiplied_as(kKind));
+  static_assert(kLayout.block_values == kAs.block_values && kLayout.offset == kAs.offset &&
+                kLayout.minima == kAs.minima && kLayout.halves == kAs.halves);
   const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
   const RowChunk* rows = task.rows + first_row * n_chunks;
   PanelRows at[kPanels];
@@ -506,16 +523,17 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     int64_t r = 0;
     for (; tile_rows > 0 && r + tile_rows <= n_rows; r += tile_rows) {
       for (int p = 0; p < n_panels; ++p) {
-        V::template multiply_tiles<kKind>(tile_rows, scratch.chunks[p], n_groups,
-                                          rows + r * n_chunks + c, n_chunks,
-                                          scratch.acc + (p * n_rows + r) * kPanel);
+        V::template multiply_tiles<multiplied_as(kKind)>(tile_rows, scratch.chunks[p], n_groups,
+                                                         rows + r * n_chunks + c, n_chunks,
+                                                         scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
     for (; r < n_rows; r += V::kRows) {
       const int64_t n = n_rows - r < V::kRows ? n_rows - r : V::kRows;
       for (int p = 0; p < n_panels; ++p) {
-        multiply_rest<V, kKind, V::kRows>(n, scratch.chunks[p], n_groups, rows + r * n_chunks + c,
-                                          n_chunks, scratch.acc + (p * n_rows + r) * kPanel);
+        multiply_rest<V, multiplied_as(kKind), V::kRows>(n, scratch.chunks[p], n_groups,
+                                                         rows + r * n_chunks + c, n_chunks,
+                                                         scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
   }
@@ -536,7 +554,7 @@ void multiply_kind(const ProductTask& task, void* memory) {
       .chunks = static_cast<WeightChunk*>(memory),
       .acc = reinterpret_cast<float*>(static_cast<WeightChunk*>(memory) + kPanels)};
   const int64_t tile_rows = V::rows_of_tiles(task.n_rows);
-  if (tile_rows > 0) V::template begin_tiles<kKind>(tile_rows);
+  if (tile_rows > 0) V::template begin_tiles<multiplied_as(kKind)>(tile_rows);
   const int64_t at_once = rows_at_once(task.n_in);
   for (int64_t row = 0; row < task.n_rows; row += at_once) {
     const int64_t n_rows = task.n_rows - row < at_once ? task.n_rows - row : at_once;
