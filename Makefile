@@ -46,7 +46,7 @@ serve: release  ## Serve the default model with its page on http://127.0.0.1:808
 .PHONY: test
 test: deps  ## Build everything, run all tests and check docs, locks, format and layering
 	@scripts/build.sh release
-	@$(MAKE) thread-safety
+	@scripts/thread_safety.py build/release
 	@scripts/run_tests.sh release $(CTEST_FLAGS)
 	@$(MAKE) check-format check-layering
 
@@ -58,6 +58,10 @@ test-clients: build/clients/ready  ## Run official clients, made-up requests and
 	@HCACHE_TEST_MOTO=build/clients/bin/moto_server build/release/tests/store_s3_test --gtest_brief=1
 	@HCACHE_TEST_MOTO=build/clients/bin/moto_server $(PYTHON) tests/e2e/remote_test.py \
 	  build/release/bin/hcache ObjectStore
+
+.PHONY: test-llama-server
+test-llama-server: release build/clients/ready  ## Run llama-server's own tests against it
+	@build/clients/bin/python tests/e2e/llama_server_test.py build/release/bin/hcache
 
 .PHONY: test-page
 test-page: release build/clients/ready  ## Run the page in a browser (installs Debian's chromium)
@@ -134,8 +138,9 @@ check-layering:
 	@$(PYTHON) scripts/check_layering.py
 check-docs: release
 	@$(PYTHON) scripts/check_docs.py build/release/bin/hcache
-thread-safety: build/analysis  ## Let clang check every lock (-Wthread-safety -Werror)
-	@scripts/thread_safety.py build/analysis
+thread-safety: deps  ## Let clang check every lock (-Wthread-safety -Werror)
+	@scripts/build.sh --configure release
+	@scripts/thread_safety.py build/release
 tidy: build/analysis  ## Run clang-tidy on all sources (minutes)
 	@scripts/tidy.sh build/analysis
 tidy-changed: build/analysis  ## Run clang-tidy on what changed since BASE, for at most MINUTES (5)

@@ -11,6 +11,7 @@ namespace hcache::cli {
 enum class Meaning : uint8_t {
   kOwn,          // ours, spelled the same
   kOption,       // our option of another name, or with a value; its neutral values are our default
+  kOff,          // our option, where it is switched off (--no-…); on is our default
   kMebibytes,    // our option, in MiB; -1 would be no limit
   kTogether,     // one of those that combine() looks at
   kRpc,          // servers of ggml's RPC protocol
@@ -52,6 +53,10 @@ constexpr std::string_view kClear = "answers would go unencrypted; put a TLS pro
 
 constexpr std::string_view kBatch = "--batch";
 constexpr std::string_view kUbatch = "--step-tokens";
+constexpr std::string_view kCtx = "--ctx";
+constexpr std::string_view kParallel = "--parallel";
+constexpr std::string_view kSequenceCtx = "--sequence-ctx";
+constexpr std::string_view kUnified = "-kvu";
 constexpr std::string_view kTypeK = "-ctk";
 constexpr std::string_view kTypeV = "-ctv";
 
@@ -76,9 +81,9 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--poll-batch", Meaning::kIgnored, Value::kOne, reasons::kPlacing},
     {"-lcs,--lookup-cache-static", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"-lcd,--lookup-cache-dynamic", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
-    {"-c,--ctx-size", Meaning::kOption, Value::kOne, "--ctx", "LLAMA_ARG_CTX_SIZE", "0|-1"},
-    {"--kv-unified-per-slot", Meaning::kIgnored, Value::kOne,
-     "a sequence may grow to fill the whole cache", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"},
+    {"-c,--ctx-size", Meaning::kOption, Value::kOne, kCtx, "LLAMA_ARG_CTX_SIZE", "0|-1"},
+    {"--kv-unified-per-slot", Meaning::kOption, Value::kOne,
+     kSequenceCtx, "LLAMA_ARG_KV_UNIFIED_PER_SLOT", "0|-1"},
     {"-n,--predict,--n-predict", Meaning::kOwn, Value::kOne, "--max-tokens", "LLAMA_ARG_N_PREDICT"},
     {"-b,--batch-size", Meaning::kTogether, Value::kOne, kBatch, "LLAMA_ARG_BATCH"},
     {"-ub,--ubatch-size", Meaning::kTogether, Value::kOne, kUbatch, "LLAMA_ARG_UBATCH"},
@@ -89,8 +94,8 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"-cms,--checkpoint-min-step", Meaning::kIgnored, Value::kOne,
      reasons::kCaching, "LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT"},
     {"-cram,--cache-ram", Meaning::kMebibytes, Value::kOne, "--dram", "LLAMA_ARG_CACHE_RAM"},
-    {"-kvu,--kv-unified,-no-kvu,--no-kv-unified", Meaning::kIgnored, Value::kNone,
-     reasons::kCaching, "LLAMA_ARG_KV_UNIFIED"},
+    {"-kvu,--kv-unified", Meaning::kTogether, Value::kNone, kUnified, "LLAMA_ARG_KV_UNIFIED"},
+    {"-no-kvu,--no-kv-unified", Meaning::kIgnored, Value::kNone, "-c and -np have that effect"},
     {"--cache-idle-slots,--no-cache-idle-slots", Meaning::kIgnored, Value::kNone,
      reasons::kCaching, "LLAMA_ARG_CACHE_IDLE_SLOTS"},
     {"--context-shift", Meaning::kOption, Value::kNone, "--context-overflow=truncate",
@@ -105,7 +110,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      "send stop with the requests that want it"},
     {"-sp,--special", Meaning::kRefused, Value::kNone, "answers hold no special tokens"},
     {"--warmup,--no-warmup", Meaning::kIgnored, Value::kNone, reasons::kLoading},
-    {"--spm-infill", Meaning::kIgnored, Value::kNone, "there is no /infill"},
+    {"--spm-infill", Meaning::kOwn, Value::kNone, ""},
     {"--samplers", Meaning::kRefused, Value::kOne,
      reasons::kSampler, "", "penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature"},
     {"-s,--seed", Meaning::kOption, Value::kOne, "--seed", "", "-1"},
@@ -182,7 +187,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"-dt,--defrag-thold", Meaning::kIgnored, Value::kOne,
      reasons::kCaching, "LLAMA_ARG_DEFRAG_THOLD"},
     {"-np,--np,--parallel", Meaning::kOption, Value::kOne,
-     "--parallel", "LLAMA_ARG_N_PARALLEL", "-1"},
+     kParallel, "LLAMA_ARG_N_PARALLEL", "-1"},
     {"-cb,--cont-batching,-nocb,--no-cont-batching", Meaning::kIgnored, Value::kNone,
      reasons::kAlways, "LLAMA_ARG_CONT_BATCHING"},
     {"-mm,--mmproj", Meaning::kIgnored, Value::kOne, reasons::kMedia, "LLAMA_ARG_MMPROJ"},
@@ -236,7 +241,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--control-vector-scaled", Meaning::kRefused, Value::kOne, reasons::kAdapter},
     {"--control-vector-layer-range", Meaning::kIgnored, Value::kTwo, "there are no adapters"},
     {"-a,--alias", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ALIAS"},
-    {"--tags", Meaning::kIgnored, Value::kOne, "nobody asks for it", "LLAMA_ARG_TAGS"},
+    {"--tags", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_TAGS"},
     {"-m,--model", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_MODEL"},
     {"-mu,--model-url", Meaning::kRefused, Value::kOne,
      reasons::kOtherModel, "LLAMA_ARG_MODEL_URL"},
@@ -271,8 +276,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      reasons::kTools, "LLAMA_ARG_MCP_SERVERS_JSON"},
     {"-ag,--agent,-no-ag,--no-agent", Meaning::kIgnored, Value::kNone,
      reasons::kTools, "LLAMA_ARG_AGENT"},
-    {"--ui,--webui,--no-ui,--no-webui", Meaning::kIgnored, Value::kNone,
-     reasons::kPage, "LLAMA_ARG_UI"},
+    {"--ui,--webui,--no-ui,--no-webui", Meaning::kOff, Value::kNone, "--no-page", "LLAMA_ARG_UI"},
     {"--embedding,--embeddings", Meaning::kIgnored, Value::kNone,
      "/v1/embeddings is not answered", "LLAMA_ARG_EMBEDDINGS"},
     {"--rerank,--reranking", Meaning::kIgnored, Value::kNone,
@@ -292,8 +296,8 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--metrics", Meaning::kIgnored, Value::kNone, reasons::kAlways, "LLAMA_ARG_ENDPOINT_METRICS"},
     {"--props", Meaning::kIgnored, Value::kNone,
      "properties change by restarting alone", "LLAMA_ARG_ENDPOINT_PROPS"},
-    {"--slots,--no-slots", Meaning::kIgnored, Value::kNone,
-     reasons::kAlways, "LLAMA_ARG_ENDPOINT_SLOTS"},
+    {"--slots,--no-slots", Meaning::kOff, Value::kNone,
+     "--hide-slots", "LLAMA_ARG_ENDPOINT_SLOTS"},
     {"--slot-save-path", Meaning::kOwn, Value::kOne, ""},
     {"--media-path", Meaning::kIgnored, Value::kOne, reasons::kMedia},
     {"--models-dir", Meaning::kRefused, Value::kOne,
@@ -306,8 +310,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--jinja,--no-jinja", Meaning::kIgnored, Value::kNone, reasons::kAlways, "LLAMA_ARG_JINJA"},
     {"--reasoning-format", Meaning::kRefused, Value::kOne,
      "thoughts come as reasoning_content", "LLAMA_ARG_THINK", "auto|deepseek"},
-    {"-rea,--reasoning", Meaning::kRefused, Value::kSwitch,
-     "say it with --chat-template-kwargs: enable_thinking", "LLAMA_ARG_REASONING", "auto"},
+    {"-rea,--reasoning", Meaning::kOption, Value::kOne, "--reasoning", "LLAMA_ARG_REASONING"},
     {"--reasoning-effort", Meaning::kRefused, Value::kOne,
      "say it with --chat-template-kwargs: reasoning_effort",
      "LLAMA_ARG_REASONING_EFFORT", "default"},

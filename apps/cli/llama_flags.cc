@@ -44,6 +44,23 @@ std::string_view flag_of(std::string_view arg) {
   return arg.starts_with("--") ? arg.substr(0, arg.find('=')) : arg;
 }
 
+// llama-server takes "--ctx_size" too.
+std::string with_dashes(std::string arg) {
+  if (!arg.starts_with("--")) return arg;
+  const auto end = arg.begin() + static_cast<std::ptrdiff_t>(std::min(arg.find('='), arg.size()));
+  std::replace(arg.begin(), end, '_', '-');
+  return arg;
+}
+
+bool is_off_value(std::string_view value) {
+  return std::ranges::find(kOffValues, value) != std::end(kOffValues);
+}
+
+// Of a switch that a flag or a variable's value turns on or off.
+bool is_off(std::string_view name, std::string_view value) {
+  return name.starts_with("--no-") || is_off_value(value);
+}
+
 bool is_given(std::span<const std::string> args, const LlamaFlagRow& row) {
   return std::ranges::any_of(args, [&](const std::string& arg) {
     const std::string_view flag = flag_of(arg);
@@ -88,7 +105,7 @@ class Translator {
   }
 
   Status translate(std::span<const std::string> args, size_t* at) {
-    const std::string& arg = args[(*at)++];
+    const std::string arg = with_dashes(args[(*at)++]);
     const std::string_view flag = flag_of(arg);
     const LlamaFlagRow* row = find_row(flag);
     if (row == nullptr || row->meaning == Meaning::kOwn) {
@@ -118,8 +135,8 @@ class Translator {
     if (*row.variable == '\0') return {};
     const char* value = get_env(row.variable);
     if (value == nullptr || *value == '\0') return {};
-    const bool off = std::ranges::find(kOffValues, value) != std::end(kOffValues);
-    if (row.value == Value::kNone && off && row.meaning != Meaning::kIgnored) return {};
+    const bool asks = row.meaning != Meaning::kIgnored && row.meaning != Meaning::kOff;
+    if (row.value == Value::kNone && asks && is_off_value(value)) return {};
     return add(row, row.variable, value);
   }
 
@@ -140,6 +157,9 @@ class Translator {
         } else {
           push(row.target, value);
         }
+        break;
+      case Meaning::kOff:
+        if (is_off(name, value)) out_.args.emplace_back(row.target);
         break;
       case Meaning::kMebibytes: add_size(row, name, value); break;
       case Meaning::kTogether: together_[row.target] = value; break;
@@ -173,13 +193,28 @@ class Translator {
   }
 
   void push(std::string_view option, std::string value) {
+    pushed_[option] = value;
     out_.args.emplace_back(option);
     out_.args.push_back(std::move(value));
   }
 
+  // llama-server divides its cache among its slots, unless it is told to unify it.
+  Status divide() {
+    if (together_.contains(kUnified) || pushed_.contains(kSequenceCtx)) return {};
+    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> ctx, number(pushed_, kCtx, "-c"));
+    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> slots, number(pushed_, kParallel, "-np"));
+    if (!ctx || !slots || *slots == 1) return {};
+    push(kSequenceCtx, std::to_string(*ctx / *slots));
+    out_.notes.push_back(
+        fmt::format("-c {} -np {}: a conversation may have {} tokens; --kv-unified lifts that",
+                    *ctx, *slots, *ctx / *slots));
+    return {};
+  }
+
   Status combine(bool is_type_given) {
-    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> batch, number(kBatch, "-b"));
-    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> ubatch, number(kUbatch, "-ub"));
+    HCACHE_RETURN_IF_ERROR(divide());
+    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> batch, number(together_, kBatch, "-b"));
+    HCACHE_ASSIGN_OR_RETURN(const std::optional<int64_t> ubatch, number(together_, kUbatch, "-ub"));
     // A step here is one of llama-server's physical batches.
     if (batch || ubatch) {
       const int64_t rows = std::min(batch.value_or(INT64_MAX), ubatch.value_or(INT64_MAX));
@@ -201,10 +236,12 @@ class Translator {
     return found == together_.end() ? otherwise : found->second;
   }
 
-  [[nodiscard]] Result<std::optional<int64_t>> number(std::string_view name,
-                                                      std::string_view flag) const {
-    const auto found = together_.find(name);
-    if (found == together_.end()) return std::optional<int64_t>();
+  using Values = std::map<std::string_view, std::string>;
+  [[nodiscard]] static Result<std::optional<int64_t>> number(const Values& values,
+                                                             std::string_view name,
+                                                             std::string_view flag) {
+    const auto found = values.find(name);
+    if (found == values.end()) return std::optional<int64_t>();
     const std::string& text = found->second;
     int64_t value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -215,7 +252,8 @@ class Translator {
   }
 
   LlamaFlags out_;
-  std::map<std::string_view, std::string> together_;  // of kTogether
+  Values together_;  // of kTogether
+  Values pushed_;    // our options, the last value of each
 };
 
 }  // namespace

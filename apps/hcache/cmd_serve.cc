@@ -51,7 +51,8 @@ struct ServeArgs : Options {
 
   std::string host =
       text(&host, "--host", "ADDRESS", "127.0.0.1",
-           "address to listen on; without an API key others than loopback are warned about");
+           "address to listen on, several with commas; without an API key others than loopback are "
+           "warned about");
   int port = integer(&port, "--port", "N", 8080, {0, 65535}, "port to listen on; 0: any free one");
   std::vector<std::string> api_keys =
       texts(&api_keys, "--api-key", "KEY,...", "", "",
@@ -62,13 +63,17 @@ struct ServeArgs : Options {
       flag(&shared_keys, "--share-between-keys", "all API keys share their conversations' state");
   std::vector<std::string> cors =
       texts(&cors, "--cors", "ORIGIN,...", "", "",
-            "web origins that may call (https://app.example, or *); default: none");
+            "web origins that may call (https://app.example; localhost: all of this machine; *: "
+            "all); default: localhost, or all where an API key is asked for");
   std::string log_requests = choice(&log_requests, "--log-requests", "on", "on|off",
                                     "one line to stderr for every request that has ended");
   AnswerArgs answers{this};
   OverflowArgs overflow{this, "refuse"};
   int parallel =
       integer(&parallel, "--parallel,--np", "N", 8, {1, 4096}, "most sequences in one step");
+  int64_t sequence_ctx =
+      integer(&sequence_ctx, "--sequence-ctx", "TOKENS", 0, {0},
+              "most tokens of one conversation; 0: as many as --ctx and the model have");
   int draft_max = integer(
       &draft_max, "--draft-max,--draft,--draft-n", "TOKENS", 0, {0, 512},
       "guess so many tokens of a reply at most from what stands in its conversation, and compute "
@@ -113,6 +118,13 @@ struct ServeArgs : Options {
   int64_t batch_ttl_ns =
       duration(&batch_ttl_ns, "--batch-ttl", 30 * 24 * 3600 * kSecond,
                "files go so long after their upload, batches after their end; 0: never");
+  std::vector<std::string> tags =
+      texts(&tags, "--tags", "TAG,...", "", "", "what /v1/models says of the model, for clients");
+  bool no_page = flag(&no_page, "--no-page", "serve no page at /");
+  bool hide_slots = flag(&hide_slots, "--hide-slots", "answer GET /slots with 501");
+  bool spm_infill = flag(&spm_infill, "--spm-infill",
+                         "prompts of /infill begin with what follows the gap, as some models "
+                         "learned it");
   std::string slot_save_path =
       text(&slot_save_path, "--slot-save-path", "DIR", "",
            "allow /slots/ID?action=save|restore|erase, as llama-server's; slots are saved in the "
@@ -188,11 +200,18 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
   o.http.host = args.host;
   o.http.port = static_cast<uint16_t>(args.port);
-  o.http.cors_origins = args.cors;
   HCACHE_ASSIGN_OR_RETURN(o.http.api_keys, api_keys(args));
+  o.http.cors_origins = args.cors;
+  // A page without a key can do nothing.
+  if (args.cors.empty()) o.http.cors_origins = {o.http.api_keys.empty() ? "localhost" : "*"};
   o.salt_per_key = !args.shared_keys;
   HCACHE_RETURN_IF_ERROR(args.answers.apply(&o));
   HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
+  o.tags = {args.tags.begin(), args.tags.end()};
+  o.page = !args.no_page;
+  o.slots = !args.hide_slots;
+  o.verbose_answers = args.verbose;
+  o.suffix_first = args.spm_infill;
   o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
   o.batches_dir = join_path(o.runtime.state_dir, "batches");
@@ -211,6 +230,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
+  o.max_context = args.sequence_ctx;
   o.max_sequences = std::max(64, 4 * args.parallel);
   o.runtime.engine.window_sequences = std::max(4, 2 * args.parallel);
   o.truncate = args.overflow.truncates();
@@ -223,7 +243,7 @@ Status serve(const ServeArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   if (args.verbose) log::set_level(log::Level::kInfo);
   HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
-  if (!http::is_loopback_host(args.host) && options.http.api_keys.empty()) {
+  if (!http::are_loopback_hosts(args.host) && options.http.api_keys.empty()) {
     log::warn(
         "{} can be reached from elsewhere and no API key is set: anyone may use this server "
         "and read what is stored (--api-key)",
@@ -235,9 +255,13 @@ Status serve(const ServeArgs& args) {
   };
   tell_places(line, &options.runtime);
   const auto url = [&](uint16_t port) {
-    const bool bracketed = args.host.find(':') != std::string::npos;
-    return fmt::format("http://{}{}{}:{}", bracketed ? "[" : "", args.host, bracketed ? "]" : "",
-                       port);
+    std::string urls;
+    for (const std::string& host : http::split_hosts(args.host)) {
+      const bool bare = host.find(':') != std::string::npos && !host.starts_with('[');
+      urls += fmt::format("{}http://{}{}{}:{}", urls.empty() ? "" : ", ", bare ? "[" : "", host,
+                          bare ? "]" : "", port);
+    }
+    return urls;
   };
   options.on_listening = [&](uint16_t port) {
     fmt::print(stderr, "hcache: listening on {}; requests get 503 until the model is loaded\n",

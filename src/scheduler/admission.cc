@@ -365,7 +365,7 @@ Core::Admission Core::take_over(Task& task, size_t index, int64_t tokens) {
   task.seq = resident.seq;
   task.computed = tokens;
   task.held = resident.held;
-  enter(task, Phase::kPrefill);
+  enter(task, Phase::kPrefill, task.computed_share());
   return Admission::kAdmitted;
 }
 
@@ -383,7 +383,7 @@ Core::Admission Core::fork(Task& task, SeqId source, int64_t tokens, policy::Hel
   task.seq = *seq;
   task.computed = tokens;
   task.held = held;
-  enter(task, Phase::kPrefill);
+  enter(task, Phase::kPrefill, task.computed_share());
   return Admission::kAdmitted;
 }
 

@@ -34,8 +34,9 @@ Status Inbox::check(const Request& request) const {
     const std::string why_whole =
         request.truncation ? fmt::format("; {}", check_cuts(request).message()) : "";
     return n > context_
-               ? out_of_range(fmt::format("the prompt has {} tokens, the context window {}{}", n,
-                                          context_, why_whole))
+               ? out_of_range(fmt::format(
+                     "the prompt of {} tokens exceeds the available context size of {}{}", n,
+                     context_, why_whole))
                : out_of_range(fmt::format("the prompt has {} tokens, the KV arena {} cells{}", n,
                                           arena_cells_, why_whole));
   }

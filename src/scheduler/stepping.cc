@@ -18,10 +18,6 @@ constexpr int kStepTries = 3;
 // A restore that has the device to itself is told of in steps of this.
 constexpr double kShownFraction = 0.02;
 
-double fraction_of(int64_t part, int64_t whole) {
-  return static_cast<double>(part) / static_cast<double>(std::max<int64_t>(whole, 1));
-}
-
 }  // namespace
 
 // ---- Steps
@@ -261,6 +257,7 @@ void Core::deliver_draft(Task& task, std::span<const std::span<const float>> log
   task.step_failures = 0;
   task.ahead = drafted + 1;
   task.outcome.drafted_tokens += drafted;
+  ++totals_.drafts;
   totals_.drafted_tokens += static_cast<uint64_t>(drafted);
   for (size_t row = 0; row < logits.size(); ++row) {
     if (row > 0) {
@@ -294,7 +291,7 @@ void Core::deliver(Task& task, int32_t rows, std::span<const std::span<const flo
     totals_.decode_rows += static_cast<uint64_t>(rows);
   } else {
     totals_.prefill_rows += static_cast<uint64_t>(rows);
-    enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
+    enter(task, Phase::kPrefill, task.computed_share());
   }
   if (task.computed == task.length()) {
     chain_computed(task, logits.empty() ? std::span<const float>() : logits.back());
@@ -482,7 +479,7 @@ void Core::restored(Task& task, RestoreStatus& status) {
   if (outcome.generated_tokens == 0) outcome.dropped_before = task.held.dropped();
   outcome.dropped_tokens = task.held.dropped();
   progressed_ = true;
-  enter(task, Phase::kPrefill, fraction_of(task.computed, task.length()));
+  enter(task, Phase::kPrefill, task.computed_share());
   if (whole) chain_computed(task, status.logits);
 }
 

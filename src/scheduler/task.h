@@ -61,6 +61,9 @@ struct Task {
   Outcome outcome;
 
   [[nodiscard]] int64_t length() const { return static_cast<int64_t>(chain.size()); }
+  [[nodiscard]] double computed_share() const {
+    return static_cast<double>(computed) / static_cast<double>(std::max<int64_t>(length(), 1));
+  }
   [[nodiscard]] int64_t cells() const { return held.rows(computed) + reserved + stepping; }
   // Once all of its chain, as it is now, is computed; at most, on the way there.
   [[nodiscard]] int64_t wanted_cells() const {

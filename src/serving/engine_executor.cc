@@ -94,6 +94,7 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   const engine::EngineOptions& engine = runtime.engine().options();
   limits_.arena_cells = engine.arena_tokens;
   limits_.context = std::min<int64_t>(runtime.model().hparams().n_ctx_train, limits_.arena_cells);
+  if (options.max_context > 0) limits_.context = std::min(limits_.context, options.max_context);
   limits_.max_step_rows = engine.max_batch_rows;
   limits_.max_sequences = options.max_sequences;
   if (runtime.model().spec().learned_positions) {

@@ -25,7 +25,8 @@
 namespace hcache::serving {
 
 struct EngineExecutorOptions {
-  int32_t max_sequences = 64;               // that exist at a time, idle ones included
+  int32_t max_sequences = 64;  // that exist at a time, idle ones included
+  int64_t max_context = 0;     // rows of one; 0: as many as the model and the arena have
   uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of one restore
   // What is brought into host memory for requests that wait, if there is any (dram_bytes).
   policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;

@@ -123,6 +123,7 @@ Status ServingImpl::open_all() {
   }
   EngineExecutorOptions executor;
   executor.max_sequences = options_.max_sequences;
+  executor.max_context = options_.max_context;
   executor.fetch = options_.scheduler.fetch;
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);

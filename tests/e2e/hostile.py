@@ -27,7 +27,7 @@ WRONG_FIELDS = (
     {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
     {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e300},
     {"messages": [{"role": "user", "content": "x"}], "stop": [1]},
-    {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}},
+    {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": "1"}},
     {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "poem"}},
     {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
 )

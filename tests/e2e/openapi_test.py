@@ -25,7 +25,7 @@ EXAMPLES = 25   # right ones for each operation, and as many wrong ones
 CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_conformance",
            "response_headers_conformance", "response_schema_conformance")
 # Answers of 500 and above that the document promises.
-REFUSED = {"createEmbedding": 501, "slotAction": 501}
+REFUSED = {"createEmbedding": 501, "infill": 501, "slotAction": 501}
 ENDLESS = {"followEvents"}
 # Numbers that decide how long an answer takes, and how large they may be here.
 TOKENS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"), 4)

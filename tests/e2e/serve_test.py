@@ -152,6 +152,52 @@ class Protocols(unittest.TestCase):
         self.assertEqual(count["input_tokens"], usage["input_tokens"] +
                          usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
 
+    def test_what_llama_servers_clients_ask_for(self):
+        messages = [{"role": "user", "content": serving.TEXT[:1500]}]
+        tokens = self.server.post("/v1/chat/completions/input_tokens",
+                                  {"messages": messages})["input_tokens"]
+        self.assertEqual(self.server.post("/responses/input_tokens", {"input": messages})["input_tokens"],
+                         tokens)
+        events = self.server.stream("/v1/chat/completions", {
+            "messages": messages, "stream": True, "max_tokens": 3, "return_progress": True,
+            "timings_per_token": True, "cache_salt": "progress"})
+        told = [data["prompt_progress"] for _, data in events
+                if isinstance(data, dict) and "prompt_progress" in data]
+        self.assertGreater(len(told), 1)
+        self.assertEqual((told[0]["processed"], told[-1]["processed"], told[-1]["total"]),
+                         (0, tokens, tokens))
+        processed = [one["processed"] for one in told]
+        self.assertEqual(processed, sorted(set(processed)))
+
+        answer = self.server.chat(messages, max_tokens=2, verbose=True)
+        self.assertIn(serving.TEXT[:1500], answer["__verbose"]["prompt"])
+        self.assertNotIn("__verbose", self.server.chat(messages, max_tokens=2))
+        answer = self.server.post("/completion", {
+            "prompt": "Count: one, two,", "n_predict": 2, "n_probs": 3, "post_sampling_probs": True,
+            "seed": 1, "response_fields": ["completion_probabilities", "generation_settings/seed"]})
+        self.assertEqual(set(answer), {"completion_probabilities", "generation_settings/seed"})
+        for token in answer["completion_probabilities"]:
+            self.assertTrue(0 < token["prob"] <= 1)
+            self.assertIn(len(token["top_probs"]), (1, 2, 3))
+            self.assertGreaterEqual(token["top_probs"][0]["prob"], token["prob"])
+        # Texts stand for their tokens.
+        word = self.server.post("/completion", {"prompt": "Hello", "n_predict": 1, "temperature": 0})
+        other = self.server.post("/completion", {"prompt": "Hello", "n_predict": 1, "temperature": 0,
+                                                 "logit_bias": [[word["content"], False]]})
+        self.assertNotEqual(word["content"], other["content"])
+        self.assertEqual(self.server.call("POST", "/infill", {"input_prefix": "a",
+                                                              "input_suffix": "b"})[0], 501)
+        self.assertEqual(self.server.call("GET", "/lora-adapters")[:2], (200, []))
+        self.assertIn("llamacpp:tokens_predicted_total ", self.server.call("GET", "/metrics")[1])
+
+    def test_a_prompt_that_is_too_long_says_by_how_much(self):
+        status, answer = self.server.call("POST", "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": serving.TEXT[:20000]}], "max_tokens": 1})[:2]
+        error = answer["error"]
+        self.assertEqual((status, error["type"], error["code"]),
+                         (400, "exceed_context_size_error", "context_length_exceeded"))
+        self.assertGreater(error["n_prompt_tokens"], error["n_ctx"])
+
     def test_the_small_endpoints(self):
         self.assertEqual(self.server.call("GET", "/health")[0], 200)
         models = self.server.call("GET", "/v1/models")[1]
@@ -466,11 +512,16 @@ class Operating(unittest.TestCase):
 
     def test_llama_servers_flags(self):
         notes = self.server.errors()
-        for flag in ("-fa", "--jinja", "--no-slots", "--no-jinja"):
+        for flag in ("-fa", "--jinja", "--no-jinja"):
             self.assertIn(f"hcache: {flag} is ignored: ", notes)
         if serving.DEVICE == "cpu":
             self.assertIn("--gpu-layers does nothing: --device cpu names no device but the CPU", notes)
-        self.assertEqual(self.server.call("GET", "/props")[1]["total_slots"], 2)
+        self.assertIn("hcache: -c 2048 -np 2: a conversation may have 1024 tokens", notes)
+        status, answer = self.server.call("GET", "/slots")[:2]
+        self.assertEqual((status, answer["error"]["code"]), (501, "unimplemented"))
+        props = self.server.call("GET", "/props")[1]
+        self.assertEqual((props["total_slots"], props["default_generation_settings"]["n_ctx"],
+                          props["default_generation_settings"]["params"]["seed"]), (2, 1024, 7))
         self.assertEqual(self.metric("hcache_arena_cells"), 2048)
         self.assertEqual(
             self.server.call("GET", "/v1/store")[1]["tiers"]["dram"]["capacity_bytes"], 64 << 20)
@@ -521,7 +572,7 @@ class Operating(unittest.TestCase):
         for usage in (begun, ended):
             self.assertGreater(usage["cache_read_input_tokens"], 50)
             self.assertGreater(usage["cache_creation_input_tokens"], 50)
-            self.assertEqual(usage["input_tokens"], 0)
+            self.assertEqual(usage["input_tokens"], 1)
         unsaved = self.server.post("/v1/messages", {
             **body, "cache_salt": "apart", "cache_prompt": False})["usage"]
         self.assertEqual(unsaved["cache_creation_input_tokens"], 0)

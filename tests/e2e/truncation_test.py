@@ -154,7 +154,7 @@ class Options(unittest.TestCase):
             done = subprocess.run([*command, "--context-overflow", "refuse"], input=lines,
                                   capture_output=True, text=True)
             self.assertNotEqual(done.returncode, 0)
-            self.assertIn("context window", done.stderr)
+            self.assertIn("available context size", done.stderr)
 
 
 if __name__ == "__main__":

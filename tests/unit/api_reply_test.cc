@@ -147,7 +147,7 @@ Json assembled_chat(const std::vector<Event>& stream, int choice, std::string* f
     if (!c["finish_reason"].is_null()) *finish_reason = c["finish_reason"];
     const Json& delta = c["delta"];
     if (delta.contains("role")) message["role"] = delta["role"];
-    if (delta.contains("content")) {
+    if (delta.contains("content") && !delta["content"].is_null()) {
       message["content"] =
           message["content"].get<std::string>() + delta["content"].get<std::string>();
     }
@@ -187,7 +187,8 @@ TEST_F(Replies, ChatWhole) {
   EXPECT_EQ(a["timings"]["cache_n"], 80);
   EXPECT_EQ(a["timings"]["prompt_n"], 20);
   EXPECT_EQ(a["timings"]["prompt_per_second"], 2000.0);
-  EXPECT_EQ(a["timings"]["predicted_per_token_ms"], 10.0);
+  // Seven tokens, six steps after the first.
+  EXPECT_EQ(a["timings"]["predicted_per_token_ms"], 70.0 / 6);
 }
 
 TEST_F(Replies, ChatStreamGivesTheWholeAnswer) {
@@ -302,6 +303,65 @@ TEST_F(Replies, ChatLogprobs) {
   }
 }
 
+TEST_F(Replies, StreamsTellHowFarTheyAre) {
+  for (const Dialect dialect :
+       {Dialect::kChat, Dialect::kCompletion, Dialect::kLlama, Dialect::kResponse}) {
+    GenerationRequest r = request(dialect, true);
+    r.timings_per_token = true;
+    const auto builder = ReplyBuilder::create(r, context());
+    const auto told =
+        events(builder->progress({.total = 100, .cached = 80, .processed = 90, .ms = 5}));
+    EXPECT_EQ(told.at(0).data["prompt_progress"],
+              test::json(R"({"total":100,"cache":80,"processed":90,"time_ms":5.0})"));
+    std::string stream = builder->begin({.tokens = 100, .cached = 80, .prompt_ms = 10});
+    TokenEvent event;
+    event.text = "a";
+    event.reply_ms = 4;
+    for (int i = 0; i < 2; ++i) stream = builder->push(0, event);
+    const Json timings = events(stream).back().data["timings"];
+    EXPECT_EQ(timings["prompt_n"], 20);
+    EXPECT_EQ(timings["prompt_ms"], 10.0);
+    EXPECT_EQ(timings["predicted_n"], 2);
+    EXPECT_EQ(timings["predicted_ms"], 4.0);
+    EXPECT_EQ(timings["predicted_per_second"], 250.0);
+  }
+  EXPECT_EQ(ReplyBuilder::create(request(Dialect::kMessages, true), context())->progress({}), "");
+}
+
+TEST_F(Replies, VerboseChatsHaveLlamaServersAnswer) {
+  GenerationRequest r = request(Dialect::kChat, false);
+  EXPECT_FALSE(run(r, context(), "Hello.", ended()).answer.contains("__verbose"));
+  r.seed = 42;
+  r.verbose = true;
+  const Json verbose = run(r, context(), "Hello.", ended()).answer["__verbose"];
+  EXPECT_EQ(verbose["content"], "Hello.");
+  EXPECT_EQ(verbose["prompt"], "Once");
+  EXPECT_EQ(verbose["generation_settings"]["seed"], 42);
+}
+
+TEST_F(Replies, LlamaFieldsCanBeChosen) {
+  GenerationRequest r = request(Dialect::kLlama, false);
+  r.max_tokens = 9;
+  r.response_fields = {"content", "generation_settings/n_predict", "timings/nothing", "nothing/x"};
+  EXPECT_EQ(run(r, context(), "Hello.", ended()).answer,
+            test::json(R"({"content":"Hello.","generation_settings/n_predict":9})"));
+}
+
+TEST_F(Replies, LlamaTellsChancesOfWhatWasSampled) {
+  GenerationRequest r = request(Dialect::kLlama, false);
+  r.logprobs = r.sampled_probs = true;
+  const auto builder = ReplyBuilder::create(r, context());
+  TokenEvent event;
+  event.chosen = {.token = 1, .bytes = "a", .logprob = 0.75F};
+  event.top = {event.chosen, {.token = 2, .bytes = "b", .logprob = 0.25F}};
+  event.text = "a";
+  EXPECT_EQ(builder->begin({}) + builder->push(0, event) + builder->finish(0, "", ended()), "");
+  const Json token = builder->answer()["completion_probabilities"][0];
+  EXPECT_EQ(token["prob"], 0.75);
+  EXPECT_EQ(token["top_probs"][1]["prob"], 0.25);
+  EXPECT_FALSE(token.contains("logprob"));
+}
+
 TEST_F(Replies, ResponseLogprobs) {
   for (const bool stream : {false, true}) {
     GenerationRequest r = request(Dialect::kResponse, stream);
@@ -403,7 +463,7 @@ TEST_F(Replies, MessagesStreamGivesTheWholeAnswer) {
       }
       if (e.name == "message_delta") {
         message.update(e.data["delta"]);
-        for (const char* key : {"usage", "timings", "hcache"}) message[key] = e.data[key];
+        for (const char* key : {"usage", "hcache"}) message[key] = e.data[key];
       }
     }
     EXPECT_EQ(open, -1);
@@ -603,7 +663,10 @@ TEST(Errors, StyleFollowsThePath) {
 }
 
 TEST_F(Replies, OtherAnswersAreDocumented) {
-  const ModelCard card = {"m", 1, 8192, 49152, 135000000, 90000000, 576};
+  ModelCard card;
+  card.name = "m";
+  card.aliases = {"m", "n"};
+  EXPECT_EQ(model_answer(card)["aliases"], Json::array({"m", "n"}));
   expect_documented(model_answer(card), "Model");
   expect_documented(models_answer(std::vector<ModelCard>{card}), "Models");
   EmbeddingRequest embed;
@@ -617,6 +680,7 @@ TEST_F(Replies, OtherAnswersAreDocumented) {
   EXPECT_EQ(coded["data"][0]["embedding"], "AACAPwAAAMA=");
   EXPECT_EQ(coded["data"][1]["embedding"], "AAAAAA==");
   expect_documented(count_tokens_answer(5), "TokenCount");
+  expect_documented(input_tokens_answer(5), "InputTokens");
   expect_documented(detokenize_answer("x"), "Text");
   expect_documented(apply_template_answer("x"), "RenderedPrompt");
   expect_documented(props_answer({}), "Props");

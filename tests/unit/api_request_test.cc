@@ -118,7 +118,9 @@ TEST(Requests, WrongSamplingIsNamed) {
     bad(p, R"({"repeat_penalty": 0})",
         "repeat_penalty: 0 is out of range, it must be between 0.01 and 100");
     bad(p, R"({"seed": "x"})", "seed: expected an integer, got a string");
-    bad(p, R"({"logit_bias": {"x": 1}})", "logit_bias: the keys must be token ids");
+    EXPECT_EQ(good(p, R"({"logit_bias": {" x": 1}})").text_bias,
+              (std::vector<std::pair<std::string, float>>{{" x", 1.0F}}));
+    EXPECT_EQ(good(p, R"({"logit_bias": [["7", false]]})").text_bias[0].first, "7");
     bad(p, R"({"logit_bias": {"1": true}})",
         "logit_bias.1: expected a number or false, got a boolean");
     bad(p, R"({"logit_bias": [[1]]})", "logit_bias[0]: expected [token, bias]");
@@ -214,6 +216,30 @@ TEST(Chat, Messages) {
   EXPECT_EQ(m[2].tool_calls[1].arguments, "{\"y\":2}");
   EXPECT_EQ(m[3].tool_call_id, "1");
   EXPECT_EQ(m[3].name, "f");
+}
+
+TEST(Chat, TheAnswerGoesOnWithTheAssistantsLastMessage) {
+  const std::string parts = R"([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])";
+  const std::string user = R"({"role": "user", "content": )" + parts + "}";
+  const std::string begun = R"({"role": "assistant", "content": )" + parts + "}";
+  const auto of = [](const std::string& messages, const std::string& more = "") {
+    return R"({"messages": [)" + messages + "]" + more + "}";
+  };
+  const auto chat_of = [&](const std::string& messages, const std::string& more = "") {
+    return *good(chat(), of(messages, more)).chat;
+  };
+  EXPECT_EQ(chat_of(user + "," + begun).messages[0].content, "a\nb");
+  EXPECT_EQ(chat_of(user + "," + begun).messages[1].content, "a\n\nb");
+  EXPECT_EQ(chat_of(user + "," + begun + "," + user).messages[1].content, "a\nb");
+  EXPECT_TRUE(chat_of(user).begins_reply);
+  EXPECT_FALSE(chat_of(user, R"(, "add_generation_prompt": false)").begins_reply);
+  chat_of(user + "," + begun, R"(, "continue_final_message": true)");
+  bad(chat(), of(user, R"(, "continue_final_message": true)"),
+      "continue_final_message: the last message is not the assistant's");
+  bad(chat(), of(user, R"(, "continue_final_message": true, "add_generation_prompt": true)"),
+      "continue_final_message: excludes add_generation_prompt");
+  bad(chat(), of(user + "," + begun + "," + begun),
+      "messages: two messages of the assistant's at the end: the answer can go on with one");
 }
 
 TEST(Chat, WrongMessagesAreNamed) {
@@ -337,8 +363,7 @@ TEST(Completion, Prompts) {
   EXPECT_EQ(mixed[0].parts.size(), 3U);
   bad(completion(), R"({"prompt": null})", "prompt: missing");
   bad(completion(), R"({"prompt": []})", "prompt: empty");
-  bad(completion(), R"({"prompt": {}})",
-      "prompt: expected a string or an array of token ids, got an object");
+  bad(completion(), R"({"prompt": {}})", "prompt.prompt_string: missing");
   bad(completion(), R"({"prompt": [1, -2]})", "prompt[1]: -2 is no token id");
   bad(completion(), R"({"prompt": [[1], [true]]})",
       "prompt[1][0]: expected a token id, got a boolean");

@@ -51,9 +51,11 @@ TEST(LlamaFlags, OwnOptionsStayAsTheyAre) {
 }
 
 TEST(LlamaFlags, OtherSpellingsOfTheSame) {
-  EXPECT_EQ(args_of("-np 4 --ctx-size 4096 -s 7"), "--parallel 4 --ctx 4096 --seed 7");
+  EXPECT_EQ(args_of("-np 4 --ctx 4096 -s 7"), "--parallel 4 --ctx 4096 --seed 7");
   EXPECT_EQ(args_of("--ctx-size=4096 -m x"), "--ctx 4096 -m x");
   EXPECT_EQ(args_of("-np -1 -t -1 --parallel=-1"), "");
+  EXPECT_EQ(args_of("--ctx_size 7 --chat_template_file=a_b -m c_d"),
+            "--ctx 7 --chat-template-file=a_b -m c_d");
   EXPECT_EQ(args_of("-cram 512"), "--dram 512MiB");
   EXPECT_EQ(args_of("--cors-origins https://a.example"), "--cors https://a.example");
 }
@@ -67,6 +69,26 @@ TEST(LlamaFlags, AStepIsAPhysicalBatch) {
   EXPECT_THAT(error_of("-b 0"), HasSubstr("-b"));
 }
 
+TEST(LlamaFlags, SlotsDivideLlamaServersContext) {
+  EXPECT_EQ(args_of("-np 4 --ctx-size 4096"), "--parallel 4 --ctx 4096 --sequence-ctx 1024");
+  EXPECT_EQ(args_of("-np 2", {{"LLAMA_ARG_CTX_SIZE", "512"}}),
+            "--parallel 2 --ctx 512 --sequence-ctx 256");
+  EXPECT_EQ(args_of("-np 4 -c 4096 -kvu"), "--parallel 4 --ctx 4096");
+  EXPECT_EQ(args_of("-np 4 -c 4096 --kv-unified-per-slot 2048"),
+            "--parallel 4 --ctx 4096 --sequence-ctx 2048");
+  EXPECT_EQ(args_of("-np 1 -c 4096"), "--parallel 1 --ctx 4096");
+  EXPECT_EQ(args_of("-c 4096"), "--ctx 4096");
+  EXPECT_EQ(args_of("-np 4"), "--parallel 4");
+  EXPECT_THAT(translate("-np 4 -c 4096")->notes, ElementsAre(HasSubstr("1024 tokens")));
+}
+
+TEST(LlamaFlags, WhatIsOnCanBeSwitchedOff) {
+  EXPECT_EQ(args_of("--no-slots --no-webui --slots --ui"), "--hide-slots --no-page");
+  EXPECT_EQ(args_of("", {{"LLAMA_ARG_ENDPOINT_SLOTS", "0"}, {"LLAMA_ARG_UI", "off"}}),
+            "--no-page --hide-slots");
+  EXPECT_EQ(args_of("", {{"LLAMA_ARG_ENDPOINT_SLOTS", "1"}}), "");
+}
+
 TEST(LlamaFlags, KAndVHaveOneType) {
   EXPECT_EQ(args_of("-ctk q8_0 --cache-type-v q8_0"), "--kv-type q8_0");
   EXPECT_EQ(args_of("-ctv f16"), "--kv-type f16");
@@ -75,7 +97,7 @@ TEST(LlamaFlags, KAndVHaveOneType) {
 }
 
 TEST(LlamaFlags, WhatNeedsNoChoosingIsNoted) {
-  const auto flags = translate("--jinja -ngl 99 -fa on -m x --no-webui -fa --mlock -tb 4");
+  const auto flags = translate("--jinja -ngl 99 -fa on -m x --path . -fa --mlock -tb 4");
   ASSERT_TRUE(flags.ok());
   EXPECT_THAT(flags->args, ElementsAre("--gpu-layers", "99", "-m", "x"));
   EXPECT_THAT(flags->notes, ElementsAre(HasSubstr("--jinja is ignored"), HasSubstr("--attention"),
@@ -191,8 +213,8 @@ TEST(LlamaFlags, WhatWouldChangeAnswersIsRefusedUnlessItIsOff) {
 TEST(LlamaFlags, SwitchesThatAreNotOursStartTheServer) {
   const auto flags = translate("-m x --no-slots --no-jinja --no-warmup -nocb --spec-type none");
   ASSERT_TRUE(flags.ok());
-  EXPECT_THAT(flags->args, ElementsAre("-m", "x"));
-  EXPECT_EQ(flags->notes.size(), 5U);
+  EXPECT_THAT(flags->args, ElementsAre("-m", "x", "--hide-slots"));
+  EXPECT_EQ(flags->notes.size(), 4U);
 }
 
 TEST(LlamaFlags, OthersAreOptionsOfOurs) {

@@ -145,26 +145,35 @@ TEST(LoopbackTest, NamesOfThisMachineAlone) {
   }
 }
 
+TEST(LoopbackTest, ListsOfHosts) {
+  EXPECT_EQ(split_hosts("a, b,::1"), (std::vector<std::string>{"a", "b", "::1"}));
+  EXPECT_EQ(split_hosts("a"), (std::vector<std::string>{"a"}));
+  EXPECT_TRUE(are_loopback_hosts("127.0.0.1,[::1], localhost"));
+  EXPECT_FALSE(are_loopback_hosts("127.0.0.1,0.0.0.0"));
+  EXPECT_FALSE(are_loopback_hosts("127.0.0.1,"));
+}
+
 class AdmissionTest : public ::testing::Test {
  protected:
   AdmissionTest() {
     router_.add("GET", "/", nothing(), {.is_public = true});
     router_.add("POST", "/x", nothing());
   }
-  // 200: it would be handled.
+  // 200: it would be handled; 204: it is answered at once.
   int ask(const std::string& method, const std::string& target, Headers headers) {
     Request request;
     request.method = method;
     request.target = target;
     request.headers = std::move(headers);
-    const Admission admission = admit(options_, router_, 0, &request);
-    if (admission.refusal) return admission.refusal->status;
-    return admission.route == nullptr ? 204 : 200;
+    admission_ = admit(options_, router_, 0, &request);
+    if (admission_.refusal) return admission_.refusal->status;
+    return admission_.route == nullptr ? 204 : 200;
   }
   int post(Headers headers) { return ask("POST", "/x", std::move(headers)); }
 
   Options options_;
   Router router_;
+  Admission admission_;
 };
 
 TEST_F(AdmissionTest, PagesOfOtherOriginsAreRefused) {
@@ -176,7 +185,9 @@ TEST_F(AdmissionTest, PagesOfOtherOriginsAreRefused) {
                              "http://localhost:80.evil.example", "null", "", "://"}) {
     EXPECT_EQ(post({{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
     EXPECT_EQ(ask("GET", "/", {{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
-    EXPECT_EQ(ask("OPTIONS", "/x", {{"host", "localhost:80"}, {"origin", origin}}), 403) << origin;
+    // Told which methods there are, and nothing that lets its page call them.
+    EXPECT_EQ(ask("OPTIONS", "/x", {{"host", "localhost:80"}, {"origin", origin}}), 204) << origin;
+    EXPECT_EQ(admission_.headers, (Headers{{"Allow", "OPTIONS, POST"}})) << origin;
   }
   EXPECT_EQ(post({{"origin", "http://localhost:80"}}), 403);
   EXPECT_EQ(post({{"host", ""}, {"origin", "null"}}), 403);
@@ -189,6 +200,16 @@ TEST_F(AdmissionTest, AllowedOriginsMayCall) {
   EXPECT_EQ(ask("OPTIONS", "/x", {{"origin", "https://app.example"}}), 204);
   options_.cors_origins = {"*"};
   EXPECT_EQ(post({{"host", "localhost"}, {"origin", "https://evil.example"}}), 200);
+  options_.cors_origins = {"localhost"};
+  for (const char* origin : {"http://localhost:81", "https://127.0.0.1", "http://[::1]:3000"}) {
+    EXPECT_EQ(post({{"host", "chat.example"}, {"origin", origin}}), 200) << origin;
+  }
+  options_.loopback_hosts_only = true;
+  EXPECT_EQ(post({{"host", ""}}), 403) << "the word names no host";
+  options_.loopback_hosts_only = false;
+  for (const char* origin : {"http://notlocalhost", "http://localhost.evil.example"}) {
+    EXPECT_EQ(post({{"host", "chat.example"}, {"origin", origin}}), 403) << origin;
+  }
 }
 
 TEST_F(AdmissionTest, OtherNamesOfALoopbackServerAreRefused) {

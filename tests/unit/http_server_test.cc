@@ -119,7 +119,7 @@ TEST(HttpServerTest, HeadAndOptionsAndUnknownMethods) {
   EXPECT_EQ(head.status, 200);
   EXPECT_EQ(head.header("content-length"), "2");
   const Reply options = client.ask("OPTIONS /items/1 HTTP/1.1\r\n\r\n");
-  EXPECT_EQ(options.status, 204);
+  EXPECT_EQ(options.status, 200);
   EXPECT_EQ(options.header("allow"), "DELETE, GET, HEAD, OPTIONS");
   EXPECT_EQ(options.header("access-control-allow-methods"), "");
   EXPECT_EQ(client.ask("OPTIONS * HTTP/1.1\r\n\r\n").header("allow"),
@@ -224,7 +224,7 @@ TEST(HttpServerTest, KeysAreWantedWhereARouteIsNotPublic) {
   EXPECT_EQ(refused.header("content-type"), "application/json");
   EXPECT_THAT(refused.body, HasSubstr(R"({"status":401,"path":"/held",)"));
   EXPECT_EQ(client.ask(get("/held", "Authorization: Bearer k3\r\n")).status, 401);
-  EXPECT_EQ(client.ask("OPTIONS /held HTTP/1.1\r\n\r\n").status, 204);
+  EXPECT_EQ(client.ask("OPTIONS /held HTTP/1.1\r\n\r\n").status, 200);
   client.send(get("/held", "x-api-key: k2\r\n"));
   Held held = test.shelf.take();
   ASSERT_NE(held.responder, nullptr);
@@ -258,9 +258,19 @@ TEST(HttpServerTest, CorsIsForListedOrigins) {
       client.ask("OPTIONS /echo HTTP/1.1\r\n" + origin +
                  "Access-Control-Request-Method: POST\r\n"
                  "Access-Control-Request-Headers: authorization, content-type\r\n\r\n");
-  EXPECT_EQ(preflight.status, 204);
-  EXPECT_EQ(preflight.header("access-control-allow-methods"), "OPTIONS, POST");
+  EXPECT_EQ(preflight.status, 200);
+  EXPECT_EQ(preflight.header("access-control-allow-methods"), "GET, POST, DELETE, OPTIONS");
   EXPECT_EQ(preflight.header("access-control-allow-headers"), "authorization, content-type");
+}
+
+TEST(HttpServerTest, SeveralAddressesHaveOnePort) {
+  Options options;
+  options.host = "127.0.0.1,127.0.0.2";
+  TestServer test(std::move(options));
+  for (const char* host : {"127.0.0.1", "127.0.0.2"}) {
+    Client client(test.port(), 0, host);
+    EXPECT_EQ(client.ask(get("/health")).status, 200) << host;
+  }
 }
 
 TEST(HttpServerTest, EveryExchangeIsLogged) {

@@ -50,7 +50,7 @@ struct Reply {
 // Threading: one thread.
 class Client {
  public:
-  explicit Client(std::uint16_t port, int receive_buffer = 0) {
+  explicit Client(std::uint16_t port, int receive_buffer = 0, const char* host = "127.0.0.1") {
     fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (receive_buffer > 0) {
       setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof(receive_buffer));
@@ -60,7 +60,7 @@ class Client {
     sockaddr_in address = {};
     address.sin_family = AF_INET;
     address.sin_port = htons(port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    inet_pton(AF_INET, host, &address.sin_addr);
     connected_ = connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
   }
   Client(const Client&) = delete;

@@ -11,17 +11,18 @@
 namespace hcache::model {
 namespace {
 
+constexpr const char* kChatml = "chatml";  // which the library has in Jinja, too
 // Stands for the last reply while the template is rendered. Plain letters, so that no template
 // trims, escapes or parses it.
 constexpr const char* kReplyMark = "HCACHE5d1bREPLY";
 
-std::string apply(const common_chat_templates* templates, std::span<const ChatMessage> messages,
+std::string apply(const ChatTemplate::Impl& impl, std::span<const ChatMessage> messages,
                   bool add_generation_prompt) {
   common_chat_templates_inputs inputs;
-  inputs.use_jinja = true;
+  inputs.use_jinja = !impl.by_name;
   inputs.add_generation_prompt = add_generation_prompt;
   inputs.messages = to_common(messages);
-  return common_chat_templates_apply(templates, inputs).prompt;
+  return common_chat_templates_apply(impl.templates.get(), inputs).prompt;
 }
 
 }  // namespace
@@ -46,6 +47,12 @@ std::vector<common_chat_msg> to_common(std::span<const ChatMessage> messages) {
 ChatTemplate::ChatTemplate(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 ChatTemplate::~ChatTemplate() = default;
 
+bool ChatTemplate::is_name(std::string_view text) {
+  std::vector<const char*> names(static_cast<size_t>(llama_chat_builtin_templates(nullptr, 0)));
+  llama_chat_builtin_templates(names.data(), names.size());
+  return std::ranges::find(names, text) != names.end();
+}
+
 Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& tokenizer,
                                                            const std::string& override_template) {
   const ErrorLog log;
@@ -57,6 +64,7 @@ Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& toke
     impl->source = common_chat_templates_source(impl->templates.get());
     impl->knows_tools =
         common_chat_templates_get_caps(impl->templates.get())["supports_tool_calls"];
+    impl->by_name = is_name(override_template) && override_template != kChatml;
     if (!impl->knows_tools) impl->tool_templates = make_tool_templates();
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("can't read the chat template: {}", e.what()));
@@ -78,7 +86,7 @@ Result<std::string> ChatTemplate::render(std::span<const ChatMessage> messages,
   if (messages.empty()) return invalid_argument("a conversation needs a message");
   const ErrorLog log;
   try {
-    return apply(impl_->templates.get(), messages, add_generation_prompt);
+    return apply(*impl_, messages, add_generation_prompt);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the messages: {}", e.what()));
   }
@@ -111,7 +119,7 @@ Result<std::string> ChatTemplate::render_next(const ChatMessage& message, bool r
   const std::vector<ChatMessage> messages = {{"user", "?"}, {"assistant", kReplyMark}, message};
   std::string text;
   try {
-    text = apply(impl_->templates.get(), messages, true);
+    text = apply(*impl_, messages, true);
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("the chat template refuses the message: {}", e.what()));
   }

@@ -141,6 +141,7 @@ common_chat_templates_inputs inputs_of(const ChatInput& input,
   inputs.reasoning_format = COMMON_REASONING_FORMAT_AUTO;
   inputs.enable_thinking = input.thinking;
   inputs.chat_template_kwargs = input.template_args;
+  inputs.add_generation_prompt = input.begins_reply;
   if (input.messages.back().role == "assistant") {
     inputs.continue_final_message = COMMON_CHAT_CONTINUATION_AUTO;
     inputs.add_generation_prompt = false;
@@ -228,6 +229,14 @@ Status check(const ChatInput& input) {
   return {};
 }
 
+// A template without Jinja knows no message that the reply goes on with.
+std::string begin_reply(ChatInput* input) {
+  if (input->messages.back().role != "assistant") return {};
+  std::string begun = std::move(input->messages.back().content);
+  input->messages.pop_back();
+  return begun;
+}
+
 }  // namespace
 
 common_chat_templates_ptr make_tool_templates() {
@@ -251,19 +260,33 @@ Result<ChatPrompt> ChatTemplate::prompt(const ChatInput& input) const {
       own.messages = without_tools(input, offers);
       own.tools.clear();
     }
+    std::string begun;
+    if (impl_->by_name && own.messages.size() > 1) begun = begin_reply(&own);
+    const auto inputs_for_own = [&] {
+      common_chat_templates_inputs inputs = inputs_of(own, impl_->templates.get());
+      inputs.use_jinja = !impl_->by_name;
+      return inputs;
+    };
     const common_chat_templates* templates =
         foreign ? impl_->tool_templates.get() : impl_->templates.get();
-    common_chat_templates_inputs inputs = inputs_of(foreign ? input : own, templates);
+    common_chat_templates_inputs inputs = foreign ? inputs_of(input, templates) : inputs_for_own();
     inputs.tools = callable(inputs, input.only_tool);
     common_chat_params params = common_chat_templates_apply(templates, inputs);
     if (foreign || !input.only_tool.empty()) {
-      params.prompt = common_chat_templates_apply(impl_->templates.get(),
-                                                  inputs_of(own, impl_->templates.get()))
-                          .prompt;
+      params.prompt = common_chat_templates_apply(impl_->templates.get(), inputs_for_own()).prompt;
     }
+    params.prompt += begun;
     ChatPrompt prompt = make_prompt(*impl_->tokenizer, params, input);
     if (foreign && input.tool_choice == ToolChoice::kRequired) {
       prompt.grammar = calls_only(inputs.tools, input.parallel_tool_calls);
+      prompt.grammar_scope = {};
+    }
+    // Of an answer in JSON and nothing else: without the fence that the library lets come first.
+    const bool json_alone = !input.json_schema.empty() && !offers &&
+                            params.thinking_start_tag.empty() &&
+                            input.messages.back().role != "assistant";
+    if (json_alone) {
+      prompt.grammar = json_schema_to_grammar(common_json::parse(input.json_schema));
       prompt.grammar_scope = {};
     }
     return prompt;

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <limits>
 
 #include "text/llama_handle.h"
@@ -121,6 +122,7 @@ struct Sampler::Impl {
   LlamaSamplerPtr thinking;  // may be null; see make_thinking
   LlamaSamplerPtr chain;
   std::vector<llama_token_data> candidates;
+  size_t n_left = 0;  // of them, the first: what the chain chose from
   // How many tokens can be chosen from once the chain has changed logits; 0: all.
   size_t keeps = 0;
   std::vector<int32_t> biased;  // tokens whose logits the chain always changes
@@ -232,6 +234,7 @@ struct Sampler::Impl {
     if (candidates.empty()) return Tokenizer::kNoToken;
     llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
     llama_sampler_apply(chain.get(), &all);
+    n_left = all.size;
     if (all.selected < 0 || static_cast<size_t>(all.selected) >= all.size) {
       return Tokenizer::kNoToken;
     }
@@ -363,6 +366,19 @@ Result<int32_t> Sampler::sample(std::span<const float> logits) {
   } catch (const std::exception& e) {
     return internal_error(fmt::format("sampling failed: {}", e.what()));
   }
+}
+
+SampledProbs Sampler::probabilities(int32_t token, int top) const {
+  // A greedy chain has no chances but its choice.
+  if (impl_->keeps == 1) return {.chosen = 1, .top = {{token, 1.0F}}};
+  SampledProbs out;
+  for (const llama_token_data& left : std::span(impl_->candidates).first(impl_->n_left)) {
+    if (left.id == token) out.chosen = left.p;
+    if (left.p > 0) out.top.emplace_back(left.id, left.p);
+  }
+  std::ranges::stable_sort(out.top, std::greater{}, &std::pair<int32_t, float>::second);
+  if (out.top.size() > static_cast<size_t>(top)) out.top.resize(static_cast<size_t>(top));
+  return out;
 }
 
 Status Sampler::accept(int32_t token) {

@@ -110,6 +110,14 @@ int32_t Tokenizer::bos() const { return llama_vocab_bos(impl_->vocab); }
 int32_t Tokenizer::eos() const { return llama_vocab_eos(impl_->vocab); }
 bool Tokenizer::adds_bos() const { return llama_vocab_get_add_bos(impl_->vocab); }
 bool Tokenizer::is_eog(int32_t token) const { return llama_vocab_is_eog(impl_->vocab, token); }
+Tokenizer::FillTokens Tokenizer::fill_tokens() const {
+  const llama_vocab* vocab = impl_->vocab;
+  return {.prefix = llama_vocab_fim_pre(vocab),
+          .suffix = llama_vocab_fim_suf(vocab),
+          .middle = llama_vocab_fim_mid(vocab),
+          .repository = llama_vocab_fim_rep(vocab),
+          .file = llama_vocab_fim_sep(vocab)};
+}
 const std::string& Tokenizer::chat_template() const { return impl_->chat_template; }
 
 Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, EncodeOptions options) const {

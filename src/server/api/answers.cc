@@ -114,6 +114,14 @@ ErrorAnswer render_error(const Status& status, ErrorStyle style) {
   return {http, make_body(http, status.message(), param_of(status), code, style)};
 }
 
+void tell_context(int64_t prompt, int64_t context, ErrorStyle style, ErrorAnswer* answer) {
+  if (style == ErrorStyle::kAnthropic) return;
+  Json& error = answer->body["error"];
+  error["type"] = "exceed_context_size_error";
+  error["n_prompt_tokens"] = prompt;
+  error["n_ctx"] = context;
+}
+
 Json error_body(int http_status, std::string_view message, ErrorStyle style) {
   return make_body(http_status, message, nullptr, nullptr, style);
 }
@@ -123,6 +131,8 @@ Json model_answer(const ModelCard& model) {
           {"object", "model"},
           {"created", model.created_s},
           {"owned_by", "hcache"},
+          {"aliases", model.aliases},
+          {"tags", model.tags},
           {"meta",
            {{"n_ctx_train", model.context},
             {"n_vocab", model.vocabulary},
@@ -155,6 +165,9 @@ Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_n
 }
 
 Json count_tokens_answer(int64_t tokens) { return {{"input_tokens", tokens}}; }
+Json input_tokens_answer(int64_t tokens) {
+  return {{"object", "response.input_tokens"}, {"input_tokens", tokens}};
+}
 
 Json tokenize_answer(const TokenizeRequest& request, const model::Tokenizer& tokenizer,
                      std::span<const int32_t> tokens) {
@@ -176,27 +189,19 @@ Json detokenize_answer(std::string_view content) { return {{"content", content}}
 Json apply_template_answer(std::string_view prompt) { return {{"prompt", prompt}}; }
 
 Json props_answer(const ServerProps& props) {
-  const model::SamplingOptions& s = props.defaults;
-  return {{"default_generation_settings",
-           {{"n_ctx", props.context},
-            {"params",
-             {{"temperature", s.temperature},
-              {"top_k", s.top_k},
-              {"top_p", s.top_p},
-              {"min_p", s.min_p},
-              {"repeat_last_n", s.penalty_last_n},
-              {"repeat_penalty", s.repeat_penalty},
-              {"presence_penalty", s.presence_penalty},
-              {"frequency_penalty", s.frequency_penalty}}}}},
-          {"total_slots", props.slots},
-          {"model_alias", props.model_name},
-          {"model_path", props.model_path},
-          {"modalities", {{"vision", false}, {"audio", false}}},
-          {"chat_template", props.chat_template},
-          {"bos_token", props.bos_text},
-          {"eos_token", props.eos_text},
-          {"build_info", props.build},
-          {"weights", props.weights}};
+  Json params = sampling_json(props.defaults);
+  params["seed"] = props.seed;
+  return {
+      {"default_generation_settings", {{"n_ctx", props.context}, {"params", std::move(params)}}},
+      {"total_slots", props.slots},
+      {"model_alias", props.model_name},
+      {"model_path", props.model_path},
+      {"modalities", {{"vision", false}, {"audio", false}}},
+      {"chat_template", props.chat_template},
+      {"bos_token", props.bos_text},
+      {"eos_token", props.eos_text},
+      {"build_info", props.build},
+      {"weights", props.weights}};
 }
 
 Json slots_answer(std::span<const SlotState> slots) {

@@ -27,6 +27,7 @@ std::string make_document() {
   schemas["MessagesRequest"] = request_schema(messages_fields);
   schemas["CountTokensRequest"] = request_schema(count_tokens_fields);
   schemas["LlamaCompletionRequest"] = request_schema(llama_completion_fields);
+  schemas["InfillRequest"] = request_schema(infill_fields);
   schemas["ApplyTemplateRequest"] = request_schema(apply_template_fields);
   schemas["EmbeddingRequest"] = request_schema(embedding_fields);
   schemas["TokenizeRequest"] = request_schema(tokenize_fields);

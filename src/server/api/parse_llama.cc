@@ -36,13 +36,17 @@ bool is_file_name(std::string_view name) {
 }  // namespace
 
 void llama_completion_fields(Fields& f, GenerationRequest* r) {
-  r->dialect = Dialect::kLlama;
-  model_field(f, r);
   f.required().value("prompt", prompts_schema(),
                      "Text, token ids, or both mixed in an array; one prompt or several.",
                      [&](const Json& value, const std::string& path) {
                        return read_prompts(value, path, &r->prompts);
                      });
+  llama_generation_fields(f, r);
+}
+
+void llama_generation_fields(Fields& f, GenerationRequest* r) {
+  r->dialect = Dialect::kLlama;
+  model_field(f, r);
   limit_field(f, r, "max_tokens");
   limit_field(f, r, "n_predict");
   stop_field(f, r, "stop");
@@ -52,6 +56,13 @@ void llama_completion_fields(Fields& f, GenerationRequest* r) {
   r->logprobs = r->top_logprobs > 0;
   f.integer("id_slot", &r->id_slot, {-1, Range().max}, "Given back; slots are not assigned.");
   f.flag("return_tokens", &r->return_tokens, "Give the answer's token ids, too.");
+  f.flag("post_sampling_probs", &r->sampled_probs,
+         "n_probs counts what the sampling options leave, and gives chances, not logarithms.");
+  f.value("response_fields", {{"type", "array"}, {"items", {{"type", "string"}}}},
+          "Give these fields of the answer alone; \"a/b\" is field b of a.",
+          [&](const Json& value, const std::string& path) {
+            return read_strings(value, path, &r->response_fields);
+          });
   sampling_fields(f, r);
   stream_fields(f, r);
   cache_fields(f, r);

@@ -33,10 +33,13 @@ void call_fields(Fields& f, ToolCall* call) {
   });
 }
 
-void message_fields(Fields& f, ChatMessage* m) {
+// `begun`: its content if the answer goes on with it; then parts are paragraphs, as llama.cpp has
+// them.
+void message_fields(Fields& f, ChatMessage* m, std::string* begun) {
   f.required().one_of("role", &m->role, {"system", "developer", "user", "assistant", "tool"}, {});
   f.value("content", content_schema(kTextParts), "Text; parts of it are joined by newlines.",
           [&](const Json& value, const std::string& path) {
+            HCACHE_RETURN_IF_ERROR(read_content(value, path, kTextParts, begun, "\n\n"));
             return read_content(value, path, kTextParts, &m->content);
           });
   f.text("reasoning_content", &m->reasoning, "What the assistant thought before it answered.");
@@ -91,14 +94,39 @@ Json choice_schema() {
                              {"required", {"type", "function"}}}})}};
 }
 
+// vLLM's words for a last message that the answer goes on with. That follows from whose it is.
+void ending_fields(Fields& f, ChatInput* input) {
+  const ChatInput& chat = *input;
+  bool begins = false;
+  bool goes_on = false;
+  f.flag("add_generation_prompt", &begins, "The answer is a message of its own.");
+  if (f.has("add_generation_prompt")) input->begins_reply = begins;
+  f.flag("continue_final_message", &goes_on,
+         "The answer goes on with the last message, which is the assistant's.");
+  if (begins && goes_on) f.fail("continue_final_message", "excludes add_generation_prompt");
+  const size_t n = chat.messages.size();
+  const bool assistant = n > 0 && chat.messages[n - 1].role == "assistant";
+  if (goes_on && !assistant)
+    f.fail("continue_final_message", "the last message is not the assistant's");
+  if (assistant && n > 1 && chat.messages[n - 2].role == "assistant") {
+    f.fail("messages", "two messages of the assistant's at the end: the answer can go on with one");
+  }
+}
+
 void conversation_fields(Fields& f, ChatInput* chat) {
+  std::string begun;
   f.required().objects("messages", "The conversation; the answer is its next message.",
                        [&](Fields& o) {
                          ChatMessage message;
-                         message_fields(o, &message);
+                         begun.clear();
+                         message_fields(o, &message, &begun);
                          chat->messages.push_back(std::move(message));
                        });
-  if (chat->messages.empty()) f.fail("messages", "empty");
+  if (chat->messages.empty()) {
+    f.fail("messages", "empty");
+  } else if (chat->messages.back().role == "assistant") {
+    chat->messages.back().content = begun;
+  }
   f.objects("tools", "What the model may call.", [&](Fields& o) {
     std::string type = "function";
     model::ChatTool tool;
@@ -113,6 +141,7 @@ void conversation_fields(Fields& f, ChatInput* chat) {
   f.flag("parallel_tool_calls", &chat->parallel_tool_calls, "Several calls in one answer.");
   effort_field(f, "reasoning_effort", chat);
   template_fields(f, chat);
+  ending_fields(f, chat);
 }
 
 }  // namespace
@@ -132,6 +161,7 @@ void chat_completion_fields(Fields& f, GenerationRequest* r) {
   f.flag("logprobs", &r->logprobs, "Give the log-probability of every token.");
   f.integer("top_logprobs", &r->top_logprobs, {0, 20}, "And those of the likeliest ones.");
   if (r->top_logprobs > 0 && !r->logprobs) f.fail("top_logprobs", "needs logprobs: true");
+  f.flag("verbose", &r->verbose, "Give llama-server's own answer, with the prompt, in __verbose.");
   sampling_fields(f, r);
   if (chat.json_schema.empty()) chat.json_schema = std::exchange(r->sampling.json_schema, {});
   r->sampling.json_schema.clear();

@@ -101,7 +101,8 @@ class MessagesReply : public ReplyBase {
         finish.reason == FinishReason::kStop ? Json(finish.stop_string) : Json(nullptr);
   }
 
-  // Tokens are counted once: read from the cache, put into it, or neither.
+  // Tokens are counted once: read from the cache, put into it, or neither, as at least the last
+  // one.
   [[nodiscard]] Json usage_json() const {
     const Outcome o = total();
     return usage_json({.tokens = o.prompt_tokens, .cached = o.cached(), .saved = o.saved},
@@ -109,7 +110,7 @@ class MessagesReply : public ReplyBase {
   }
   static Json usage_json(const PromptCounts& counts, int64_t reply_tokens) {
     const int64_t others = counts.tokens - counts.cached;
-    const int64_t created = std::clamp<int64_t>(counts.saved, 0, std::max<int64_t>(others, 0));
+    const int64_t created = std::clamp<int64_t>(counts.saved, 0, std::max<int64_t>(others - 1, 0));
     return {{"input_tokens", others - created},
             {"cache_creation_input_tokens", created},
             {"cache_read_input_tokens", counts.cached},
@@ -118,7 +119,6 @@ class MessagesReply : public ReplyBase {
 
   void add_outcome(Json* out) const {
     const Outcome sum = total();
-    (*out)["timings"] = timings_json(sum);
     (*out)["hcache"] = outcome_json(sum);
     if (request_.edits_context) {
       (*out)["context_management"] = {{"applied_edits", Json::array()}};  // none is made, we cut

@@ -15,7 +15,7 @@ constexpr double kMsPerSecond = 1e3;
 constexpr size_t kMaxSpans = 12;  // of a timeline: what a person can take in
 
 double per_second(int64_t tokens, double ms) {
-  return ms > 0 ? 1e3 * static_cast<double>(tokens) / ms : 0;
+  return ms > 0 && tokens > 0 ? 1e3 * static_cast<double>(tokens) / ms : 0;
 }
 
 double per_token_ms(int64_t tokens, double ms) {
@@ -100,13 +100,29 @@ Json timings_json(const Outcome& o) {
                   {"prompt_per_second", per_second(computed, o.prompt_ms)},
                   {"predicted_n", o.reply_tokens},
                   {"predicted_ms", o.reply_ms},
-                  {"predicted_per_token_ms", per_token_ms(o.reply_tokens, o.reply_ms)},
-                  {"predicted_per_second", per_second(o.reply_tokens, o.reply_ms)}};
+                  // The first one came with the prompt's last.
+                  {"predicted_per_token_ms", per_token_ms(o.reply_tokens - 1, o.reply_ms)},
+                  {"predicted_per_second", per_second(o.reply_tokens - 1, o.reply_ms)}};
   if (o.drafted > 0) {
     timings["draft_n"] = o.drafted;
     timings["draft_n_accepted"] = o.accepted;
   }
   return timings;
+}
+
+Json progress_json(const PromptProgress& progress) {
+  return {{"total", progress.total},
+          {"cache", progress.cached},
+          {"processed", progress.processed},
+          {"time_ms", progress.ms}};
+}
+
+Json progress_timings_json(const PromptProgress& progress) {
+  Outcome so_far;
+  so_far.prompt_tokens = progress.processed;
+  so_far.resident = progress.cached;
+  so_far.prompt_ms = progress.ms;
+  return timings_json(so_far);
 }
 
 std::string sse(const Json& data) { return "data: " + to_text(data) + "\n\n"; }
@@ -177,8 +193,12 @@ ReplyBase::ReplyBase(const GenerationRequest& request, ReplyContext context,
   }
 }
 
+// Most dialects have no word for it.
+std::string ReplyBase::progress(const PromptProgress& /*progress*/) { return {}; }
+
 std::string ReplyBase::begin(const PromptCounts& counts) {
   std::string out;
+  prompt_ = counts;
   if (request_.stream) write_begin(counts, &out);
   return out;
 }
@@ -186,6 +206,7 @@ std::string ReplyBase::begin(const PromptCounts& counts) {
 std::string ReplyBase::push(int index, const TokenEvent& event) {
   Choice& c = choice(index);
   c.tokens.push_back(event.chosen.token);
+  c.reply_ms = event.reply_ms;
   if (request_.logprobs) c.logprobs.push_back(event);
   const Delta delta = c.reader.push(event.text);
   std::string out;
@@ -224,6 +245,16 @@ std::string ReplyBase::fail(const Status& status) {
 model::ChatMessage ReplyBase::message(int index) const {
   const model::ChatReply& reply = choice(index).reader.reply();
   return {"assistant", reply.content, reply.reasoning, reply.tool_calls};
+}
+
+Json ReplyBase::timings_so_far(const Choice& choice) const {
+  Outcome so_far;
+  so_far.prompt_tokens = prompt_.tokens;
+  so_far.resident = prompt_.cached;
+  so_far.prompt_ms = prompt_.prompt_ms;
+  so_far.reply_tokens = static_cast<int64_t>(choice.tokens.size());
+  so_far.reply_ms = choice.reply_ms;
+  return timings_json(so_far);
 }
 
 Outcome ReplyBase::total() const {

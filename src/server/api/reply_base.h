@@ -53,12 +53,14 @@ struct Choice {
   std::vector<int32_t> tokens{};
   std::vector<TokenEvent> logprobs{};  // where the request asks for them
   size_t events_sent = 0;              // of both
+  double reply_ms = 0;                 // up to the last token
   Finish finish{};
 };
 
 // Keeps the choices and turns calls into deltas; a dialect writes them down.
 class ReplyBase : public ReplyBuilder {
  public:
+  std::string progress(const PromptProgress& progress) override;
   std::string begin(const PromptCounts& counts) final;
   std::string push(int choice, const TokenEvent& event) final;
   std::string finish(int choice, std::string_view rest, const Finish& finish) final;
@@ -79,6 +81,10 @@ class ReplyBase : public ReplyBuilder {
   [[nodiscard]] int count() const { return static_cast<int>(choices_.size()); }
   [[nodiscard]] Choice& choice(int i) { return choices_.at(static_cast<size_t>(i)); }
   [[nodiscard]] const Choice& choice(int i) const { return choices_.at(static_cast<size_t>(i)); }
+  // Of a stream that is not at its end.
+  [[nodiscard]] Json timings_so_far(const Choice& choice) const;
+  // The whole answer as llama-server's /completion has it, with `content` for its text.
+  [[nodiscard]] Json llama_json(int choice, const std::string& content) const;
   // The sum over the choices; what belongs to a prompt counts once, however many replies it has.
   [[nodiscard]] Outcome total() const;
   // An id made of the context's, with a prefix: "msg_...".
@@ -89,11 +95,15 @@ class ReplyBase : public ReplyBuilder {
 
  private:
   std::vector<Choice> choices_;
+  PromptCounts prompt_;
 };
 
 // "data: {...}\n\n", with the event's name before it where the dialect has names.
 [[nodiscard]] std::string sse(const Json& data);
 [[nodiscard]] std::string sse(std::string_view event, const Json& data);
+[[nodiscard]] Json progress_json(const PromptProgress& progress);
+// The timings of a reply whose prompt is not done.
+[[nodiscard]] Json progress_timings_json(const PromptProgress& progress);
 
 // Text that is certainly UTF-8, of bytes that need not be.
 [[nodiscard]] std::string valid_text(std::string bytes);

@@ -29,8 +29,11 @@ std::string finish_reason(const Choice& c) {
 class OpenAiReply : public ReplyBase {
  protected:
   OpenAiReply(const GenerationRequest& request, ReplyContext context, const char* id_prefix,
-              const char* object)
-      : ReplyBase(request, std::move(context), "call_"), id_prefix_(id_prefix), object_(object) {}
+              const char* object, const char* object_of_chunks)
+      : ReplyBase(request, std::move(context), "call_"),
+        id_prefix_(id_prefix),
+        object_(object),
+        object_of_chunks_(object_of_chunks) {}
 
   [[nodiscard]] Json head(const std::string& object) const {
     return {{"id", id(id_prefix_)},
@@ -47,7 +50,18 @@ class OpenAiReply : public ReplyBase {
     out["usage"] = usage_json(sum);
     out["timings"] = timings_json(sum);
     out["hcache"] = outcome_json(sum);
+    if (request_.verbose) out["__verbose"] = llama_json(0, choice(0).reader.reply().content);
     return out;
+  }
+
+  std::string progress(const PromptProgress& progress) override {
+    Json out = chunk(object_of_chunks_, {{"index", 0},
+                                         {"delta", Json::object()},
+                                         {"logprobs", nullptr},
+                                         {"finish_reason", nullptr}});
+    out["prompt_progress"] = progress_json(progress);
+    if (request_.timings_per_token) out["timings"] = progress_timings_json(progress);
+    return sse(out);
   }
 
   [[nodiscard]] Json chunk(const std::string& object, Json choice_json) const {
@@ -61,6 +75,7 @@ class OpenAiReply : public ReplyBase {
     Json last = chunk(object, std::move(choice_json));
     last["timings"] = timings_json(choice(index).finish.outcome);
     last["hcache"] = outcome_json(choice(index).finish.outcome);
+    if (request_.verbose) last["__verbose"] = llama_json(index, "");
     *out += sse(last);
   }
 
@@ -68,7 +83,9 @@ class OpenAiReply : public ReplyBase {
     if (request_.include_usage) {
       Json last = head(object);
       last["choices"] = Json::array();
-      last["usage"] = usage_json(total());
+      const Outcome sum = total();
+      last["usage"] = usage_json(sum);
+      last["timings"] = timings_json(sum);
       *out += sse(last);
     }
     *out += "data: [DONE]\n\n";
@@ -76,12 +93,13 @@ class OpenAiReply : public ReplyBase {
 
   const char* id_prefix_;
   const char* object_;
+  const char* object_of_chunks_;
 };
 
 class ChatReplyBuilder : public OpenAiReply {
  public:
   ChatReplyBuilder(const GenerationRequest& request, ReplyContext context)
-      : OpenAiReply(request, std::move(context), "chatcmpl-", "chat.completion") {}
+      : OpenAiReply(request, std::move(context), "chatcmpl-", "chat.completion", kChunk) {}
 
   [[nodiscard]] Json answer() const override {
     Json choices = Json::array();
@@ -98,7 +116,7 @@ class ChatReplyBuilder : public OpenAiReply {
  protected:
   void write_begin(const PromptCounts& /*counts*/, std::string* out) override {
     for (int i = 0; i < count(); i++) {
-      write(i, {{"role", "assistant"}, {"content", ""}}, out);
+      *out += sse(chunk(kChunk, choice_json(i, {{"role", "assistant"}, {"content", nullptr}})));
     }
   }
 
@@ -159,14 +177,16 @@ class ChatReplyBuilder : public OpenAiReply {
   }
 
   void write(int i, Json delta, std::string* out) {
-    *out += sse(chunk(kChunk, choice_json(i, std::move(delta))));
+    Json event = chunk(kChunk, choice_json(i, std::move(delta)));
+    if (request_.timings_per_token) event["timings"] = timings_so_far(choice(i));
+    *out += sse(event);
   }
 };
 
 class CompletionReplyBuilder : public OpenAiReply {
  public:
   CompletionReplyBuilder(const GenerationRequest& request, ReplyContext context)
-      : OpenAiReply(request, std::move(context), "cmpl-", "text_completion"),
+      : OpenAiReply(request, std::move(context), "cmpl-", "text_completion", "text_completion"),
         offsets_(static_cast<size_t>(count()), 0) {}
 
   [[nodiscard]] Json answer() const override {
@@ -185,7 +205,9 @@ class CompletionReplyBuilder : public OpenAiReply {
   void write_begin(const PromptCounts& /*counts*/, std::string* /*out*/) override {}
 
   void write_delta(int i, const Delta& delta, std::string* out) override {
-    *out += sse(chunk(object_, choice_json(i, delta.content)));
+    Json event = chunk(object_, choice_json(i, delta.content));
+    if (request_.timings_per_token) event["timings"] = timings_so_far(choice(i));
+    *out += sse(event);
   }
 
   void write_finish(int i, std::string* out) override {

@@ -55,6 +55,13 @@ class ResponseReply : public ReplyBase {
     return out;
   }
 
+  std::string progress(const PromptProgress& progress) override {
+    std::string out;
+    write("response.in_progress",
+          {{"response", head("in_progress")}, {"prompt_progress", progress_json(progress)}}, &out);
+    return out;
+  }
+
   std::string fail(const Status& status) override {
     Json response = head("failed");
     response["error"] = {{"code", "server_error"}, {"message", status.message()}};
@@ -79,8 +86,9 @@ class ResponseReply : public ReplyBase {
     }
     if (!delta.content.empty()) {
       open(Kind::kMessage, 0, out);
-      write_part("response.output_text.delta",
-                 {{"delta", delta.content}, {"logprobs", token_logprobs(c.logprobs, from)}}, out);
+      Json part = {{"delta", delta.content}, {"logprobs", token_logprobs(c.logprobs, from)}};
+      if (request_.timings_per_token) part["timings"] = timings_so_far(c);
+      write_part("response.output_text.delta", std::move(part), out);
     }
     for (const CallDelta& call : delta.calls) {
       open(Kind::kCall, call.index, out);
@@ -97,7 +105,9 @@ class ResponseReply : public ReplyBase {
   void write_end(std::string* out) override {
     Json response = answer();
     const std::string status = response["status"];
-    write(fmt::format("response.{}", status), {{"response", std::move(response)}}, out);
+    Json timings = response["timings"];
+    write(fmt::format("response.{}", status),
+          {{"response", std::move(response)}, {"timings", std::move(timings)}}, out);
   }
 
  private:

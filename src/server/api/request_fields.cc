@@ -37,8 +37,20 @@ bool all_tokens(const Json& array) {
 // An array of prompts rather than the parts of one: it holds strings only, or an array.
 bool several_prompts(const Json& value) {
   if (!value.is_array() || value.empty()) return false;
-  return value.front().is_array() ||
+  return std::any_of(value.begin(), value.end(), [](const Json& x) { return x.is_structured(); }) ||
          std::all_of(value.begin(), value.end(), [](const Json& x) { return x.is_string(); });
+}
+
+// llama-server's {"prompt_string": "..."}.
+Status read_prompt_object(const Json& value, const std::string& path, Prompt* out) {
+  Fields f(value, path);
+  std::string text;
+  f.required().text("prompt_string", &text, {});
+  if (f.has("multimodal_data") && !value["multimodal_data"].empty()) {
+    f.fail("multimodal_data", "images are not supported, only text is");
+  }
+  out->parts.emplace_back(std::move(text));
+  return f.status();
 }
 
 Status read_bias(const Json& value, const std::string& path, float* out) {
@@ -56,34 +68,45 @@ Status read_bias(const Json& value, const std::string& path, float* out) {
   return {};
 }
 
-Status read_bias_key(const std::string& key, const std::string& path, int32_t* out) {
-  const bool digits =
-      !key.empty() && key.size() < 10 &&
-      std::all_of(key.begin(), key.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (!digits) return invalid_argument(fmt::format("{}: the keys must be token ids", path));
-  *out = std::stoi(key);
-  return {};
+// A token's id in digits; other keys are texts.
+bool is_token_id(const std::string& key) {
+  return !key.empty() && key.size() < 10 &&
+         std::all_of(key.begin(), key.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-// {"15043": 1.5, "2": false} or [[15043, 1.5], [2, false]].
-Status read_biases(const Json& value, const std::string& path,
-                   std::vector<std::pair<int32_t, float>>* out) {
+// {"15043": 1.5, "2": false} or [[15043, 1.5], [2, false]]; a text instead of an id stands for all
+// tokens of it.
+Status read_biases(const Json& value, const std::string& path, GenerationRequest* r) {
   if (!value.is_object() && !value.is_array()) return wrong_kind(path, "an object", value);
-  for (const auto& item : value.items()) {
-    std::pair<int32_t, float> bias;
-    if (value.is_object()) {
-      HCACHE_RETURN_IF_ERROR(read_bias_key(item.key(), path, &bias.first));
-      HCACHE_RETURN_IF_ERROR(
-          read_bias(item.value(), fmt::format("{}.{}", path, item.key()), &bias.second));
-    } else {
-      const std::string place = fmt::format("{}[{}]", path, item.key());
-      if (!item.value().is_array() || item.value().size() != 2) {
-        return invalid_argument(fmt::format("{}: expected [token, bias]", place));
+  const auto add = [&](const Json& key, const std::string& key_place, const Json& bias,
+                       const std::string& bias_place) -> Status {
+    float number = 0;
+    HCACHE_RETURN_IF_ERROR(read_bias(bias, bias_place, &number));
+    if (key.is_string()) {
+      const std::string& text = key.get_ref<const std::string&>();
+      if (value.is_object() && is_token_id(text)) {
+        r->sampling.logit_bias.emplace_back(std::stoi(text), number);
+      } else {
+        r->text_bias.emplace_back(text, number);
       }
-      HCACHE_RETURN_IF_ERROR(read_token(item.value()[0], place + "[0]", &bias.first));
-      HCACHE_RETURN_IF_ERROR(read_bias(item.value()[1], place + "[1]", &bias.second));
+      return {};
     }
-    out->push_back(bias);
+    int32_t token = 0;
+    HCACHE_RETURN_IF_ERROR(read_token(key, key_place, &token));
+    r->sampling.logit_bias.emplace_back(token, number);
+    return {};
+  };
+  for (const auto& item : value.items()) {
+    if (value.is_object()) {
+      HCACHE_RETURN_IF_ERROR(add(item.key(), path, item.value(),
+                                 fmt::format("{}.{}", path, item.key().substr(0, 64))));
+      continue;
+    }
+    const std::string place = fmt::format("{}[{}]", path, item.key());
+    if (!item.value().is_array() || item.value().size() != 2) {
+      return invalid_argument(fmt::format("{}: expected [token, bias]", place));
+    }
+    HCACHE_RETURN_IF_ERROR(add(item.value()[0], place + "[0]", item.value()[1], place + "[1]"));
   }
   return {};
 }
@@ -93,10 +116,13 @@ Json bias_schema() {
       {"anyOf",
        Json::array({Json{{"type", "number"}, {"minimum", -kMaxBias}, {"maximum", kMaxBias}},
                     Json{{"type", "boolean"}, {"enum", Json::array({false})}}})}};
-  const Json pair = {{"type", "array"},
-                     {"prefixItems", Json::array({token_schema(), bias})},
-                     {"minItems", 2},
-                     {"maxItems", 2}};
+  const Json pair = {
+      {"type", "array"},
+      {"prefixItems",
+       Json::array(
+           {Json{{"anyOf", Json::array({token_schema(), Json{{"type", "string"}}})}}, bias})},
+      {"minItems", 2},
+      {"maxItems", 2}};
   return {{"anyOf", Json::array({Json{{"type", "object"}, {"additionalProperties", bias}},
                                  Json{{"type", "array"}, {"items", pair}}})}};
 }
@@ -152,7 +178,10 @@ Result<GenerationRequest> read_request(const Json& body, const Defaults& default
 
 Json prompt_schema() {
   const Json part = {{"anyOf", Json::array({Json{{"type", "string"}}, token_schema()})}};
-  return {{"anyOf", Json::array({Json{{"type", "string"}},
+  const Json object = {{"type", "object"},
+                       {"properties", {{"prompt_string", {{"type", "string"}}}}},
+                       {"required", Json::array({"prompt_string"})}};
+  return {{"anyOf", Json::array({Json{{"type", "string"}}, object,
                                  Json{{"type", "array"}, {"items", part}, {"minItems", 1}}})}};
 }
 
@@ -180,6 +209,7 @@ Status read_prompt(const Json& value, const std::string& path, Prompt* out) {
     out->parts.emplace_back(value.get<std::string>());
     return {};
   }
+  if (value.is_object()) return read_prompt_object(value, path, out);
   if (!value.is_array()) return wrong_kind(path, "a string or an array of token ids", value);
   if (value.empty()) return invalid_argument(fmt::format("{}: empty", path));
   if (all_tokens(value)) {
@@ -215,6 +245,17 @@ Status read_prompts(const Json& value, const std::string& path, std::vector<Prom
   return {};
 }
 
+Status read_strings(const Json& value, const std::string& path, std::vector<std::string>* out) {
+  if (!value.is_array()) return wrong_kind(path, "an array of strings", value);
+  for (size_t i = 0; i < value.size(); i++) {
+    if (!value[i].is_string()) {
+      return wrong_kind(fmt::format("{}[{}]", path, i), "a string", value[i]);
+    }
+    out->push_back(value[i].get<std::string>());
+  }
+  return {};
+}
+
 Json content_schema(const std::vector<std::string>& types) {
   const Json part = {
       {"type", "object"},
@@ -226,7 +267,8 @@ Json content_schema(const std::vector<std::string>& types) {
 }
 
 Status read_content(const Json& value, const std::string& path,
-                    const std::vector<std::string>& types, std::string* out) {
+                    const std::vector<std::string>& types, std::string* out,
+                    std::string_view separator) {
   if (value.is_string()) {
     *out = value.get<std::string>();
     return {};
@@ -246,7 +288,7 @@ Status read_content(const Json& value, const std::string& path,
     std::string text;
     part.required().text(type == "refusal" ? "refusal" : "text", &text, {});
     if (!part.ok()) return part.status();
-    if (!joined.empty()) joined += "\n";
+    if (!joined.empty()) joined += separator;
     joined += text;
   }
   *out = std::move(joined);
@@ -287,10 +329,9 @@ void sampling_fields(Fields& f, GenerationRequest* r) {
   if (seed != -1) r->seed = static_cast<uint32_t>(bits ^ (bits >> 32U));
   r->draw_seed = seed == -1 && f.has("seed");
   f.value("logit_bias", bias_schema(),
-          "Token ids, and what is added to their logits; false instead of a number forbids one.",
-          [&](const Json& value, const std::string& path) {
-            return read_biases(value, path, &s.logit_bias);
-          });
+          "Token ids, or texts that stand for all of their tokens, and what is added to their "
+          "logits; false instead of a number forbids one.",
+          [&](const Json& value, const std::string& path) { return read_biases(value, path, r); });
   f.text("grammar", &s.grammar, "A GBNF grammar that the answer must follow.");
   f.schema("json_schema", &s.json_schema, "A JSON schema that the answer must follow.");
   if (!s.grammar.empty() && !s.json_schema.empty()) {
@@ -318,6 +359,9 @@ void stop_field(Fields& f, GenerationRequest* r, std::string_view name) {
 
 void stream_fields(Fields& f, GenerationRequest* r) {
   f.flag("stream", &r->stream, "Send the answer as server-sent events while it is written.");
+  f.flag("timings_per_token", &r->timings_per_token, "Every event of a stream has timings.");
+  f.flag("return_progress", &r->return_progress,
+         "A stream tells how much of the prompt is computed, in prompt_progress.");
   f.object("stream_options", "Of a stream.", [&](Fields& o) {
     o.flag("include_usage", &r->include_usage, "End with a chunk that holds the usage.");
   });

@@ -25,10 +25,14 @@ namespace hcache::api {
 [[nodiscard]] Status read_tokens(const Json& value, const std::string& path,
                                  std::vector<int32_t>* out);
 [[nodiscard]] Json token_schema();
-// A string, or an array of parts with a text of one of the `types`; parts are joined by newlines.
+[[nodiscard]] Status read_strings(const Json& value, const std::string& path,
+                                  std::vector<std::string>* out);
+// A string, or an array of parts with a text of one of the `types`; parts are joined by
+// `separator`.
 [[nodiscard]] Json content_schema(const std::vector<std::string>& types);
 [[nodiscard]] Status read_content(const Json& value, const std::string& path,
-                                  const std::vector<std::string>& types, std::string* out);
+                                  const std::vector<std::string>& types, std::string* out,
+                                  std::string_view separator = "\n");
 
 void model_field(Fields& f, GenerationRequest* r);
 void sampling_fields(Fields& f, GenerationRequest* r);
@@ -53,6 +57,9 @@ void response_fields(Fields& f, GenerationRequest* r);
 void messages_fields(Fields& f, GenerationRequest* r);
 void count_tokens_fields(Fields& f, GenerationRequest* r);
 void llama_completion_fields(Fields& f, GenerationRequest* r);
+// Those of it that say nothing of the prompt.
+void llama_generation_fields(Fields& f, GenerationRequest* r);
+void infill_fields(Fields& f, InfillRequest* r);
 void apply_template_fields(Fields& f, GenerationRequest* r);
 void embedding_fields(Fields& f, EmbeddingRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);

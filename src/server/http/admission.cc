@@ -46,7 +46,9 @@ std::string_view host_of(std::string_view authority) {
 std::optional<std::string> why_foreign(const Options& options, const Request& request) {
   const std::string* origin = request.header("origin");
   const std::string* host = request.header("host");
-  if (origin != nullptr && allowed_origin(options, request).empty()) {
+  // Who asks for leave gets none, and that is all: the browser goes no further.
+  const bool asks = request.method == "OPTIONS";
+  if (!asks && origin != nullptr && allowed_origin(options, request).empty()) {
     const std::string_view own = host == nullptr ? std::string_view() : *host;
     if (own.empty() || !same_ignoring_case(authority_of(*origin), own)) {
       return "a page of another origin may not call this server: its Origin is not allowed";
@@ -57,7 +59,8 @@ std::optional<std::string> why_foreign(const Options& options, const Request& re
   }
   const bool named =
       std::any_of(options.cors_origins.begin(), options.cors_origins.end(), [&](const auto& o) {
-        return o == "*" || same_ignoring_case(host_of(authority_of(o)), host_of(*host));
+        const std::string_view allowed = host_of(authority_of(o));
+        return o == "*" || (!allowed.empty() && same_ignoring_case(allowed, host_of(*host)));
       });
   if (named) return std::nullopt;
   return "this server is for this machine alone: its Host is neither loopback nor allowed";
@@ -70,13 +73,23 @@ Admission refuse(int status, std::string message, Headers headers = {}) {
   return out;
 }
 
+// What llama-server allows everywhere, and what this path knows beside that.
+std::string allowed_methods(const std::vector<std::string>& methods) {
+  std::vector<std::string> all = {"GET", "POST", "DELETE", "OPTIONS"};
+  for (const std::string& method : methods) {
+    if (std::find(all.begin(), all.end(), method) == all.end()) all.push_back(method);
+  }
+  return join(all);
+}
+
 // OPTIONS asks what a path knows, or for leave to call it from another origin.
 Admission answer_options(const Options& options, const std::vector<std::string>& methods,
                          const Request& request) {
   Admission out;
   out.headers = {{"Allow", join(methods)}};
   if (allowed_origin(options, request).empty()) return out;
-  out.headers.emplace_back("Access-Control-Allow-Methods", join(methods));
+  out.headers.emplace_back("Access-Control-Allow-Methods", allowed_methods(methods));
+  out.headers.emplace_back("Access-Control-Allow-Credentials", "true");
   if (const std::string* wanted = request.header("access-control-request-headers")) {
     out.headers.emplace_back("Access-Control-Allow-Headers", *wanted);
   }
@@ -104,6 +117,26 @@ KeyHash hash_api_key(std::string_view key) {
   return Hasher("hcache api key").add(key).finish<KeyHash>();
 }
 
+std::vector<std::string> split_hosts(std::string_view hosts) {
+  std::vector<std::string> out;
+  for (std::size_t begin = 0; begin <= hosts.size();) {
+    const std::size_t end = std::min(hosts.find(',', begin), hosts.size());
+    std::string_view host = hosts.substr(begin, end - begin);
+    while (host.starts_with(' ')) host.remove_prefix(1);
+    while (host.ends_with(' ')) host.remove_suffix(1);
+    out.emplace_back(host);
+    begin = end + 1;
+  }
+  return out;
+}
+
+bool are_loopback_hosts(std::string_view hosts) {
+  return std::ranges::all_of(split_hosts(hosts), [](std::string_view host) {
+    if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
+    return is_loopback_host(host);
+  });
+}
+
 int find_key(const Options& options, const Request& request) {
   const std::optional<std::string_view> key = presented_key(request);
   if (!key) return -1;
@@ -124,8 +157,11 @@ int find_key(const Options& options, const Request& request) {
 std::string allowed_origin(const Options& options, const Request& request) {
   const std::string* origin = request.header("origin");
   if (origin == nullptr) return {};
-  const bool allowed = std::any_of(options.cors_origins.begin(), options.cors_origins.end(),
-                                   [&](const std::string& o) { return o == "*" || o == *origin; });
+  const bool allowed = std::any_of(
+      options.cors_origins.begin(), options.cors_origins.end(), [&](const std::string& o) {
+        return o == "*" || o == *origin ||
+               (o == "localhost" && is_loopback_host(host_of(authority_of(*origin))));
+      });
   return allowed ? *origin : std::string();
 }
 

@@ -17,7 +17,7 @@ namespace hcache::http {
 struct Admission {
   const Route* route = nullptr;  // null: `refusal` is sent or, without one, an empty 204 (OPTIONS)
   std::optional<HttpError> refusal;
-  Headers headers;  // that go with the refusal or the 204
+  Headers headers;  // that go with the refusal or the empty answer
   std::uint64_t max_body_bytes = 0;
 };
 

@@ -232,7 +232,7 @@ void Connection::on_head() {
   if (admission.refusal) {
     exchange_->send_error(admission.refusal->status, admission.refusal->message, admission.headers);
   } else {
-    exchange_->send(204, admission.headers, {});
+    exchange_->send(200, admission.headers, {});
   }
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/ip/v6_only.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <cerrno>
@@ -95,9 +96,13 @@ Status listen_error(const std::string& host, std::uint16_t port, const error_cod
   }
 }
 
-error_code listen_at(const tcp::endpoint& endpoint, Acceptor* acceptor) {
+// `alone`: :: is all addresses, those of IPv4 included.
+error_code listen_at(const tcp::endpoint& endpoint, bool alone, Acceptor* acceptor) {
   error_code error;
   acceptor->open(endpoint.protocol(), error);
+  if (!error && !alone && endpoint.address().is_v6()) {
+    acceptor->set_option(asio::ip::v6_only(true), error);
+  }
   if (!error) acceptor->set_option(Acceptor::reuse_address(true), error);
   if (!error) acceptor->bind(endpoint, error);
   if (!error) acceptor->listen(kBacklog, error);
@@ -108,7 +113,7 @@ error_code listen_at(const tcp::endpoint& endpoint, Acceptor* acceptor) {
   return error;
 }
 
-Status listen_on(std::string host, std::uint16_t port, Acceptor* acceptor) {
+Status listen_on(std::string host, std::uint16_t port, bool alone, Acceptor* acceptor) {
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
     host = host.substr(1, host.size() - 2);
   }
@@ -122,7 +127,7 @@ Status listen_on(std::string host, std::uint16_t port, Acceptor* acceptor) {
                     address_text(host, port), host, error.message()));
   }
   for (const auto& entry : found) {
-    error = listen_at(entry.endpoint(), acceptor);
+    error = listen_at(entry.endpoint(), alone, acceptor);
     if (!error) return {};
   }
   return listen_error(host, port, error);
@@ -147,14 +152,23 @@ class ServerImpl final : public Server {
       loops_.push_back(std::make_shared<Loop>());
       tickers_.push_back(std::make_unique<asio::steady_timer>(loops_.back()->context));
     }
-    acceptor_.emplace(loops_.front()->context);
-    accept_pause_.emplace(loops_.front()->context);
   }
   ~ServerImpl() override { stop(0); }
 
+  // All addresses have one port: the first one's, where that may be any.
   Status listen() {
-    HCACHE_RETURN_IF_ERROR(listen_on(core_->options.host, core_->options.port, &*acceptor_));
-    port_ = acceptor_->local_endpoint().port();
+    port_ = core_->options.port;
+    const std::vector<std::string> hosts = split_hosts(core_->options.host);
+    for (const std::string& host : hosts) {
+      if (host.empty()) {
+        return invalid_argument(fmt::format("can't listen on '{}': one of its addresses is empty",
+                                            core_->options.host));
+      }
+      auto listener = std::make_unique<Listener>(loops_.front()->context);
+      HCACHE_RETURN_IF_ERROR(listen_on(host, port_, hosts.size() == 1, &listener->acceptor));
+      port_ = listener->acceptor.local_endpoint().port();
+      listeners_.push_back(std::move(listener));
+    }
     return {};
   }
   void run();
@@ -165,30 +179,36 @@ class ServerImpl final : public Server {
   [[nodiscard]] Counters counters() const override { return core_->counters(); }
 
  private:
+  // One address.
+  struct Listener {
+    explicit Listener(asio::io_context& context) : acceptor(context), pause(context) {}
+    Acceptor acceptor;
+    asio::steady_timer pause;
+    bool failed = false;
+  };
+
   static void run_loop(Loop& loop);
   // Calls visit(connection) for all that there are, on each loop's thread.
   template <typename Visit>
   void for_all_connections(Visit visit);
   void tick(std::size_t i);
-  void accept();
-  void on_accepted(const error_code& error, std::size_t loop, Socket socket);
+  void accept(Listener& listener);
+  void on_accepted(Listener& listener, const error_code& error, std::size_t loop, Socket socket);
   void admit(const std::shared_ptr<Loop>& loop, Socket socket);
 
   const std::shared_ptr<Core> core_;
   std::uint16_t port_ = 0;
   std::vector<std::shared_ptr<Loop>> loops_;
-  // One per loop; the acceptor and its timer belong to the first.
+  // One per loop; the listeners belong to the first.
   std::vector<std::unique_ptr<asio::steady_timer>> tickers_;
-  std::optional<Acceptor> acceptor_;
-  std::optional<asio::steady_timer> accept_pause_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
   std::size_t next_loop_ = 0;
-  bool accept_failed_ = false;
   std::atomic<bool> stopping_{false};  // no ticker starts again
   std::vector<std::thread> threads_;
 };
 
 void ServerImpl::run() {
-  accept();
+  for (const auto& listener : listeners_) accept(*listener);
   for (std::size_t i = 0; i < loops_.size(); ++i) {
     tick(i);
     threads_.emplace_back([loop = loops_[i]] { run_loop(*loop); });
@@ -234,29 +254,31 @@ void ServerImpl::tick(std::size_t i) {
   });
 }
 
-void ServerImpl::accept() {
+void ServerImpl::accept(Listener& listener) {
   const std::size_t i = next_loop_;
   next_loop_ = (next_loop_ + 1) % loops_.size();
-  acceptor_->async_accept(loops_[i]->context, [this, i](const error_code& error, Socket socket) {
-    on_accepted(error, i, std::move(socket));
-  });
+  listener.acceptor.async_accept(loops_[i]->context,
+                                 [this, &listener, i](const error_code& error, Socket socket) {
+                                   on_accepted(listener, error, i, std::move(socket));
+                                 });
 }
 
-void ServerImpl::on_accepted(const error_code& error, std::size_t loop, Socket socket) {
-  if (core_->draining || !acceptor_->is_open()) return;
+void ServerImpl::on_accepted(Listener& listener, const error_code& error, std::size_t loop,
+                             Socket socket) {
+  if (core_->draining || !listener.acceptor.is_open()) return;
   if (!error) {
-    accept_failed_ = false;
+    listener.failed = false;
     admit(loops_[loop], std::move(socket));
-    return accept();
+    return accept(listener);
   }
-  if (error == asio::error::connection_aborted) return accept();
-  if (!std::exchange(accept_failed_, true)) {
+  if (error == asio::error::connection_aborted) return accept(listener);
+  if (!std::exchange(listener.failed, true)) {
     log::warn("can't accept connections for now: {}", error.message());
   }
   if (const auto idle = core_->pop_idle()) idle->post_close_if_idle();
-  accept_pause_->expires_after(kAcceptPause);
-  accept_pause_->async_wait([this](const error_code& stopped) {
-    if (!stopped) accept();
+  listener.pause.expires_after(kAcceptPause);
+  listener.pause.async_wait([this, &listener](const error_code& stopped) {
+    if (!stopped) accept(listener);
   });
 }
 
@@ -279,9 +301,11 @@ void ServerImpl::stop(std::int64_t grace_ns) {
   if (threads_.empty()) return;
   core_->draining = true;
   asio::post(loops_.front()->context, [this] {
-    error_code ignored;
-    acceptor_->close(ignored);
-    accept_pause_->cancel();
+    for (const auto& listener : listeners_) {
+      error_code ignored;
+      listener->acceptor.close(ignored);
+      listener->pause.cancel();
+    }
   });
   for_all_connections([](Connection& connection) { connection.close_if_idle(); });
   constexpr std::int64_t kStepNs = 20'000'000;

@@ -24,6 +24,8 @@ using http::RouteOptions;
 // Threads for what waits for clients, disks and slots, so that nothing else has to.
 constexpr int kTransferThreads = 4;
 
+using Parse = Result<api::GenerationRequest> (*)(const Json&, const api::Defaults&);
+
 class EndpointTable final : public Endpoints {
  public:
   explicit EndpointTable(Service& service) : service_(service) {}
@@ -37,11 +39,12 @@ class EndpointTable final : public Endpoints {
  private:
   http::Handler quick(Answer answer) { return answer_on(service_.intake(), std::move(answer)); }
   http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
-  using Parse = Result<api::GenerationRequest> (*)(const Json&, const api::Defaults&);
   http::Handler generate(Parse parse);
 
   Result<Json> embeddings(const Call& call) const;
-  Result<Json> count_tokens(const Call& call) const;
+  void infill(const Request& request, const std::shared_ptr<Responder>& responder);
+  Result<int64_t> count_tokens(const model::ChatInput& chat) const;
+  Result<Json> input_tokens(const Call& call, Parse parse) const;
   Result<Json> tokenize(const Call& call) const;
   Result<Json> detokenize(const Call& call) const;
   Result<Json> apply_template(const Call& call) const;
@@ -75,6 +78,28 @@ http::Handler EndpointTable::generate(Parse parse) {
   };
 }
 
+void EndpointTable::infill(const Request& request, const std::shared_ptr<Responder>& responder) {
+  const auto prepare = [&]() -> Result<api::GenerationRequest> {
+    HCACHE_ASSIGN_OR_RETURN(const Json body, api::parse_body(request.body));
+    HCACHE_ASSIGN_OR_RETURN(api::InfillRequest infill,
+                            api::parse_infill(body, service_.options().sampling));
+    // A reply without a limit has a quarter of the context.
+    const int64_t context = service_.context();
+    const int64_t asked = infill.generation.max_tokens;
+    const int64_t reply = asked < 0 ? context / 4 : std::min(asked, context / 2);
+    HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
+                            api::infill_prompt(service_.tokenizer(), infill, context - reply,
+                                               service_.options().suffix_first));
+    infill.generation.prompts = {api::Prompt{{std::move(tokens)}}};
+    return std::move(infill.generation);
+  };
+  Result<api::GenerationRequest> generation = prepare();
+  if (!generation.ok()) return send_status(request, *responder, generation.status());
+  const Salt salt = service_.salt_of(request, generation->cache_salt);
+  std::make_shared<Generation>(service_, responder, std::move(*generation), salt, request.key_name)
+      ->start();
+}
+
 // ---- Without generation -------------------------------------------------------------------------
 
 Result<Json> EndpointTable::embeddings(const Call& call) const {
@@ -84,14 +109,19 @@ Result<Json> EndpointTable::embeddings(const Call& call) const {
       "an embedding model with llama-server --embeddings");
 }
 
-Result<Json> EndpointTable::count_tokens(const Call& call) const {
-  HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat, api::parse_count_tokens(call.body));
+Result<int64_t> EndpointTable::count_tokens(const model::ChatInput& chat) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.render(chat));
   const model::EncodeOptions options = {
       .add_special = service_.chat_template().add_special(prompt.text), .parse_special = true};
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           service_.tokenizer().encode(prompt.text, options));
-  return api::count_tokens_answer(static_cast<int64_t>(tokens.size()));
+  return static_cast<int64_t>(tokens.size());
+}
+
+Result<Json> EndpointTable::input_tokens(const Call& call, Parse parse) const {
+  HCACHE_ASSIGN_OR_RETURN(const api::GenerationRequest request, parse(call.body, {}));
+  HCACHE_ASSIGN_OR_RETURN(const int64_t tokens, count_tokens(*request.chat));
+  return api::input_tokens_answer(tokens);
 }
 
 Result<Json> EndpointTable::tokenize(const Call& call) const {
@@ -127,6 +157,8 @@ api::ModelCard EndpointTable::model_card() const {
   const model::Model& model = service_.runtime().model();
   api::ModelCard card;
   card.name = service_.model_name();
+  card.aliases = service_.options().aliases;
+  card.tags = service_.options().tags;
   card.created_s = service_.started_s();
   card.context = service_.context();
   card.vocabulary = service_.tokenizer().n_vocab();
@@ -137,9 +169,10 @@ api::ModelCard EndpointTable::model_card() const {
 }
 
 Result<Json> EndpointTable::model(const Call& call) const {
-  if (*call.request.param("model") != service_.model_name()) {
-    return not_found(fmt::format("there is no model '{}'; this server has '{}'",
-                                 *call.request.param("model"), service_.model_name()));
+  const std::string& name = *call.request.param("model");
+  if (name != service_.model_name() && !service_.options().aliases.contains(name)) {
+    return not_found(
+        fmt::format("there is no model '{}'; this server has '{}'", name, service_.model_name()));
   }
   return api::model_answer(model_card());
 }
@@ -151,6 +184,7 @@ Json EndpointTable::props() const {
   };
   api::ServerProps props;
   props.defaults = service_.options().sampling;
+  if (service_.options().seed) props.seed = *service_.options().seed;
   props.context = service_.context();
   props.slots = service_.options().scheduler.batch.max_sequences;
   props.model_name = service_.model_name();
@@ -235,6 +269,17 @@ Result<Json> EndpointTable::store_gc() const {
               {"pages_moved", report.pages_moved}};
 }
 
+void add_page(http::Router* router) {
+  router->add("GET", "/",
+              [](const Request&, const std::shared_ptr<Responder>& responder) {
+                responder->send(200,
+                                {{"Content-Type", "text/html; charset=utf-8"},
+                                 {"Content-Security-Policy", std::string(page::page_csp())}},
+                                std::string(page::page_html()));
+              },
+              {.is_public = true});
+}
+
 // ---- The table ----------------------------------------------------------------------------------
 
 void EndpointTable::add_to(http::Router* router) {
@@ -247,15 +292,31 @@ void EndpointTable::add_to(http::Router* router) {
 
   for (const char* path : {"/v1/chat/completions", "/chat/completions"}) {
     router->add("POST", path, generate(api::parse_chat_completion));
+    router->add("POST", path + std::string("/input_tokens"), quick([this](Call& call) {
+                  return input_tokens(call, api::parse_chat_completion);
+                }));
   }
   router->add("POST", "/v1/completions", generate(api::parse_completion));
-  router->add("POST", "/v1/responses", generate(api::parse_response));
+  for (const char* path : {"/v1/responses", "/responses"}) {
+    router->add("POST", path, generate(api::parse_response));
+    router->add("POST", path + std::string("/input_tokens"),
+                quick([this](Call& call) { return input_tokens(call, api::parse_response); }));
+  }
   router->add("POST", "/v1/messages", generate(api::parse_messages));
   for (const char* path : {"/completion", "/completions"}) {
     router->add("POST", path, generate(api::parse_llama_completion));
   }
-  router->add("POST", "/v1/messages/count_tokens",
-              quick([this](Call& call) { return count_tokens(call); }));
+  router->add("POST", "/infill", [this](Request request, std::shared_ptr<Responder> responder) {
+    service_.intake().post([this, request = std::move(request), responder = std::move(responder)] {
+      infill(request, responder);
+    });
+  });
+  router->add("POST", "/v1/messages/count_tokens", quick([this](Call& call) -> Result<Json> {
+                HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat,
+                                        api::parse_count_tokens(call.body));
+                HCACHE_ASSIGN_OR_RETURN(const int64_t tokens, count_tokens(chat));
+                return api::count_tokens_answer(tokens);
+              }));
   for (const char* path : {"/v1/embeddings", "/embeddings"}) {
     router->add("POST", path, quick([this](Call& call) { return embeddings(call); }));
   }
@@ -268,6 +329,14 @@ void EndpointTable::add_to(http::Router* router) {
   }
   router->add("GET", "/v1/models/{model}", quick([this](Call& call) { return model(call); }),
               is_public);
+  // There are no adapters: nothing to list, and nothing but nothing to set.
+  router->add("GET", "/lora-adapters", quick([](Call&) -> Result<Json> { return Json::array(); }));
+  router->add("POST", "/lora-adapters", quick([](Call& call) -> Result<Json> {
+                if (!call.body.is_array() || !call.body.empty()) {
+                  return invalid_argument("this server has no adapters; merge them into the model");
+                }
+                return Json{{"success", true}};
+              }));
   router->add("POST", "/tokenize", quick([this](Call& call) { return tokenize(call); }));
   router->add("POST", "/detokenize", quick([this](Call& call) { return detokenize(call); }));
   router->add("POST", "/apply-template",
@@ -285,22 +354,16 @@ void EndpointTable::add_to(http::Router* router) {
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));
   router->add("GET", "/metrics", [this](const Request&, std::shared_ptr<Responder> responder) {
     service_.keeper().post([this, responder = std::move(responder)] {
-      responder->send(200, {{"Content-Type", "text/plain; version=0.0.4; charset=utf-8"}},
+      responder->send(200,
+                      {{"Content-Type", "text/plain; version=0.0.4; charset=utf-8"},
+                       {"Process-Start-Time-Unix", fmt::to_string(service_.started_s())}},
                       service_.metrics_text());
     });
   });
   router->add("GET", "/events", [this](const Request&, std::shared_ptr<Responder> responder) {
     service_.events().subscribe(std::move(responder));
   });
-  router->add(
-      "GET", "/",
-      [](const Request&, const std::shared_ptr<Responder>& responder) {
-        responder->send(200,
-                        {{"Content-Type", "text/html; charset=utf-8"},
-                         {"Content-Security-Policy", std::string(page::page_csp())}},
-                        std::string(page::page_html()));
-      },
-      is_public);
+  if (service_.options().page) add_page(router);
   router->add("GET", "/openapi.json", plain(api::openapi_document(), "application/json"),
               is_public);
 }

@@ -78,17 +78,24 @@ void Generation::refuse(const Status& status) {
   service_.writer().post([self = shared_from_this(), status] {
     if (self->failed_) return;
     self->failed_ = true;
-    const api::ErrorAnswer answer =
-        api::render_error(status, api::error_style(self->request_.dialect));
+    api::ErrorAnswer answer = api::render_error(status, api::error_style(self->request_.dialect));
+    if (status.code() == Code::kOutOfRange) self->tell_context(&answer);
     http::Headers headers = {{"Content-Type", "application/json"}};
     if (answer.http_status == 429) headers.emplace_back("Retry-After", "1");
-    if (self->begun_ && self->request_.stream) {
+    if (self->streams_) {
       self->send(self->builder_->fail(status));
       self->responder_->finish();
     } else {
       self->responder_->send(answer.http_status, headers, api::to_text(answer.body));
     }
   });
+}
+
+void Generation::tell_context(api::ErrorAnswer* answer) const {
+  size_t longest = 0;
+  for (const std::vector<int32_t>& prompt : prompts_) longest = std::max(longest, prompt.size());
+  api::tell_context(static_cast<int64_t>(longest), service_.context(),
+                    api::error_style(request_.dialect), answer);
 }
 
 void Generation::cancel_all() {
@@ -99,6 +106,7 @@ void Generation::cancel_all() {
 }
 
 Status Generation::prepare() {
+  request_.verbose |= service_.options().verbose_answers;
   HCACHE_RETURN_IF_ERROR(make_prompts());
   HCACHE_RETURN_IF_ERROR(make_choices());
   api::ReplyContext context;
@@ -106,7 +114,8 @@ Status Generation::prepare() {
   if (request_.dialect == api::Dialect::kResponse) response_id_ = "resp_" + context.id;
   context.created_s = service_.env().wall_ns() / 1'000'000'000;
   context.model_name = request_.model_name.empty() ? service_.model_name() : request_.model_name;
-  context.fingerprint = to_hex(service_.runtime().fingerprint()).substr(0, 12);
+  // It begins as llama-server's does, which clients know it by.
+  context.fingerprint = "b" + to_hex(service_.runtime().fingerprint()).substr(0, 12);
   if (chat_) context.format = chat_->format;
   context.prompts = prompt_texts_;
   builder_ = api::ReplyBuilder::create(request_, std::move(context));
@@ -182,19 +191,30 @@ Result<std::vector<int32_t>> Generation::prompt_tokens(const api::Prompt& prompt
   return tokens;
 }
 
-Status Generation::make_choices() {
+Status Generation::add_biases() {
   const model::Tokenizer& tokenizer = service_.tokenizer();
-  model::SamplingOptions sampling = request_.sampling;
-  if (request_.ignore_eos) {
-    for (int32_t token = 0; token < tokenizer.n_vocab(); ++token) {
-      if (tokenizer.is_eog(token)) {
-        sampling.logit_bias.emplace_back(token, -std::numeric_limits<float>::infinity());
-      }
+  auto& biases = request_.sampling.logit_bias;
+  for (const auto& [text, bias] : request_.text_bias) {
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens, tokenizer.encode(text));
+    for (const int32_t token : tokens) biases.emplace_back(token, bias);
+  }
+  if (!request_.ignore_eos) return {};
+  for (int32_t token = 0; token < tokenizer.n_vocab(); ++token) {
+    if (tokenizer.is_eog(token)) {
+      biases.emplace_back(token, -std::numeric_limits<float>::infinity());
     }
   }
+  return {};
+}
+
+Status Generation::make_choices() {
+  const model::Tokenizer& tokenizer = service_.tokenizer();
+  HCACHE_RETURN_IF_ERROR(add_biases());
+  model::SamplingOptions sampling = request_.sampling;
   std::optional<uint32_t> asked = request_.seed;
   if (!asked && !request_.draw_seed) asked = service_.options().seed;
   const uint32_t seed = asked.value_or(static_cast<uint32_t>(service_.env().random_u64()));
+  request_.seed = seed;
   for (size_t prompt = 0; prompt < prompts_.size(); ++prompt) {
     if (prompts_[prompt].empty()) return invalid_argument("prompt: it has no tokens");
     for (int i = 0; i < request_.n; ++i) {
@@ -210,6 +230,7 @@ Status Generation::make_choices() {
 }
 
 Status Generation::submit() {
+  submitted_ns_ = service_.env().monotonic_ns();
   const bool truncates = request_.truncate.value_or(service_.options().truncate);
   // What only the remote tier has is known before the scheduler asks.
   if (request_.use_cache) {
@@ -242,6 +263,12 @@ Status Generation::submit() {
     request.next = [self = shared_from_this(), i](std::span<const float> logits) {
       return self->next(i, logits);
     };
+    if (request_.return_progress && request_.stream) {
+      request.on_state = [self = shared_from_this(), i](scheduler::Phase phase, double fraction) {
+        if (phase != scheduler::Phase::kPrefill) return;
+        self->service_.writer().post([self, i, fraction] { self->on_progress(i, fraction); });
+      };
+    }
     request.on_first = [self = shared_from_this()](const Outcome& outcome) {
       self->service_.writer().post([self, outcome] { self->on_first(outcome); });
     };
@@ -277,9 +304,11 @@ Result<NextToken> Generation::next(size_t index, std::span<const float> logits) 
     service_.metrics().observe_gap(static_cast<double>(now_ns - choice.last_token_ns) * 1e-9);
   }
   choice.last_token_ns = now_ns;
+  if (choice.reply.size() == 1) choice.first_token_ns = now_ns;
   api::TokenEvent event = event_of(
       choice, logits, token,
       chat_ ? chat_->piece(service_.tokenizer(), token) : service_.tokenizer().piece(token));
+  event.reply_ms = static_cast<double>(now_ns - choice.first_token_ns) * 1e-6;
   if (choice.stops->stopped()) {
     next.stop = true;
     next.finish_reason = kStop;
@@ -295,7 +324,13 @@ api::TokenEvent Generation::event_of(Choice& choice, std::span<const float> logi
   api::TokenEvent event;
   event.text = choice.stops->push(bytes);
   event.chosen.token = token;
-  if (request_.logprobs) {
+  if (request_.logprobs && request_.sampled_probs) {
+    const model::SampledProbs probs = choice.sampler->probabilities(token, request_.top_logprobs);
+    event.chosen.logprob = probs.chosen;
+    for (const auto& [top, prob] : probs.top) {
+      event.top.push_back({top, service_.tokenizer().piece(top, true), prob});
+    }
+  } else if (request_.logprobs) {
     const model::Logprobs probabilities = model::logprobs(logits, token, request_.top_logprobs);
     event.chosen.logprob = probabilities.chosen;
     for (const model::TokenLogprob& top : probabilities.top) {
@@ -313,16 +348,39 @@ void Generation::send(const std::string& events) {
   if (!responder_->write(events)) cancel_all();
 }
 
+void Generation::open_stream() {
+  if (!request_.stream || streams_) return;
+  streams_ = true;
+  responder_->start_stream(200, with_dropped(http::event_stream_headers(), dropped_));
+}
+
+void Generation::on_progress(size_t index, double fraction) {
+  if (begun_ || failed_ || index > 0) return;
+  open_stream();
+  const auto total = static_cast<int64_t>(prompts_[choices_[index].prompt].size());
+  const int64_t now_ns = service_.env().monotonic_ns();
+  const auto processed = static_cast<int64_t>(std::llround(fraction * static_cast<double>(total)));
+  if (progress_.total == 0) {
+    progress_ = {.total = total, .cached = processed, .processed = -1};
+    progress_from_ns_ = now_ns;
+  }
+  if (processed <= progress_.processed) return;
+  progress_.processed = processed;
+  progress_.ms = static_cast<double>(now_ns - progress_from_ns_) * 1e-6;
+  send(builder_->progress(progress_));
+}
+
 void Generation::on_first(const Outcome& outcome) {
   if (begun_ || failed_) return;
   begun_ = true;
   dropped_ = outcome.dropped_tokens;
-  if (request_.stream) {
-    responder_->start_stream(200, with_dropped(http::event_stream_headers(), dropped_));
-  }
+  open_stream();
   const api::Outcome counts = api_outcome(outcome);
-  send(builder_->begin(
-      {.tokens = counts.prompt_tokens, .cached = counts.cached(), .saved = counts.saved}));
+  const double spent_ms = static_cast<double>(service_.env().monotonic_ns() - submitted_ns_) * 1e-6;
+  send(builder_->begin({.tokens = counts.prompt_tokens,
+                        .cached = counts.cached(),
+                        .saved = counts.saved,
+                        .prompt_ms = spent_ms - counts.queue_ms - counts.restore_ms}));
 }
 
 void Generation::on_token(size_t index, const api::TokenEvent& event) {

@@ -53,6 +53,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
     std::unique_ptr<model::Sampler> sampler;
     std::optional<api::StopMatcher> stops;
     std::vector<int32_t> reply;  // tokens that are in the chain
+    int64_t first_token_ns = 0;
     int64_t last_token_ns = 0;
     std::atomic<scheduler::RequestId> id = 0;  // 0: not submitted
   };
@@ -61,9 +62,11 @@ class Generation : public std::enable_shared_from_this<Generation> {
   Status take_previous_messages();
   Status make_prompts();
   Result<std::vector<int32_t>> prompt_tokens(const api::Prompt& prompt);
+  Status add_biases();
   Status make_choices();
   Status submit();
   void refuse(const Status& status);
+  void tell_context(api::ErrorAnswer* answer) const;
   void cancel_all();
 
   // The scheduler's thread.
@@ -72,6 +75,8 @@ class Generation : public std::enable_shared_from_this<Generation> {
                            std::string bytes);
 
   // The writer's thread.
+  void open_stream();
+  void on_progress(size_t choice, double fraction);
   void on_first(const scheduler::Outcome& outcome);
   void on_token(size_t choice, const api::TokenEvent& event);
   void on_done(size_t choice, const scheduler::Outcome& outcome);
@@ -92,12 +97,16 @@ class Generation : public std::enable_shared_from_this<Generation> {
   std::vector<std::vector<int32_t>> prompts_;
   std::deque<Choice> choices_;
   std::atomic<bool> gone_ = false;  // the client is
+  int64_t submitted_ns_ = 0;
 
   // The writer's.
   std::unique_ptr<api::ReplyBuilder> builder_;
+  bool streams_ = false;  // its headers are sent
   bool begun_ = false;
   bool failed_ = false;
   size_t n_done_ = 0;
+  api::PromptProgress progress_;  // of the first choice; total 0: nothing told yet
+  int64_t progress_from_ns_ = 0;
   int64_t dropped_ = 0;  // tokens that have left the context; of several choices, the most
 };
 

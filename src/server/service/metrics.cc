@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "base/sync.h"
+#include "llama_metrics.h"
 
 namespace hcache::server {
 namespace {
@@ -147,6 +148,7 @@ struct Metrics::Impl {
   prometheus::Gauge& sessions = gauge("hcache_sessions", "Conversations remembered").Add({});
   prometheus::Family<prometheus::Gauge>& connections =
       gauge("hcache_http_connections", "HTTP connections, by state");
+  LlamaMetrics llama{registry};
 };
 
 Metrics::Metrics() : impl_(std::make_unique<Impl>()) {
@@ -161,6 +163,7 @@ Metrics::~Metrics() = default;
 
 void Metrics::observe(const scheduler::Outcome& o) {
   impl_->requests.Add({{"result", std::string(scheduler::phase_name(o.phase))}}).Increment();
+  impl_->llama.observe(o);
   if (o.ttft_s > 0) impl_->first_token.Observe(o.ttft_s);
   for (const policy::RestoreRecord& restore : o.restores) observe_restore(restore);
   const std::array<std::pair<const char*, int64_t>, 5> sources = {
@@ -214,6 +217,7 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   const auto set = [](prometheus::Family<prometheus::Gauge>& family, const Labels& labels,
                       auto value) { family.Add(labels).Set(static_cast<double>(value)); };
   const scheduler::Snapshot& s = snapshot.scheduler;
+  impl_->llama.set(s);
   set(impl_->running, {{"state", "queued"}}, s.queued);
   set(impl_->running, {{"state", "fetching"}}, s.fetching);
   set(impl_->running, {{"state", "restoring"}}, s.restoring);

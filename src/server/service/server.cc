@@ -95,7 +95,7 @@ class ServerImpl : public Server {
  private:
   Status listen(Env& env, const ServerOptions& options) {
     http::Options http = options.http;
-    http.loopback_hosts_only = http.api_keys.empty() && http::is_loopback_host(http.host);
+    http.loopback_hosts_only = http.api_keys.empty() && http::are_loopback_hosts(http.host);
     http.error_body = [this](int status, std::string_view message, std::string_view path) {
       std::optional<api::Json> loading;
       if (status == kUnavailable) loading = loading_.error_body();

@@ -33,12 +33,16 @@ Result<std::unique_ptr<Service>> Service::open(Env& env, const ServerOptions& op
 Status Service::init() {
   started_s_ = env_.wall_ns() / kNsPerSecond;
   const std::string& path = options_.runtime.model_path;
-  model_name_ =
-      options_.alias.empty() ? std::filesystem::path(path).stem().string() : options_.alias;
+  model_name_ = options_.aliases.empty() ? std::filesystem::path(path).stem().string()
+                                         : *options_.aliases.begin();
   if (!options_.template_args.empty()) {
     auto defaults = api::parse_template_args(options_.template_args);
     if (!defaults.ok()) return defaults.status().with_context("--chat-template-kwargs");
     template_defaults_ = std::move(*defaults);
+  }
+  if (options_.thinking) {
+    template_defaults_.thinking = *options_.thinking;
+    template_defaults_.template_args["enable_thinking"] = *options_.thinking ? "true" : "false";
   }
   HCACHE_ASSIGN_OR_RETURN(tokenizer_, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(chat_template_,
@@ -47,6 +51,7 @@ Status Service::init() {
   serving.runtime = options_.runtime;
   serving.scheduler = options_.scheduler;
   serving.max_sequences = options_.max_sequences;
+  serving.max_context = options_.max_context;
   serving.tick = [this] { tick(); };
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
   // Asked for by an option, it is to work; asked for by a request, it is a wish.

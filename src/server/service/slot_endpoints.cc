@@ -63,6 +63,10 @@ std::optional<SeqId> SlotEndpoints::sequence_of(int id) {
 }
 
 Result<Json> SlotEndpoints::list() {
+  if (!service_.options().slots) {
+    return unimplemented(
+        "This server does not support slots endpoint. It was started with `--no-slots`");
+  }
   const auto resident = service_.scheduler().stats().resident;
   std::vector<api::SlotState> slots;
   {
@@ -76,6 +80,16 @@ Result<Json> SlotEndpoints::list() {
       slot.processing = !sequence.idle;
       slot.prompt_tokens = sequence.tokens;
     }
+  }
+  // Clients count on as many as may run at once.
+  std::set<int> taken;
+  for (const api::SlotState& slot : slots) taken.insert(slot.id);
+  const auto most = static_cast<size_t>(service_.options().scheduler.batch.max_sequences);
+  for (int id = 0; slots.size() < most; ++id) {
+    if (taken.contains(id)) continue;
+    api::SlotState& slot = slots.emplace_back();
+    slot.id = id;
+    slot.context = service_.context();
   }
   std::sort(slots.begin(), slots.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   return api::slots_answer(slots);

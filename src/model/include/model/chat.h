@@ -49,6 +49,7 @@ struct ChatInput {
   std::string only_tool{};  // with kRequired: the one that must be called; empty: any
   bool parallel_tool_calls = true;
   std::string json_schema{};                           // that the content must follow; empty: none
+  bool begins_reply = true;                            // the prompt has the head of a reply
   bool thinking = true;                                // where the template has a switch for it
   std::map<std::string, std::string> template_args{};  // more variables: name to JSON
 };
@@ -109,13 +110,17 @@ struct ChatPrompt {
 // EncodeOptions{.parse_special = true}, whole conversations also with add_special = add_special().
 class ChatTemplate {
  public:
-  // Uses `override_template` (Jinja source) where given, else the file's, else chatml (see
-  // is_fallback). kInvalidArgument when the template does not parse.
+  // Uses `override_template` (Jinja source, or one of llama.cpp's names) where given, else the
+  // file's, else chatml (see is_fallback). kInvalidArgument when the template does not parse.
   static Result<std::unique_ptr<ChatTemplate>> create(const Tokenizer& tokenizer,
                                                       const std::string& override_template = {});
+  struct Impl;
   ~ChatTemplate();
   ChatTemplate(const ChatTemplate&) = delete;
   ChatTemplate& operator=(const ChatTemplate&) = delete;
+
+  // Whether it is one of llama.cpp's names of templates: "chatml", "llama3", "command-r", ...
+  [[nodiscard]] static bool is_name(std::string_view text);
 
   // True when the file has no template and chatml is used instead: worth a line to the user.
   [[nodiscard]] bool is_fallback() const;
@@ -141,7 +146,6 @@ class ChatTemplate {
   [[nodiscard]] Result<std::string> render_next(const ChatMessage& message, bool reply_ended) const;
 
  private:
-  struct Impl;
   explicit ChatTemplate(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

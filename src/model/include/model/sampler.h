@@ -44,6 +44,12 @@ struct SamplingOptions {
   GrammarScope grammar_scope;  // of `grammar`
 };
 
+// Chances after the sampling options; those of tokens that they leave, best first.
+struct SampledProbs {
+  float chosen = 0;
+  std::vector<std::pair<int32_t, float>> top;
+};
+
 // One sequence, one thread. Holds no reference to the Tokenizer's text, but the Tokenizer must
 // outlive it when a grammar is set.
 class Sampler {
@@ -63,6 +69,8 @@ class Sampler {
   // kInvalidArgument when the row is too short, kInternal when no token is left (all NaN or -inf).
   // Does not remember the token: accept() does.
   [[nodiscard]] Result<int32_t> sample(std::span<const float> logits);
+  // What the last sample() chose from: `token`, which it returned, and the `top` likeliest.
+  [[nodiscard]] SampledProbs probabilities(int32_t token, int top) const;
   // Notes that `token` follows: it counts for the penalties and moves the grammar on.
   // kInvalidArgument when the token is outside the vocabulary or breaks the grammar.
   [[nodiscard]] Status accept(int32_t token);

@@ -43,6 +43,16 @@ class Tokenizer {
   [[nodiscard]] bool adds_bos() const;
   // True for every token that ends a reply (EOS, end of turn, ...). False outside the vocabulary.
   [[nodiscard]] bool is_eog(int32_t token) const;
+  // The tokens around the parts of a text with a gap, which some models learned to fill. kNoToken
+  // for each that the vocabulary has not; repository and file stand before further texts.
+  struct FillTokens {
+    int32_t prefix;
+    int32_t suffix;
+    int32_t middle;
+    int32_t repository;
+    int32_t file;
+  };
+  [[nodiscard]] FillTokens fill_tokens() const;
   // The Jinja chat template in the file; empty when there is none.
   [[nodiscard]] const std::string& chat_template() const;
 

@@ -147,6 +147,7 @@ struct Snapshot {
   uint64_t failed_steps = 0;
   uint64_t decode_rows = 0;  // of tokens that were kept
   uint64_t prefill_rows = 0;
+  uint64_t drafts = 0;  // steps of a sequence with guessed tokens
   uint64_t drafted_tokens = 0;
   uint64_t accepted_tokens = 0;
 };

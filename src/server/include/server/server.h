@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "base/env.h"
@@ -25,15 +26,24 @@ struct ServerOptions {
   http::Options http;
   scheduler::SchedulerOptions scheduler;
   policy::Mode restore_mode = policy::Mode::kPlan;
-  int32_t max_sequences = 64;       // in the arena, idle ones included
-  std::string alias;                // the model's name for clients; empty: its file's
-  std::string chat_template;        // Jinja source; empty: the model's own
-  std::string template_args;        // a JSON object: of chat templates, unless requests set them
+  int32_t max_sequences = 64;  // in the arena, idle ones included
+  int64_t max_context = 0;     // tokens of one of them; 0: as many as model and arena have
+  // The model's names for clients, the first of them in alphabetical order is its id; empty: its
+  // file's. And what it is good for, in words of the operator's.
+  std::set<std::string> aliases;
+  std::set<std::string> tags;
+  std::string chat_template;     // Jinja source; empty: the model's own
+  std::string template_args;     // a JSON object: of chat templates, unless requests set them
+  std::optional<bool> thinking;  // of chat templates, unless requests say; absent: as they have it
   model::SamplingOptions sampling;  // of requests that name none
   std::optional<uint32_t> seed;     // of requests that name none; absent: another one for each
   bool salt_per_key = true;         // false: all API keys share their state
   int64_t ttl_ns = 0;               // of conversations without a name; 0: as long as there is room
+  bool slots = true;                // GET /slots tells what is in memory
   bool slot_actions = false;        // /slots/{id}?action=… may save, restore and erase
+  bool page = true;                 // at /
+  bool verbose_answers = false;     // OpenAI's chats have llama-server's own answer beside theirs
+  bool suffix_first = false;        // prompts of /infill begin with what follows the gap
   int intake_threads = 1;           // that parse and tokenise
   bool log_requests = false;        // one line per request that ended, whatever the log's level
   std::string batches_dir;          // of files and batches; empty: this server takes none

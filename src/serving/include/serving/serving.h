@@ -22,6 +22,7 @@ struct ServingOptions {
   state::RuntimeOptions runtime;
   scheduler::SchedulerOptions scheduler;
   int32_t max_sequences = 64;  // in the arena, idle ones included
+  int64_t max_context = 0;     // rows of one; 0: as many as the model and the arena have
   // May be empty. Called on the engine's thread between iterations, several times a second: quick.
   std::function<void()> tick;
 };

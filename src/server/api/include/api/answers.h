@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,11 +28,15 @@ struct ErrorAnswer {
 // The one place where a Code becomes an HTTP status. An invalid argument's place becomes OpenAI's
 // `param`.
 [[nodiscard]] ErrorAnswer render_error(const Status& status, ErrorStyle style);
+// Of a prompt that is too long: what llama-server's clients cut it by. Tokens.
+void tell_context(int64_t prompt, int64_t context, ErrorStyle style, ErrorAnswer* answer);
 // For errors that the HTTP side finds itself (401, 404, 413, ...).
 [[nodiscard]] Json error_body(int http_status, std::string_view message, ErrorStyle style);
 
 struct ModelCard {
   std::string name;
+  std::set<std::string> aliases;
+  std::set<std::string> tags;
   int64_t created_s = 0;  // since 1970-01-01 UTC
   int64_t context = 0;    // tokens
   int64_t vocabulary = 0;
@@ -50,7 +55,8 @@ struct Embedding {
 [[nodiscard]] Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_name,
                                      std::span<const Embedding> embeddings);
 
-[[nodiscard]] Json count_tokens_answer(int64_t tokens);
+[[nodiscard]] Json count_tokens_answer(int64_t tokens);  // Anthropic's
+[[nodiscard]] Json input_tokens_answer(int64_t tokens);  // OpenAI's
 [[nodiscard]] Json tokenize_answer(const TokenizeRequest& request,
                                    const model::Tokenizer& tokenizer,
                                    std::span<const int32_t> tokens);
@@ -59,6 +65,7 @@ struct Embedding {
 
 struct ServerProps {
   model::SamplingOptions defaults;
+  int64_t seed = -1;    // -1: another one for each request
   int64_t context = 0;  // tokens that one sequence may have
   int slots = 0;        // sequences that may run at once
   std::string model_name;

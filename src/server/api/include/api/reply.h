@@ -61,13 +61,14 @@ struct Finish {
 struct TokenInfo {
   int32_t token = 0;
   std::string bytes;
-  float logprob = 0;
+  float logprob = 0;  // with sampled_probs: the chance, in [0, 1]
 };
 
 struct TokenEvent {
   TokenInfo chosen;
   std::vector<TokenInfo> top;  // the likeliest ones, where the request asks for them
   std::string text;            // what StopMatcher let through with it; often empty
+  double reply_ms = 0;         // since the reply's first token
 };
 
 struct ReplyContext {
@@ -84,7 +85,16 @@ struct ReplyContext {
 struct PromptCounts {
   int64_t tokens = 0;
   int64_t cached = 0;
-  int64_t saved = 0;  // see Outcome
+  int64_t saved = 0;     // see Outcome
+  double prompt_ms = 0;  // see Outcome
+};
+
+// How far a prompt is.
+struct PromptProgress {
+  int64_t total = 0;
+  int64_t cached = 0;
+  int64_t processed = 0;  // the cached ones included
+  double ms = 0;          // since the first of it
 };
 
 // Builds one answer. Its choices are numbered prompt by prompt: prompt * n + i.
@@ -101,6 +111,8 @@ class ReplyBuilder {
   ReplyBuilder(const ReplyBuilder&) = delete;
   ReplyBuilder& operator=(const ReplyBuilder&) = delete;
 
+  // Before begin(), of a stream that is to tell; may be left out.
+  [[nodiscard]] virtual std::string progress(const PromptProgress& progress) = 0;
   [[nodiscard]] virtual std::string begin(const PromptCounts& counts) = 0;
   [[nodiscard]] virtual std::string push(int choice, const TokenEvent& event) = 0;
   // `rest`: text that StopMatcher::flush() gave.
@@ -121,5 +133,7 @@ class ReplyBuilder {
 // The `hcache` and `timings` objects of every answer.
 [[nodiscard]] Json outcome_json(const Outcome& outcome);
 [[nodiscard]] Json timings_json(const Outcome& outcome);
+// Sampling options in llama-server's words, those that it has and we do not as they are when off.
+[[nodiscard]] Json sampling_json(const model::SamplingOptions& sampling);
 
 }  // namespace hcache::api

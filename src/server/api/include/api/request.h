@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "base/status.h"
 #include "model/chat.h"
 #include "model/sampler.h"
+#include "model/tokenizer.h"
 
 namespace hcache::api {
 
@@ -80,6 +82,12 @@ struct GenerationRequest {
   // llama-server.
   int id_slot = -1;
   bool return_tokens = false;
+  std::vector<std::pair<std::string, float>> text_bias;  // as logit_bias, of a text's every token
+  bool sampled_probs = false;  // top_logprobs are of what the sampling options leave, as chances
+  bool timings_per_token = false;            // in every event of a stream
+  bool return_progress = false;              // of the prompt, in events before the first token
+  bool verbose = false;                      // llama-server's own answer beside OpenAI's
+  std::vector<std::string> response_fields;  // of the answer, "a/b" of objects in it; empty: all
 };
 
 // `defaults` are the sampling options of requests that don't name their own.
@@ -94,6 +102,30 @@ using Defaults = model::SamplingOptions;
                                                        const Defaults& defaults = {});
 [[nodiscard]] Result<GenerationRequest> parse_llama_completion(const Json& body,
                                                                const Defaults& defaults = {});
+
+// llama-server's /infill: text with a gap that the answer fills, and further texts that it may look
+// at, the most telling last.
+struct InfillRequest {
+  struct Extra {
+    std::string name;
+    std::string text;
+  };
+  GenerationRequest generation;  // without its prompt
+  std::vector<Extra> extra;
+  std::string prefix;
+  std::string prompt;  // what was written of the gap already
+  std::string suffix;
+};
+[[nodiscard]] Result<InfillRequest> parse_infill(const Json& body, const Defaults& defaults = {});
+
+// Its prompt: [extra] PREFIX prefix prompt SUFFIX suffix MIDDLE, or with SUFFIX suffix first, in at
+// most `room` tokens. What does not fit is left out: extra texts from the first one on, the
+// beginning of the prefix, the end of the suffix. The prefix is cut in large steps, so that the
+// prompts of one who goes on writing begin alike. kUnimplemented for a vocabulary without the
+// tokens.
+[[nodiscard]] Result<std::vector<int32_t>> infill_prompt(const model::Tokenizer& tokenizer,
+                                                         const InfillRequest& request, int64_t room,
+                                                         bool suffix_first);
 
 // /v1/messages/count_tokens and /apply-template: the conversation alone.
 [[nodiscard]] Result<model::ChatInput> parse_count_tokens(const Json& body);

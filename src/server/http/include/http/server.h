@@ -37,6 +37,9 @@ struct ApiKey {
 // Whether a host is this machine's own, whatever its name server says: localhost, a name below it,
 // 127.0.0.0/8, ::1. Without brackets and port.
 [[nodiscard]] bool is_loopback_host(std::string_view host);
+// Of a list of them as Options::host has it: the hosts, and whether all are this machine's own.
+[[nodiscard]] std::vector<std::string> split_hosts(std::string_view hosts);
+[[nodiscard]] bool are_loopback_hosts(std::string_view hosts);
 
 struct ErrorBody {
   std::string content_type;
@@ -56,7 +59,7 @@ struct AccessRecord {
 };
 
 struct Options {
-  std::string host = "127.0.0.1";  // an IPv4 or IPv6 address or a name
+  std::string host = "127.0.0.1";  // an IPv4 or IPv6 address or a name; several with commas
   std::uint16_t port = 0;          // 0: any free one
   int io_threads = 1;
 
@@ -84,7 +87,8 @@ struct Options {
   // When there are any, routes that are not public want one of them, as `Authorization: Bearer KEY`
   // or `x-api-key: KEY`; else 401.
   std::vector<ApiKey> api_keys;
-  // Origins that browsers may call from ("https://app.example"), or "*" for all. Empty: no CORS.
+  // Origins that browsers may call from: "https://app.example", "localhost" for all of this
+  // machine, "*" for all. Empty: no CORS.
   // Requests whose Origin header names neither one of them nor the server itself, as the Host
   // header has it, get 403: browsers send "simple" requests of any page without asking first.
   std::vector<std::string> cors_origins;
