@@ -17,7 +17,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from serving import ROOT, Server
+from serving import ROOT, Server, two_layers
 
 DEB = NATIVE = MODEL = ""
 LEAST_CPU = ("Nehalem", "ssse3 sse4_1 sse4_2 popcnt", "x86-64-v2")  # of 2008
@@ -111,9 +111,10 @@ class Package(unittest.TestCase):
                 cpuinfo = Path(folder) / "cpuinfo"
                 cpuinfo.write_text(f"flags\t\t: fpu sse2 {flags}\n", encoding="ascii")
                 out = Path(folder) / "out.json"
+                model = two_layers(NATIVE, folder)  # the emulator is slow
                 script = 'mount --bind "$1" /proc/cpuinfo && shift && exec "$@"'
                 command = [*isolate, "sh", "-c", script, "sh", cpuinfo,
-                           qemu, "-cpu", cpu, self.program, "bench", "throughput", "-m", MODEL,
+                           qemu, "-cpu", cpu, self.program, "bench", "throughput", "-m", model,
                            "--prompt", "8", "--gen", "2", "--depth", "0", "--reps", "1", "--state-dir",
                            self.state, "--json", out]
                 # Else the program would start itself again, outside the emulator.

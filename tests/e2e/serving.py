@@ -29,9 +29,12 @@ DEVICE = os.environ.get("HCACHE_TEST_DEVICE") or "cpu"
 
 
 def model_for_device(program: str, folder: str) -> str:
-    """The default model; off the CPU two random layers of its shape, with its vocabulary."""
-    if DEVICE == "cpu":
-        return default_model()
+    """The default model; off the CPU a small one."""
+    return default_model() if DEVICE == "cpu" else two_layers(program, folder)
+
+
+def two_layers(program: str, folder: str) -> str:
+    """Random layers of the default model's shape, with its vocabulary."""
     path = str(Path(folder) / "two-layers.gguf")
     subprocess.run([program, "model", "synth", "--shape", "smollm2-135m", "--layers", "2", "--type",
                     "q8_0", "--vocab-from", default_model(), "-o", path], check=True,
