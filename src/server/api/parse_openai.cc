@@ -39,7 +39,9 @@ void message_fields(Fields& f, ChatMessage* m, std::string* begun) {
   f.required().one_of("role", &m->role, {"system", "developer", "user", "assistant", "tool"}, {});
   f.value("content", content_schema(kTextParts), "Text; parts of it are joined by newlines.",
           [&](const Json& value, const std::string& path) {
-            HCACHE_RETURN_IF_ERROR(read_content(value, path, kTextParts, begun, "\n\n"));
+            if (m->role == "assistant") {
+              HCACHE_RETURN_IF_ERROR(read_content(value, path, kTextParts, begun, "\n\n"));
+            }
             return read_content(value, path, kTextParts, &m->content);
           });
   f.text("reasoning_content", &m->reasoning, "What the assistant thought before it answered.");

@@ -39,10 +39,12 @@ class EndpointTable final : public Endpoints {
  private:
   http::Handler quick(Answer answer) { return answer_on(service_.intake(), std::move(answer)); }
   http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
+  using Prepare = std::function<Result<api::GenerationRequest>(const Json&)>;
   http::Handler generate(Parse parse);
+  http::Handler generate_from(Prepare prepare);
 
   Result<Json> embeddings(const Call& call) const;
-  void infill(const Request& request, const std::shared_ptr<Responder>& responder);
+  Result<api::GenerationRequest> infill(const Json& body) const;
   Result<int64_t> count_tokens(const model::ChatInput& chat) const;
   Result<Json> input_tokens(const Call& call, Parse parse) const;
   Result<Json> tokenize(const Call& call) const;
@@ -64,40 +66,39 @@ class EndpointTable final : public Endpoints {
 };
 
 http::Handler EndpointTable::generate(Parse parse) {
-  return [this, parse](Request request, std::shared_ptr<Responder> responder) {
-    service_.intake().post([this, parse, request = std::move(request),
-                            responder = std::move(responder)] {
-      const Result<Json> body = api::parse_body(request.body);
-      if (!body.ok()) return send_status(request, *responder, body.status());
-      Result<api::GenerationRequest> parsed = parse(*body, service_.options().sampling);
-      if (!parsed.ok()) return send_status(request, *responder, parsed.status());
-      const Salt salt = service_.salt_of(request, parsed->cache_salt);
-      std::make_shared<Generation>(service_, responder, std::move(*parsed), salt, request.key_name)
-          ->start();
-    });
-  };
+  return generate_from(
+      [this, parse](const Json& body) { return parse(body, service_.options().sampling); });
 }
 
-void EndpointTable::infill(const Request& request, const std::shared_ptr<Responder>& responder) {
-  const auto prepare = [&]() -> Result<api::GenerationRequest> {
-    HCACHE_ASSIGN_OR_RETURN(const Json body, api::parse_body(request.body));
-    HCACHE_ASSIGN_OR_RETURN(api::InfillRequest infill,
-                            api::parse_infill(body, service_.options().sampling));
-    // A reply without a limit has a quarter of the context.
-    const int64_t context = service_.context();
-    const int64_t asked = infill.generation.max_tokens;
-    const int64_t reply = asked < 0 ? context / 4 : std::min(asked, context / 2);
-    HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
-                            api::infill_prompt(service_.tokenizer(), infill, context - reply,
-                                               service_.options().suffix_first));
-    infill.generation.prompts = {api::Prompt{{std::move(tokens)}}};
-    return std::move(infill.generation);
-  };
-  Result<api::GenerationRequest> generation = prepare();
-  if (!generation.ok()) return send_status(request, *responder, generation.status());
-  const Salt salt = service_.salt_of(request, generation->cache_salt);
-  std::make_shared<Generation>(service_, responder, std::move(*generation), salt, request.key_name)
-      ->start();
+http::Handler EndpointTable::generate_from(Prepare prepare) {
+  return
+      [this, prepare = std::move(prepare)](Request request, std::shared_ptr<Responder> responder) {
+        service_.intake().post(
+            [this, prepare, request = std::move(request), responder = std::move(responder)] {
+              const Result<Json> body = api::parse_body(request.body);
+              if (!body.ok()) return send_status(request, *responder, body.status());
+              Result<api::GenerationRequest> prepared = prepare(*body);
+              if (!prepared.ok()) return send_status(request, *responder, prepared.status());
+              const Salt salt = service_.salt_of(request, prepared->cache_salt);
+              std::make_shared<Generation>(service_, responder, std::move(*prepared), salt,
+                                           request.key_name)
+                  ->start();
+            });
+      };
+}
+
+Result<api::GenerationRequest> EndpointTable::infill(const Json& body) const {
+  HCACHE_ASSIGN_OR_RETURN(api::InfillRequest infill,
+                          api::parse_infill(body, service_.options().sampling));
+  // A reply without a limit has a quarter of the context.
+  const int64_t context = service_.context();
+  const int64_t asked = infill.generation.max_tokens;
+  const int64_t reply = asked < 0 ? context / 4 : std::min(asked, context / 2);
+  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
+                          api::infill_prompt(service_.tokenizer(), infill, context - reply,
+                                             service_.options().suffix_first));
+  infill.generation.prompts = {api::Prompt{{std::move(tokens)}}};
+  return std::move(infill.generation);
 }
 
 // ---- Without generation -------------------------------------------------------------------------
@@ -306,11 +307,7 @@ void EndpointTable::add_to(http::Router* router) {
   for (const char* path : {"/completion", "/completions"}) {
     router->add("POST", path, generate(api::parse_llama_completion));
   }
-  router->add("POST", "/infill", [this](Request request, std::shared_ptr<Responder> responder) {
-    service_.intake().post([this, request = std::move(request), responder = std::move(responder)] {
-      infill(request, responder);
-    });
-  });
+  router->add("POST", "/infill", generate_from([this](const Json& body) { return infill(body); }));
   router->add("POST", "/v1/messages/count_tokens", quick([this](Call& call) -> Result<Json> {
                 HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat,
                                         api::parse_count_tokens(call.body));
