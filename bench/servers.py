@@ -79,7 +79,7 @@ def hcache(args, folder: Path, ctx: int, slots: int, dram_mib: int, *options) ->
         if (args.work / "state" / known).exists():
             shutil.copytree(args.work / "state" / known, folder / known, dirs_exist_ok=True)
     return Server("hcache", [args.program, "serve", "-m", args.model, "--device", args.device,
-                             "-t", args.threads, "-c", ctx, "--parallel", slots, "--dram",
+                             "-t", args.threads, "--ctx", ctx, "--parallel", slots, "--dram",
                              f"{dram_mib}MiB", "--state-dir", folder, *options],
                   args.work / "hcache.log")
 
