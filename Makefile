@@ -63,6 +63,11 @@ test-clients: build/clients/ready  ## Run official clients, made-up requests and
 test-llama-server: release build/clients/ready  ## Run llama-server's own tests against it
 	@build/clients/bin/python tests/e2e/llama_server_test.py build/release/bin/hcache
 
+.PHONY: test-archs
+test-archs: release peer  ## Run models of every architecture against llama-server, and over a kill
+	@$(PYTHON) tests/e2e/archs_test.py build/release/bin/hcache \
+	  "$$($(PYTHON) scripts/third_party.py peer | sed -n 1p)" "$$($(PYTHON) scripts/third_party.py archs)"
+
 .PHONY: test-page
 test-page: release build/clients/ready  ## Run the page in a browser (installs Debian's chromium)
 	@scripts/deps.sh chromium

@@ -54,11 +54,11 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as reply:
             return reply.read().decode()
 
-    def post(self, path: str, body: dict) -> dict:
+    def post(self, path: str, body: dict, timeout_s: float = 60) -> dict:
         """The JSON that answers a POST of some. OSError: no answer, or none with status 200."""
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
             return json.load(reply)
 
     def resident_bytes(self) -> int:

@@ -11,8 +11,8 @@
 # program and are loaded from there (HCACHE_KERNEL_FOLDER, relative to that folder).
 #
 # They come from the cache that scripts/third_party.py fills, or from HCACHE_LLAMA_PREFIX: a
-# folder with lib/ and include/ of an installed llama.cpp of the same version, whose common
-# headers lie in include/common (or in HCACHE_LLAMA_SOURCE, a llama.cpp source tree).
+# folder with lib/ and include/ of an installed llama.cpp of the same version, whose source tree is
+# HCACHE_LLAMA_SOURCE: the headers of its common library and of libllama's insides.
 
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 find_package(Threads REQUIRED)
@@ -137,3 +137,20 @@ add_library(hcache::llama INTERFACE IMPORTED GLOBAL)
 target_link_libraries(hcache::llama INTERFACE hcache_lib_llama-common hcache_lib_llama)
 target_include_directories(hcache::llama INTERFACE ${_prefix}/include ${_common} ${_vendor})
 target_compile_definitions(hcache::llama INTERFACE LLAMA_SUBPROCESS)
+
+# libllama's own headers, which nobody installs: those of the very version that was built.
+if(HCACHE_LLAMA_SOURCE)
+  set(_source ${HCACHE_LLAMA_SOURCE})
+elseif(HCACHE_LLAMA_PREFIX)
+  message(FATAL_ERROR "HCACHE_LLAMA_PREFIX needs HCACHE_LLAMA_SOURCE beside it: libllama's own headers "
+                      "are not installed; see docs/howto/build.md")
+else()
+  _hcache_third_party(_source llama-source)
+endif()
+file(SHA256 ${_source}/include/llama.h _of_source)
+file(SHA256 ${_prefix}/include/llama.h _of_prefix)
+if(NOT _of_source STREQUAL _of_prefix)
+  message(FATAL_ERROR "${_source} and ${_prefix} are of different versions of llama.cpp: their llama.h "
+                      "differ")
+endif()
+set(HCACHE_LLAMA_PRIVATE_INCLUDE ${_source}/src)

@@ -22,9 +22,10 @@ LADDER = {
     "store": {"base", "policy"},
     "model": {"base", "ggml", "llama"},
     "engine": {"base", "model", "ggml"},
-    "state": {"base", "policy", "store", "model", "engine", "ggml"},
+    "libllama": {"base", "model", "ggml", "llama", "llama's own"},
+    "state": {"base", "policy", "store", "model", "engine", "libllama", "ggml"},
     "scheduler": {"base", "policy"},
-    "serving": {"base", "policy", "store", "model", "engine", "state", "scheduler"},
+    "serving": {"base", "policy", "store", "model", "engine", "libllama", "state", "scheduler"},
     "sim": {"base", "policy", "scheduler"},
     # Below `server`: bytes on a socket; JSON and text; what was said before. server/service joins
     # them with what runs requests.
@@ -33,17 +34,20 @@ LADDER = {
     "server/page": set(),
     "server/conversations": {"base", "model", "store"},
     "server/batches": {"base", "server/api"},
-    "server": {"base", "policy", "store", "model", "engine", "state", "scheduler", "serving",
+    "server": {"base", "policy", "store", "model", "engine", "libllama", "state", "scheduler",
+               "serving",
                "server/http", "server/api", "server/page", "server/conversations",
                "server/batches"},
 }
-EVERYTHING = set(LADDER) | {"ggml", "llama"}
+EVERYTHING = set(LADDER) | {"ggml", "llama", "llama's own"}
 # Headers are named after the last folder: "http/server.h" belongs to server/http.
 PREFIXES = {module.rsplit("/", 1)[-1]: module for module in LADDER}
 
 THIRD_PARTY = [
     (re.compile(r"(ggml|gguf)[a-z0-9-]*\.h$"), "ggml"),
     (re.compile(r"llama(-cpp)?\.h$"), "llama"),
+    # Of libllama's sources, installed nowhere.
+    (re.compile(r"llama-[a-z0-9-]+\.h$"), "llama's own"),
     # llama.cpp's common library, whose headers have no prefix of their own.
     (re.compile(r"(chat|common|sampling|json|json-schema-to-grammar|jinja/.*|peg-parser)\.h$"),
      "llama"),

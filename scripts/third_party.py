@@ -6,8 +6,10 @@
   third_party.py kernels [options]       ggml's CPU kernels for every CPU target, to load at run time
   third_party.py vulkan [options]        ggml's Vulkan backend, and a ggml that knows of it
   third_party.py peer  [options]         llama-server, llama-bench and llama-perplexity from the same tree
+  third_party.py archs [options]         a program that writes a tiny random model of every architecture
   third_party.py vulkan-loader           the library that programs with Vulkan link with
   third_party.py lavapipe                Mesa's software device for Vulkan, and where its libraries lie
+  third_party.py llama-source            llama.cpp's sources, for libllama's own headers
   third_party.py hiredis                 the sources of the Redis client's C library
   third_party.py model                   the default model
   third_party.py texts                   long texts to measure predictions on
@@ -393,6 +395,28 @@ class LlamaBuild(Build):
                 progress.done()
         return [out / name for name in names]
 
+    def ensure_archs(self):
+        program = self.prefix / "bin" / "test-llama-archs"
+        self.ensure_library()
+        with locked(self.name):
+            if program.exists():
+                return program
+            progress = Progress("building test-llama-archs (once)")
+            source = self.source(progress)
+            folders = ["include", "src", "ggml/include", "ggml/src", "common", "vendor"]
+            program.parent.mkdir(exist_ok=True)
+            self.log.parent.mkdir(exist_ok=True)
+            scratch = program.with_name(f".{program.name}.new")
+            command = [self.cxx, "-std=c++17", "-O1", "-w", *self.options["CMAKE_CXX_FLAGS"].split()]
+            command += [f"-I{source / folder}" for folder in folders]
+            command += [source / "tests" / "test-llama-archs.cpp", "-o", scratch, "-Wl,--start-group"]
+            command += [*sorted((self.prefix / "lib").glob("*.a")), "-Wl,--end-group"]
+            command += ["-fopenmp", "-lpthread", "-ldl", "-lm"]
+            run_logged(command, self.log, progress, self.environment)
+            os.replace(scratch, program)
+            progress.done()
+        return program
+
 
 class KernelsBuild(Build):
     """ggml's CPU kernels, a module for each CPU target, and a ggml that has none built in."""
@@ -442,6 +466,18 @@ def ensure_hiredis():
     return tree / "vendor" / "hiredis"
 
 
+# ---- llama.cpp's sources --------------------------------------------------------------------
+
+
+def ensure_llama_source():
+    tree = cache_dir() / f"{LLAMA_PACKAGE}-{LLAMA_VERSION}"
+    if not tree.exists():
+        progress = Progress("fetching llama.cpp's sources (once)")
+        unpacked(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, progress)
+        progress.done()
+    return tree / "vendor" / "llama.cpp"
+
+
 # ---- the default model ----------------------------------------------------------------------
 
 
@@ -485,6 +521,7 @@ def main():
     for verb, text in (
         ("llama", "build the library, print its prefix"),
         ("peer", "build the peer"),
+        ("archs", "build the program that writes models of every architecture, print its path"),
         ("kernels", "build the kernels for all CPU targets, print their prefix"),
         ("vulkan", "build the Vulkan backend, print its prefix"),
     ):
@@ -497,13 +534,16 @@ def main():
         if verb in ("kernels", "vulkan"):
             continue
         sub.add_argument("--sanitize", choices=sorted(SANITIZER_FLAGS), default="")
-        sub.add_argument("--cuda", metavar="ARCHS", default="", help='CUDA architectures: "80-real,90-real"')
-        sub.set_defaults(vulkan=False)
+        sub.set_defaults(vulkan=False, cuda="")
+        if verb != "archs":
+            sub.add_argument("--cuda", metavar="ARCHS", default="",
+                             help='CUDA architectures: "80-real,90-real"')
         if verb == "peer":
             sub.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend")
     verbs.add_parser("vulkan-loader", help="print the path of Vulkan's loader, to link with")
     verbs.add_parser("lavapipe", help="print the description of Mesa's software device, and the folder "
                                       "of the libraries that it needs")
+    verbs.add_parser("llama-source", help="fetch llama.cpp, print where its sources are")
     verbs.add_parser("hiredis", help="fetch hiredis, print where its sources are")
     verbs.add_parser("model", help="fetch the default model, print its path")
     verbs.add_parser("texts", help="fetch the texts, print their paths")
@@ -522,6 +562,10 @@ def main():
             print(LlamaBuild(args).ensure_library())
         elif args.verb == "peer":
             print("\n".join(map(str, LlamaBuild(args).ensure_peer())))
+        elif args.verb == "archs":
+            print(LlamaBuild(args).ensure_archs())
+        elif args.verb == "llama-source":
+            print(ensure_llama_source())
         elif args.verb == "hiredis":
             print(ensure_hiredis())
         elif args.verb == "vulkan-loader":

@@ -100,6 +100,7 @@ Result<server::ServerOptions> server_options(const BatchArgs& args) {
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
   HCACHE_RETURN_IF_ERROR(set_cache(args, &o.runtime));
+  o.runtime.forward = state::EngineChoice::kAuto;
   HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
   HCACHE_ASSIGN_OR_RETURN(o.restore_mode, policy::parse_mode(args.runtime.restore_method));
   HCACHE_RETURN_IF_ERROR(args.answers.apply(&o));

@@ -21,6 +21,7 @@ struct ChatArgs : Options {
   OverflowArgs overflow{this, "truncate"};
   std::string file = text(&file, "-f,--file", "FILE", "", "first say what this file holds");
   RuntimeArgs runtime{this};
+  std::string engine = runtime.offer_engine();
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print one JSON object per turn instead of text");
 };

@@ -74,8 +74,10 @@ Status info(const InfoArgs& args) {
         h.n_layer, h.n_embd, h.n_head, h.n_head_kv, h.head_dim, h.n_ff);
     fmt::print("vocabulary    {} tokens, context {} tokens\n", h.n_vocab, h.n_ctx_train);
     fmt::print("state         {} bytes of F16 K and V per token\n", info.kv_bytes_per_token());
+    fmt::print("engine        ours\n");
   } else {
-    fmt::print("not runnable  {}\n", info.unsupported);
+    fmt::print("engine        libllama's, if llama.cpp knows the model; not ours: {}\n",
+               info.unsupported);
   }
   if (args.tensors) {
     std::vector<std::vector<std::string>> rows = {{"tensor", "type", "bytes", "shape"}};

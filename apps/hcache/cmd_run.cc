@@ -21,6 +21,7 @@ struct RunArgs : Options {
   bool raw = flag(&raw, "--raw", "complete the text as it is, without the chat template",
                   {.excludes = "--system"});
   RuntimeArgs runtime{this};
+  std::string engine = runtime.offer_engine();
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print JSON instead of text");
 };
@@ -54,15 +55,14 @@ Status run(const RunArgs& args) {
                : conversation->say(text, args.talk.system, sampling, args.talk.max_tokens, print));
   HCACHE_RETURN_IF_ERROR(conversation->save());
   Json saved;
-  if (const state::Saver* saver = serving->runtime().saver(); saver != nullptr) {
-    const state::SaverStats stats = saver->stats();
-    saved = {{"rows", stats.rows_captured},
-             {"rows_skipped", stats.rows_skipped},
-             {"chunks_written", stats.chunks_written},
-             {"bytes_written", stats.bytes_written},
-             {"write_ms", stats.write_s * 1e3}};
+  if (const auto saver = serving->runtime().saver_stats()) {
+    saved = {{"rows", saver->rows_captured},
+             {"rows_skipped", saver->rows_skipped},
+             {"chunks_written", saver->chunks_written},
+             {"bytes_written", saver->bytes_written},
+             {"write_ms", saver->write_s * 1e3}};
   }
-  const std::string model = serving->runtime().model().path();
+  const std::string model = serving->runtime().card().path;
   HCACHE_RETURN_IF_ERROR(serving->close());
   if (args.json) {
     Json json = {{"model", model}, {"session", args.talk.session}};

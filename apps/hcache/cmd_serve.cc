@@ -136,6 +136,7 @@ struct ServeArgs : Options {
       "conversations without a name are forgotten so long after their last turn; 0: never");
   scheduler::SchedulerOptions scheduler;  // bound in the constructor
   RuntimeArgs runtime{this};
+  std::string engine = runtime.offer_engine();
   SamplingArgs sampling{this};
   bool verbose = flag(&verbose, "-v,--verbose", "log what is done, to stderr");
 };

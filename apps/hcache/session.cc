@@ -54,12 +54,24 @@ model::Offload offload_options(const ModelOptions& model) {
           .main_device = model.main_gpu};
 }
 
+std::string RuntimeArgs::offer_engine() {
+  forward = choice(&forward, "--engine", "auto",
+                   {{"auto", "ours where it runs the model, else llama"},
+                    {"own", "ours: bit-exact whatever else runs, hidden states, every option"},
+                    {"llama",
+                     "libllama's, for any model that llama.cpp knows: state is saved as K "
+                     "and V or as snapshots"}},
+                   "what computes");
+  return forward;
+}
+
 Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   state::RuntimeOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.model_path, resolve_model(args.model.path));
   o.device = args.model.device;
   o.offload = offload_options(args.model);
   o.n_threads = args.model.threads;
+  HCACHE_ASSIGN_OR_RETURN(o.forward, state::parse_engine_choice(args.forward));
   o.engine.arena_tokens = args.ctx;
   o.engine.max_batch_rows = args.batch;
   o.engine.rotate_moved = args.rotate_moved;
@@ -164,10 +176,14 @@ Result<Link> parse_link(const std::string& text) {
 }
 
 void tell_places(ProgressLine& line, state::RuntimeOptions* options) {
-  options->on_model = [&line](const model::Model& model) {
-    if (model.streamed() == nullptr) return;
+  options->on_model = [&line](const state::ModelCard& card) {
+    if (card.engine != "own") {
+      line.finish();
+      fmt::print(stderr, "hcache: engine: {}\n", card.engine);
+    }
+    if (!card.streamed) return;
     line.finish();
-    fmt::print(stderr, "hcache: weights: {}\n", model.describe_places());
+    fmt::print(stderr, "hcache: weights: {}\n", card.places);
   };
 }
 
@@ -245,7 +261,7 @@ Result<std::unique_ptr<Conversation>> Conversation::open(serving::Serving& servi
                                                          const RuntimeArgs& args,
                                                          const std::string& name) {
   std::unique_ptr<Conversation> c(new Conversation(serving, args, name));
-  const std::string& model = serving.runtime().model().path();
+  const std::string& model = serving.runtime().card().path;
   HCACHE_ASSIGN_OR_RETURN(c->tokenizer_, model::Tokenizer::load(model));
   HCACHE_ASSIGN_OR_RETURN(c->chat_, model::ChatTemplate::create(*c->tokenizer_));
   if (c->chat_->is_fallback()) {

@@ -25,6 +25,8 @@ namespace hcache::cli {
 // The options of every verb that runs a model with its store.
 struct RuntimeArgs : Options {
   explicit RuntimeArgs(Options* parent);
+  // Adds --engine, in verbs that either engine serves; gives back its default.
+  std::string offer_engine();
 
   ModelOptions model{this};
   int64_t ctx = integer(&ctx, "-c,--ctx", "TOKENS", engine::EngineOptions().arena_tokens, {64},
@@ -94,7 +96,8 @@ struct RuntimeArgs : Options {
       flag(&gpu_direct, "--gpu-direct",
            "read saved state from the disks straight into the GPU's memory (NVIDIA GPUDirect "
            "Storage, one CUDA device)");
-  bool rotate_moved = true;  // EngineOptions'
+  bool rotate_moved = true;     // EngineOptions'
+  std::string forward = "own";  // offer_engine()'s, where a verb has it
   bool no_store = flag(&no_store, "--no-store",
                        "neither save nor restore; the conversation ends with the process");
   bool no_save = flag(&no_save, "--no-save",

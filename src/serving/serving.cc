@@ -9,6 +9,7 @@
 #include "base/sync.h"
 #include "batch_executor.h"
 #include "engine_executor.h"
+#include "llama_executor.h"
 
 namespace hcache::serving {
 namespace {
@@ -101,7 +102,8 @@ class ServingImpl : public Serving {
   const ServingOptions options_;
   std::unique_ptr<state::Runtime> runtime_;
   std::unique_ptr<EngineExecutor> executor_;  // or
-  std::unique_ptr<BatchExecutor> batch_;
+  std::unique_ptr<BatchExecutor> batch_;      // or
+  std::unique_ptr<LlamaExecutor> llama_;
   std::unique_ptr<scheduler::Scheduler> scheduler_;
   scheduler::ExecutorLimits limits_;
   std::atomic<bool> stop_ = false;
@@ -111,7 +113,18 @@ class ServingImpl : public Serving {
 };
 
 Status ServingImpl::open_all() {
-  HCACHE_ASSIGN_OR_RETURN(runtime_, state::Runtime::open(env_, options_.runtime));
+  state::RuntimeOptions runtime = options_.runtime;
+  runtime.max_sequences = options_.max_sequences;
+  HCACHE_ASSIGN_OR_RETURN(runtime_, state::Runtime::open(env_, runtime));
+  if (runtime_->llama() != nullptr) {
+    llama_ = std::make_unique<LlamaExecutor>(env_, *runtime_, options_.max_context);
+    limits_ = llama_->limits();
+    scheduler::SchedulerOptions scheduler = options_.scheduler;
+    // Guesses that do not come true could not be taken back.
+    if (runtime_->llama()->engine->layout().snapshots) scheduler.draft.most = 0;
+    HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*llama_, scheduler));
+    return {};
+  }
   if (runtime_->batch() != nullptr) {
     batch_ = std::make_unique<BatchExecutor>(env_, *runtime_, options_.runtime.batch,
                                              options_.max_sequences);
@@ -197,6 +210,7 @@ void ServingImpl::stop(int64_t grace_ns) {
   scheduler_.reset();
   executor_.reset();
   batch_.reset();
+  llama_.reset();
 }
 
 Status ServingImpl::close() {
@@ -205,6 +219,7 @@ Status ServingImpl::close() {
   scheduler_.reset();
   executor_.reset();
   batch_.reset();
+  llama_.reset();
   return runtime_->close();
 }
 

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "device_ring.h"
+#include "model/file_digest.h"
 #include "packed_kv.h"
 #include "planned_pages.h"
 #include "state/identity.h"
@@ -51,18 +52,26 @@ class RuntimeImpl : public Runtime {
   void observe(const policy::RestoreRecord& record) override;
   Status flush() override {
     if (engine_) HCACHE_RETURN_IF_ERROR(engine_->synchronize());
+    if (llama_.saver) return llama_.saver->flush();
     return saver_ ? saver_->flush() : Status();
   }
   Status close() override;
 
   engine::Engine& engine() override { return *engine_; }
   OpenBatchEngine* batch() override { return batch_.engine ? &batch_ : nullptr; }
+  OpenLlama* llama() override { return llama_.engine ? &llama_ : nullptr; }
   engine::WeightStats weight_stats() const override {
+    if (llama_.engine) return {};
     return batch_.engine ? batch_.engine->weights().stats() : engine_->weights().stats();
   }
+  const ModelCard& card() const override { return card_; }
   const model::Model& model() const override { return *model_; }
   store::Store* store() override { return store_.get(); }
   Saver* saver() override { return saver_.get(); }
+  std::optional<SaverStats> saver_stats() const override {
+    if (saver_) return saver_->stats();
+    return llama_.saver ? std::optional(llama_.saver->stats()) : std::nullopt;
+  }
   const CostProfile& profile() const override { return profile_; }
   Status refresh_profile() override;
   const policy::SavePlan& save_plan() const override { return save_plan_; }
@@ -77,6 +86,10 @@ class RuntimeImpl : public Runtime {
   [[nodiscard]] uint64_t other_bytes(const model::HParams& hparams) const;
   [[nodiscard]] Fingerprint own_fingerprint() const;
   [[nodiscard]] bool wants_batch() const;
+  // Loads the model into our engine's memory; where it can't run there, and may run elsewhere,
+  // model_ stays null.
+  Status load_model();
+  Status open_llama();
   Status open_batch();
   Status open_saver();
   Status open_store();
@@ -105,6 +118,8 @@ class RuntimeImpl : public Runtime {
   void keep_hidden_where_lossless();
   // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
   [[nodiscard]] bool completes(const store::ChunkInfo& chunk) const;
+  model::Progress report(const char* what);
+  [[nodiscard]] std::string digest_dir() const { return join_path(options_.state_dir, "digests"); }
   [[nodiscard]] std::string profile_dir() const {
     return join_path(options_.state_dir, "profiles");
   }
@@ -112,8 +127,10 @@ class RuntimeImpl : public Runtime {
   RuntimeOptions options_;
   model::OpenDevices devices_;
   std::unique_ptr<model::Model> model_;
+  ModelCard card_;
   std::unique_ptr<engine::Engine> engine_;  // or
-  OpenBatchEngine batch_;
+  OpenBatchEngine batch_;                   // or
+  OpenLlama llama_;
   AlignedBuffer dram_;                             // pinned; empty: the store maps its own
   std::unique_ptr<DirectStorage> direct_storage_;  // null: disks are read into host memory
   std::unique_ptr<store::Store> store_;
@@ -130,15 +147,13 @@ class RuntimeImpl : public Runtime {
   StateTypes state_types_;
 };
 
-Status RuntimeImpl::init() {
-  const auto report = [&](const char* what) {
-    return [this, what](float fraction) {
-      return !options_.progress || options_.progress(what, fraction);
-    };
+model::Progress RuntimeImpl::report(const char* what) {
+  return [this, what](float fraction) {
+    return !options_.progress || options_.progress(what, fraction);
   };
-  HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.state_dir));
-  HCACHE_ASSIGN_OR_RETURN(
-      devices_, model::open_devices(options_.device, options_.n_threads, options_.offload));
+}
+
+Status RuntimeImpl::load_model() {
   model::LoadOptions load;
   load.placement = devices_.placement;
   load.progress = report("loading the model");
@@ -146,15 +161,56 @@ Status RuntimeImpl::init() {
   load.weights = options_.weights;
   load.device_memory = options_.device_memory;
   load.other_bytes = [this](const model::HParams& hparams) { return other_bytes(hparams); };
-  HCACHE_ASSIGN_OR_RETURN(model_,
-                          model::Model::load(options_.model_path, *devices_.devices.front(), load));
-  if (options_.on_model) options_.on_model(*model_);
-  const std::string digest_dir = join_path(options_.state_dir, "digests");
-  HCACHE_RETURN_IF_ERROR(env_.make_dirs(digest_dir));
-  HCACHE_ASSIGN_OR_RETURN(digest_,
-                          model_->content_digest(digest_dir, report("checking the weights")));
-  fingerprint_ = own_fingerprint();
+  auto loaded = model::Model::load(options_.model_path, *devices_.devices.front(), load);
+  if (loaded.code() == Code::kUnimplemented && options_.forward == EngineChoice::kAuto) {
+    log::info("the model runs on libllama: {}", loaded.status().message());
+    return {};
+  }
+  HCACHE_ASSIGN_OR_RETURN(model_, std::move(loaded));
+  card_ = model_card(*model_);
+  return {};
+}
+
+Status RuntimeImpl::open_llama() {
+  const bool streamed = options_.weights == model::WeightPlace::kHost ||
+                        options_.weights == model::WeightPlace::kDisk;
+  if (streamed || options_.batch.use == BatchEngineUse::kAlways || options_.gpu_direct) {
+    return unimplemented(
+        "--weights host and disk, --engine hybrid and --gpu-direct need our own engine, which does "
+        "not run this model; leave them out");
+  }
+  HCACHE_ASSIGN_OR_RETURN(libllama::LlamaOptions llama,
+                          llama_placement(devices_, options_.offload));
+  llama.cells = options_.engine.arena_tokens;
+  llama.max_batch_rows = options_.engine.max_batch_rows;
+  llama.max_sequences = options_.max_sequences;
+  llama.kv_type = options_.engine.kv_type;
+  llama.progress = report("loading the model");
+  HCACHE_ASSIGN_OR_RETURN(llama_.engine, libllama::LlamaEngine::load(options_.model_path, llama));
+  card_ = model_card(options_.model_path, *llama_.engine);
+  if (options_.on_model) options_.on_model(card_);
+  HCACHE_ASSIGN_OR_RETURN(digest_, model::file_digest(env_, options_.model_path, digest_dir(),
+                                                      report("checking the weights")));
+  fingerprint_ = llama_fingerprint(digest_, *llama_.engine);
+  if (!options_.use_store) return {};
+  HCACHE_RETURN_IF_ERROR(open_store());
+  if (options_.read_only_store) return {};
+  llama_.saver =
+      LlamaSaver::create(*store_, fingerprint_, llama_.engine->layout(), options_.saver.ring_bytes);
+  return {};
+}
+
+Status RuntimeImpl::init() {
+  HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.state_dir));
+  HCACHE_ASSIGN_OR_RETURN(
+      devices_, model::open_devices(options_.device, options_.n_threads, options_.offload));
+  if (options_.forward != EngineChoice::kLlama) HCACHE_RETURN_IF_ERROR(load_model());
   salt_ = own_salt(options_.salt);
+  if (!model_) return open_llama();
+  if (options_.on_model) options_.on_model(card_);
+  HCACHE_ASSIGN_OR_RETURN(digest_,
+                          model_->content_digest(digest_dir(), report("checking the weights")));
+  fingerprint_ = own_fingerprint();
 
   if (options_.use_store) HCACHE_RETURN_IF_ERROR(open_store());
   if (wants_batch()) {
@@ -263,7 +319,8 @@ Status RuntimeImpl::open_store() {
   options.dram_policy = options_.evict;
   options.disk_policy = options_.evict;
   options.dram_place = options_.dram_place;
-  if (const model::Device& device = model_->pinning_device(); device.pins_host_memory()) {
+  const model::Device& device = model_ ? model_->pinning_device() : *devices_.devices.front();
+  if (device.pins_host_memory()) {
     if (options.dram_bytes > 0 && options.dram_place.empty()) {
       dram_ = pinned_memory(device, options.dram_bytes);
       if (dram_.size() == 0) {
@@ -321,7 +378,7 @@ Status RuntimeImpl::open_profile() {
 
 Status RuntimeImpl::refresh_profile() {
   if (options_.profile) return failed_precondition("the cost profile was given, not measured");
-  if (!engine_) return failed_precondition("the batch engine has no cost profile");
+  if (!engine_) return failed_precondition("this engine has no cost profile");
   return measure_profile();
 }
 
@@ -486,7 +543,7 @@ store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& s
 
 Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const store::Match& match,
                                          const PlanOptions& options) {
-  if (!engine_) return failed_precondition("the batch engine plans no restores");
+  if (!engine_) return failed_precondition("this engine plans no restores");
   PlannedRestore planned;
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   int64_t max_rows =
@@ -565,11 +622,12 @@ void RuntimeImpl::observe(const policy::RestoreRecord& record) {
 }
 
 Status RuntimeImpl::close() {
-  if (!engine_ && !batch_.engine) return {};
+  if (!engine_ && !batch_.engine && !llama_.engine) return {};
   Status status = flush();
   if (engine_) engine_->set_capture(nullptr, {}).ignore("switching the tap off can't fail");
   if (batch_.engine) batch_.engine->set_capture(nullptr);
   saver_.reset();
+  llama_.saver.reset();
   if (profile_dirty_) {
     profile_dirty_ = false;
     const Status saved = save_cost_profile(env_, profile_dir(), profile_);

@@ -19,6 +19,7 @@ constexpr std::string_view kMagic = "HCACHESN";
 constexpr std::string_view kEnd = "HCACHEND";
 constexpr std::uint32_t kArchiveVersion = 1;
 constexpr std::uint32_t kPackedArchiveVersion = 2;  // of a file with packed pages
+constexpr std::uint32_t kLlamaArchiveVersion = 3;   // of one with rows and snapshots of libllama's
 constexpr std::size_t kCheckBytes = 8;
 constexpr std::size_t kHeadFixedBytes = 64;
 constexpr std::size_t kChunkFixedBytes = 8;
@@ -77,12 +78,17 @@ class ArchiveWriter {
 };
 
 void write_head(const ArchiveHead& head, std::span<const MatchedChunk> chunks, ArchiveWriter* w) {
-  const bool packed = std::any_of(chunks.begin(), chunks.end(), [](const MatchedChunk& chunk) {
-    const std::vector<PageInfo>& pages = chunk.chunk.info().pages;
-    return std::any_of(pages.begin(), pages.end(),
-                       [](const PageInfo& page) { return page.encoding == Encoding::kKvPacked; });
-  });
-  w->text(kMagic).number(packed ? kPackedArchiveVersion : kArchiveVersion);
+  const auto any = [&](auto is) {
+    return std::any_of(chunks.begin(), chunks.end(), [&](const MatchedChunk& chunk) {
+      const std::vector<PageInfo>& pages = chunk.chunk.info().pages;
+      return std::any_of(pages.begin(), pages.end(),
+                         [&](const PageInfo& page) { return is(page.encoding); });
+    });
+  };
+  std::uint32_t version = kArchiveVersion;
+  if (any([](Encoding e) { return e == Encoding::kKvPacked; })) version = kPackedArchiveVersion;
+  if (any([](Encoding e) { return e >= Encoding::kRows; })) version = kLlamaArchiveVersion;
+  w->text(kMagic).number(version);
   w->number(static_cast<std::uint32_t>(chunks.size()));
   w->number(file_bytes(head, chunks));
   w->text({reinterpret_cast<const char*>(head.fingerprint.bytes.data()),
@@ -166,9 +172,9 @@ Status read_head(Reader* in, std::size_t size, ArchiveHead* head, std::uint32_t*
     return invalid_argument("this is no session file");
   }
   const auto version = in->number<std::uint32_t>();
-  if (version < kArchiveVersion || version > kPackedArchiveVersion) {
+  if (version < kArchiveVersion || version > kLlamaArchiveVersion) {
     return invalid_argument(fmt::format("the session file has format {}; this program knows {}",
-                                        version, kPackedArchiveVersion));
+                                        version, kLlamaArchiveVersion));
   }
   *n_chunks = in->number<std::uint32_t>();
   const auto bytes = in->number<std::uint64_t>();

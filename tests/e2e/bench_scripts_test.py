@@ -70,6 +70,12 @@ class BenchScripts(unittest.TestCase):
                         self.work / "peer.json")
         self.assertEqual({"engine", "short", "stream", "restart"} - set(self.results("peer.json")), set())
 
+    def test_hybrid(self):
+        self.run_script("bench/hybrid.py", "--quick", "--work", self.work)
+        found = self.results("hybrid.json")
+        self.assertTrue(found["hcache"][0]["same"])
+        self.assertGreaterEqual(found["hcache"][0]["cached"], 256)
+
     def test_overflow(self):
         self.run_script("bench/overflow.py", "--quick", "--work", self.work)
         found = self.results("overflow.json")

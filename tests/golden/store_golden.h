@@ -53,14 +53,20 @@ inline std::vector<std::byte> page(std::size_t chunk, std::uint16_t layer, Encod
   return out;
 }
 
-// Layers 0 … 5 are in one hidden encoding each, layers 0 and 2 are kv as well; `packed`: layers 1
-// and 6 are kv-packed.
-inline std::vector<std::pair<std::uint16_t, Encoding>> pages(bool packed) {
+// Which encodings there were when a file was written.
+enum class Era { kFirst, kPacked, kLlama };
+
+// Layers 0 … 5 are in one hidden encoding each, layers 0 and 2 are kv as well; since kPacked layers
+// 1 and 6 are kv-packed; since kLlama layer 0 has a snapshot and layer 3 rows.
+inline std::vector<std::pair<std::uint16_t, Encoding>> pages(Era era) {
+  const bool packed = era >= Era::kPacked;
   std::vector<std::pair<std::uint16_t, Encoding>> out;
   for (std::uint16_t layer = 0; layer < 6; ++layer) {
     out.emplace_back(layer, static_cast<Encoding>(layer + 1));
     if (layer == 0 || layer == 2) out.emplace_back(layer, Encoding::kKv);
     if (packed && layer == 1) out.emplace_back(layer, Encoding::kKvPacked);
+    if (era >= Era::kLlama && layer == 3) out.emplace_back(layer, Encoding::kRows);
+    if (era >= Era::kLlama && layer == 0) out.emplace_back(layer, Encoding::kSnapshot);
   }
   if (packed) out.emplace_back(6, Encoding::kKvPacked);
   return out;

@@ -22,9 +22,12 @@ class GoldenStoreTest : public ::testing::TestWithParam<std::string> {
     if (encrypted()) options_.key = golden::key();
   }
   [[nodiscard]] static bool encrypted() {
-    return GetParam() == "store_v3" || GetParam() == "store_v5";
+    return GetParam() == "store_v3" || GetParam() == "store_v5" || GetParam() == "store_v7";
   }
-  [[nodiscard]] static bool packed() { return GetParam() >= "store_v4"; }
+  [[nodiscard]] static golden::Era era() {
+    if (GetParam() >= "store_v6") return golden::Era::kLlama;
+    return GetParam() >= "store_v4" ? golden::Era::kPacked : golden::Era::kFirst;
+  }
 
   TempDir copy_;
   StoreOptions options_;
@@ -49,8 +52,8 @@ TEST_P(GoldenStoreTest, ReadsBackAndGoesOn) {
       EXPECT_EQ(info.first_position, c * 64);
       EXPECT_EQ(info.k_type, ElementType::kQ8_0);
       EXPECT_EQ(info.v_type, ElementType::kF16);
-      EXPECT_EQ(info.pages.size(), golden::pages(packed()).size());
-      for (const auto& [layer, encoding] : golden::pages(packed())) {
+      EXPECT_EQ(info.pages.size(), golden::pages(era()).size());
+      for (const auto& [layer, encoding] : golden::pages(era())) {
         const std::vector<PageRequest> request = {{match->chunks[c].chunk, layer, encoding}};
         ASSERT_OK((*reader)->submit(request));
         const auto view = (*reader)->next();
@@ -81,7 +84,7 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
   {
     const auto store = open_store(Env::real(), options_);
     ASSERT_NE(store, nullptr);
-    EXPECT_EQ(store->stat()->format_version, encrypted() ? 5U : 4U);
+    EXPECT_EQ(store->stat()->format_version, encrypted() ? 7U : 6U);
   }
   ASSERT_TRUE(std::filesystem::remove(copy_ / "store/disk0/catalog.db"));
   const auto store = open_store(Env::real(), options_);
@@ -99,7 +102,7 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest,
                          ::testing::Values("store_v1", "store_v2", "store_v3", "store_v4",
-                                           "store_v5"));
+                                           "store_v5", "store_v6", "store_v7"));
 
 class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
 
@@ -120,7 +123,9 @@ TEST_P(GoldenSessionTest, ReadsBack) {
     EXPECT_EQ(chunk.n_tokens, c == 0 ? 64U : 36U);
     EXPECT_EQ(chunk.k_type, ElementType::kQ8_0);
     EXPECT_EQ(chunk.v_type, ElementType::kF16);
-    const auto pages = golden::pages(GetParam() == "session_v2.hcache");
+    const auto pages = golden::pages(GetParam() == "session_v1.hcache"   ? golden::Era::kFirst
+                                     : GetParam() == "session_v2.hcache" ? golden::Era::kPacked
+                                                                         : golden::Era::kLlama);
     ASSERT_EQ(chunk.pages.size(), pages.size());
     for (std::size_t p = 0; p < pages.size(); ++p) {
       EXPECT_EQ(std::pair(chunk.pages[p].layer, chunk.pages[p].encoding), pages[p]);
@@ -132,7 +137,8 @@ TEST_P(GoldenSessionTest, ReadsBack) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, GoldenSessionTest,
-                         ::testing::Values("session_v1.hcache", "session_v2.hcache"));
+                         ::testing::Values("session_v1.hcache", "session_v2.hcache",
+                                           "session_v3.hcache"));
 
 TEST(GoldenIds, AreFrozen) {
   EXPECT_EQ(to_hex(salt_id("")), "70a3aaa626ff5abd94a8c2de304d14c0");

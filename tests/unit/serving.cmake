@@ -17,3 +17,5 @@ hcache_test(serving_windows_test unit/serving_windows_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_drafting_test unit/serving_drafting_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_llama_test unit/serving_llama_test.cc SEALED
+  LIBS hcache_serving hcache_model_tools hcache::llama)

@@ -1,4 +1,4 @@
-// What Sampler and ChatTemplate need of a loaded Tokenizer, and the library's log kept quiet.
+// What Sampler and ChatTemplate need of a loaded Tokenizer.
 #pragma once
 
 #include <llama.h>
@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "model/llama_log.h"
 #include "model/tokenizer.h"
 
 namespace hcache::model {
@@ -23,22 +24,6 @@ struct Tokenizer::Impl {
   const llama_vocab* vocab = nullptr;
   int32_t n_vocab = 0;
   std::string chat_template;
-};
-
-// While one lives, what llama.cpp logs as an error on this thread is collected here instead of
-// being printed. Everything else it logs is dropped, always: a library's chatter is not ours.
-class ErrorLog {
- public:
-  ErrorLog();
-  ~ErrorLog();
-  ErrorLog(const ErrorLog&) = delete;
-  ErrorLog& operator=(const ErrorLog&) = delete;
-  // The collected lines in one, or `fallback` when there are none.
-  [[nodiscard]] std::string text(const std::string& fallback) const;
-
- private:
-  std::string lines_;
-  std::string* outer_;
 };
 
 }  // namespace hcache::model

@@ -1,8 +1,11 @@
 #include "text/vocab_metadata.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string_view>
 #include <unordered_set>
 #include <vector>
@@ -13,6 +16,9 @@ namespace hcache::model {
 namespace {
 
 constexpr uint64_t kMaxTokens = 1U << 24;  // far above any real vocabulary
+// Of decoders; `test` is that of llama.cpp's random models, whose tokens are numbers.
+constexpr std::string_view kKinds[] = {"gpt2",   "llama",     "gemma4",     "t5",  "rwkv",
+                                       "plamo2", "hybriddna", "whitespace", "test"};
 
 bool is_text_key(std::string_view key) {
   return key == "general.name" || key.starts_with("tokenizer.");
@@ -87,10 +93,10 @@ Status check_vocab(const std::string& path, const gguf_context* ctx) {
   }
   const std::string kind = gguf_get_val_str(ctx, model_id);
   if (kind == "no_vocab" || kind == "none") return none();
-  if (kind != "gpt2" && kind != "llama") {
+  if (std::find(std::begin(kKinds), std::end(kKinds), kind) == std::end(kKinds)) {
     return unimplemented(
-        fmt::format("{}: vocabularies of kind '{}' are not supported (gpt2 and llama are)", path,
-                    printable(kind)));
+        fmt::format("{}: vocabularies of kind '{}' are not supported (there are: {})", path,
+                    printable(kind), fmt::join(kKinds, ", ")));
   }
   const int64_t list_id = gguf_find_key(ctx, "tokenizer.ggml.tokens");
   if (list_id < 0 || gguf_get_kv_type(ctx, list_id) != GGUF_TYPE_ARRAY ||
@@ -99,16 +105,20 @@ Status check_vocab(const std::string& path, const gguf_context* ctx) {
   }
   const size_t n_tokens = gguf_get_arr_n(ctx, list_id);
   if (n_tokens == 0 || n_tokens > kMaxTokens) return bad(fmt::format("{} tokens", n_tokens));
+  // One that must be there, as such files write it.
+  bool has_newline = kind != "rwkv";
   // Two ids of one text would trip an assertion. Empty texts get a made-up name there.
   std::unordered_set<std::string> seen;
   seen.reserve(n_tokens);
   for (size_t i = 0; i < n_tokens; i++) {
     std::string text = gguf_get_arr_str(ctx, list_id, i);
+    has_newline = has_newline || text == "\\n";
     if (text.empty()) text = fmt::format("[EMPTY_{}]", i);
     if (!seen.insert(std::move(text)).second) {
       return bad(fmt::format("token {} has the text of another one", i));
     }
   }
+  if (!has_newline) return bad("it has no token for the end of a line");
   return {};
 }
 

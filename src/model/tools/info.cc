@@ -80,6 +80,7 @@ std::string to_json(const ModelInfo& info, bool with_tensors) {
   nlohmann::ordered_json j;
   j["path"] = info.path;
   j["supported"] = info.supported;
+  j["engine"] = info.supported ? "own" : "libllama";
   if (!info.supported) j["unsupported"] = info.unsupported;
   if (info.supported) {
     const HParams& h = info.hparams;

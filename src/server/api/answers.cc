@@ -201,7 +201,8 @@ Json props_answer(const ServerProps& props) {
       {"bos_token", props.bos_text},
       {"eos_token", props.eos_text},
       {"build_info", props.build},
-      {"weights", props.weights}};
+      {"weights", props.weights},
+      {"engine", props.engine}};
 }
 
 Json slots_answer(std::span<const SlotState> slots) {

@@ -155,7 +155,7 @@ Result<Json> EndpointTable::apply_template(const Call& call) const {
 }
 
 api::ModelCard EndpointTable::model_card() const {
-  const model::Model& model = service_.runtime().model();
+  const state::ModelCard& model = service_.runtime().card();
   api::ModelCard card;
   card.name = service_.model_name();
   card.aliases = service_.options().aliases;
@@ -163,9 +163,9 @@ api::ModelCard EndpointTable::model_card() const {
   card.created_s = service_.started_s();
   card.context = service_.context();
   card.vocabulary = service_.tokenizer().n_vocab();
-  card.width = model.hparams().n_embd;
-  card.parameters = static_cast<int64_t>(model.n_params());
-  card.bytes = static_cast<int64_t>(model.n_bytes());
+  card.width = model.n_embd;
+  card.parameters = model.n_params;
+  card.bytes = model.n_bytes;
   return card;
 }
 
@@ -194,7 +194,8 @@ Json EndpointTable::props() const {
   props.bos_text = text_of(tokenizer.bos());
   props.eos_text = text_of(tokenizer.eos());
   props.build = "hcache " HCACHE_VERSION;
-  props.weights = service_.runtime().model().describe_places();
+  props.weights = service_.runtime().card().places;
+  props.engine = service_.runtime().card().engine;
   return api::props_answer(props);
 }
 

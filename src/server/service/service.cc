@@ -217,9 +217,7 @@ std::string Service::metrics_text() {
   MetricsSnapshot snapshot;
   snapshot.scheduler = scheduler().stats();
   snapshot.store = store_stat();
-  if (const state::Saver* saver = runtime().saver(); saver != nullptr) {
-    snapshot.saver = saver->stats();
-  }
+  if (const auto saver = runtime().saver_stats()) snapshot.saver = *saver;
   if (const http::Server* http = http_.load(std::memory_order_acquire); http != nullptr) {
     snapshot.http = http->counters();
   }

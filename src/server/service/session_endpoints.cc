@@ -69,6 +69,26 @@ Result<store::Match> settled_match(Service& service, const Conversation& convers
   }
 }
 
+// Whether a page of a chunk could have been written by this server's model.
+bool page_could_be(Service& service, const store::ArchiveChunk& chunk,
+                   const store::PageWrite& page) {
+  state::Runtime& runtime = service.runtime();
+  if (state::OpenLlama* llama = runtime.llama(); llama != nullptr) {
+    const std::vector<size_t>& rows = llama->engine->layout().row_bytes;
+    if (page.encoding == store::Encoding::kSnapshot) return llama->engine->layout().snapshots;
+    return page.encoding == store::Encoding::kRows && page.layer < rows.size() &&
+           page.bytes.size() == rows[page.layer] * chunk.n_tokens;
+  }
+  const model::HParams& hparams = runtime.model().hparams();
+  const ggml_type kv_type = service.options().runtime.engine.kv_type;
+  const auto element = state::element_type(kv_type);
+  const bool typed =
+      !store::is_kv(page.encoding) || (chunk.k_type == element && chunk.v_type == element);
+  const auto row = state::row_bytes(hparams, kv_type, page.encoding);
+  return page.layer < hparams.n_layer && row && typed &&
+         state::page_fits(page.encoding, kv_type, page.bytes.size(), *row * chunk.n_tokens);
+}
+
 // Whether this server's model could have written the file.
 Status check_fits(Service& service, const store::Archive& archive) {
   const state::Runtime& runtime = service.runtime();
@@ -86,16 +106,9 @@ Status check_fits(Service& service, const store::Archive& archive) {
           fmt::format("the session file has token {} outside of the vocabulary", token));
     }
   }
-  const model::HParams& hparams = runtime.model().hparams();
-  const ggml_type kv_type = service.options().runtime.engine.kv_type;
   for (const store::ArchiveChunk& chunk : archive.chunks) {
     for (const store::PageWrite& page : chunk.pages) {
-      const auto element = state::element_type(kv_type);
-      const bool typed =
-          !store::is_kv(page.encoding) || (chunk.k_type == element && chunk.v_type == element);
-      const auto row = state::row_bytes(hparams, kv_type, page.encoding);
-      if (page.layer >= hparams.n_layer || !row || !typed ||
-          !state::page_fits(page.encoding, kv_type, page.bytes.size(), *row * chunk.n_tokens)) {
+      if (!page_could_be(service, chunk, page)) {
         return invalid_argument(fmt::format(
             "the session file has a page that this model can't have: layer {}, {}, {} bytes",
             page.layer, store::encoding_name(page.encoding), page.bytes.size()));

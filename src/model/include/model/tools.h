@@ -28,7 +28,7 @@ struct TensorInfo {
 
 struct ModelInfo {
   std::string path;
-  bool supported = false;   // whether Model::load knows the architecture and its features
+  bool supported = false;   // whether our engine knows the architecture and its features
   std::string unsupported;  // why not
   HParams hparams;          // meaningful when supported
   std::string types;        // "Q4_1 (211 tensors), F32 (61)"

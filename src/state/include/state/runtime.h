@@ -21,6 +21,7 @@
 #include "policy/truncation.h"
 #include "state/batch_engine.h"
 #include "state/cost_profile.h"
+#include "state/llama_runtime.h"
 #include "state/restorer.h"
 #include "state/saver.h"
 #include "store/store.h"
@@ -34,6 +35,8 @@ struct RuntimeOptions {
   int n_threads = 0;           // 0: all cores
   engine::EngineOptions engine;
   BatchEngineOptions batch;  // instead of `engine`
+  EngineChoice forward = EngineChoice::kOwn;
+  int32_t max_sequences = 64;  // of a model on libllama, idle ones included
   model::WeightPlace weights = model::WeightPlace::kAuto;
   uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
   std::string state_dir;                // profiles, digests; created (0700)
@@ -69,7 +72,7 @@ struct RuntimeOptions {
   std::optional<CostProfile> profile;
   ProgressFn progress;
   // Told the model as soon as it is loaded.
-  std::function<void(const model::Model&)> on_model;
+  std::function<void(const ModelCard&)> on_model;
   // Told the profile as soon as it is known, before anything is restored.
   std::function<void(const CostProfile&)> on_profile;
 };
@@ -127,15 +130,19 @@ class Runtime {
   // flush, then close the store. Errors of the store are reported here at the latest.
   virtual Status close() = 0;
 
-  // There is one engine or the other. Without the ordinary one nothing can be planned, and profile,
+  // There is one engine of three. Without the ordinary one nothing can be planned, and profile,
   // save plan and costs are empty.
   [[nodiscard]] virtual engine::Engine& engine() = 0;
-  [[nodiscard]] virtual OpenBatchEngine* batch() = 0;  // nullptr: the ordinary engine runs
+  [[nodiscard]] virtual OpenBatchEngine* batch() = 0;  // nullptr: another engine runs
+  [[nodiscard]] virtual OpenLlama* llama() = 0;        // nullptr: an engine of ours runs
   // Of the engine that there is; any thread.
   [[nodiscard]] virtual engine::WeightStats weight_stats() const = 0;
-  [[nodiscard]] virtual const model::Model& model() const = 0;
-  [[nodiscard]] virtual store::Store* store() = 0;  // nullptr without one
-  [[nodiscard]] virtual Saver* saver() = 0;         // nullptr without one
+  [[nodiscard]] virtual const ModelCard& card() const = 0;
+  [[nodiscard]] virtual const model::Model& model() const = 0;  // of an engine of ours alone
+  [[nodiscard]] virtual store::Store* store() = 0;              // nullptr without one
+  [[nodiscard]] virtual Saver* saver() = 0;  // nullptr without one, and on libllama
+  // Of whichever saver there is; nullopt without one. Any thread.
+  [[nodiscard]] virtual std::optional<SaverStats> saver_stats() const = 0;
   [[nodiscard]] virtual const CostProfile& profile() const = 0;
   // Measures anew and keeps the result.
   virtual Status refresh_profile() = 0;

@@ -72,6 +72,12 @@ enum class Encoding : std::uint8_t {
   // The same page, compressed (state/packed_kv.h): read whole or not at all. Of a layer a chunk has
   // K and V in one of both.
   kKvPacked = 17,
+  // Of models on libllama: the rows of one tensor of a cache, as it holds them; `layer` is the
+  // tensor's number.
+  kRows = 32,
+  // And a part of what stands for all tokens up to the chunk's last one; `layer` is the part's
+  // number. Of use whole, behind the whole chunk, or not at all.
+  kSnapshot = 33,
 };
 
 // Element types of K and V rows. Numbers are on disk: frozen.
@@ -90,7 +96,7 @@ enum class ElementType : std::uint8_t {
 [[nodiscard]] inline bool is_kv(Encoding e) {
   return e == Encoding::kKv || e == Encoding::kKvPacked;
 }
-[[nodiscard]] inline bool is_hidden(Encoding e) { return !is_kv(e); }
+[[nodiscard]] inline bool is_hidden(Encoding e) { return e < Encoding::kKv; }
 
 struct PageInfo {
   std::uint16_t layer = 0;

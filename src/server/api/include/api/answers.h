@@ -75,6 +75,7 @@ struct ServerProps {
   std::string eos_text;
   std::string build;
   std::string weights;  // where they are
+  std::string engine;   // "own", or "libllama: " and how state is kept
 };
 [[nodiscard]] Json props_answer(const ServerProps& props);
 

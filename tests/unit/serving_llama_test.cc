@@ -1,0 +1,213 @@
+// Conversations with models on libllama: what is saved of them, restored by another process,
+// forked, cut back and damaged, they answer as without. By rows (llama, and a multi-head model with
+// fused weights), and by rows and snapshots of windows (gemma3).
+#include <gmock/gmock.h>
+
+#include "serving_testing.h"
+
+namespace hcache::serving {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+using ::testing::HasSubstr;
+
+constexpr int kPrompt = 700;  // longer than the tiny windows
+constexpr int kAnswer = 21;
+
+struct Case {
+  const char* arch;
+  int n_head_kv;
+  ggml_type type;
+  bool snapshots;
+};
+
+class LlamaServing : public ::testing::TestWithParam<Case> {
+ protected:
+  LlamaServing()
+      : model_(
+            make_tiny(dir_, tiny_options(GetParam().arch, GetParam().n_head_kv, GetParam().type))),
+        options_(tiny_runtime(model_, dir_.file("state"))) {
+    options_.device = "cpu";
+    options_.engine.arena_tokens = 4096;
+    options_.forward = state::EngineChoice::kLlama;
+  }
+
+  // A prompt with its answer, then a question with another.
+  struct Talk {
+    std::vector<int32_t> history = random_tokens(kPrompt, 1);
+    Said second;
+
+    [[nodiscard]] std::vector<int32_t> all() const {
+      std::vector<int32_t> tokens = history;
+      const std::vector<int32_t> question = random_tokens(20, 2);
+      tokens.insert(tokens.end(), question.begin(), question.end());
+      return tokens;
+    }
+  };
+  static Talk talk(Serving& serving) {
+    Talk talk;
+    say(serving, random_tokens(7, 3), 0);  // a sequence's number must not pass for a position
+    const Said first = say(serving, talk.history, kAnswer);
+    talk.history.insert(talk.history.end(), first.answer.begin(), first.answer.end());
+    EXPECT_TRUE(serving.flush().ok());
+    talk.second = say(serving, talk.all(), 8);
+    return talk;
+  }
+  // Of the second prompt, what another process restores: the answer to it has been saved, so that
+  // there is a snapshot behind the last whole chunk alone.
+  [[nodiscard]] static int64_t restored(const Talk& talk) {
+    const auto all = static_cast<int64_t>(talk.all().size()) - 1;
+    return GetParam().snapshots ? all / 64 * 64 : all;
+  }
+  // What the second prompt goes on from in the process that made the first answer.
+  [[nodiscard]] static int64_t flushed(const Talk& talk) {
+    return static_cast<int64_t>(talk.history.size());
+  }
+
+  TempDir dir_;
+  std::string model_;
+  RuntimeOptions options_;
+};
+
+TEST_P(LlamaServing, AnotherProcessGoesOn) {
+  Talk before;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    ASSERT_NE(serving->runtime().llama(), nullptr);
+    EXPECT_EQ(serving->runtime().llama()->engine->layout().snapshots, GetParam().snapshots);
+    before = talk(*serving);
+    EXPECT_EQ(before.second.outcome.resident_tokens, flushed(before));
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Said again = say(*serving, before.all(), 8);
+  EXPECT_EQ(again.record().restored_tokens, restored(before));
+  EXPECT_GT(again.record().kv_pages.total(), 0U);
+  EXPECT_EQ(again.answer, before.second.answer);
+  // And the conversation that was restored is saved in its turn.
+  ASSERT_TRUE(serving->flush().ok());
+  std::vector<int32_t> longer = before.all();
+  longer.insert(longer.end(), again.answer.begin(), again.answer.end());
+  EXPECT_EQ(saved_tokens(*serving, longer), static_cast<int64_t>(longer.size()));
+  EXPECT_TRUE(serving->runtime().store()->check_integrity().ok());
+}
+
+// The beginnings of a conversation: those that a model can't be cut back to come from the store, or
+// are computed.
+TEST_P(LlamaServing, BranchesAnswerAsAlone) {
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Talk before = talk(*serving);
+  std::vector<int32_t> branch(before.history.begin(), before.history.begin() + 500);
+  const std::vector<int32_t> other = random_tokens(30, 9);
+  branch.insert(branch.end(), other.begin(), other.end());
+  const Said reused = say(*serving, branch, 8);
+  const Said alone = say(*serving, branch, 8, {.cache = CacheUse::kNone});
+  EXPECT_EQ(reused.answer, alone.answer);
+  if (!GetParam().snapshots) {
+    EXPECT_EQ(reused.outcome.resident_tokens, 500);
+  }
+}
+
+TEST_P(LlamaServing, DamagedStateIsComputedAgain) {
+  Talk before;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    before = talk(*serving);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  EXPECT_GT(damage_page(options_, before.all(), 5, 0, false), 0U);
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Said again = say(*serving, before.all(), 8);
+  EXPECT_EQ(again.record().restored_tokens, GetParam().snapshots ? 0 : 5 * 64);
+  EXPECT_EQ(again.record().damaged_pages, 1U);
+  EXPECT_EQ(again.answer, before.second.answer);
+}
+
+// Nothing of one engine's state is taken by the other.
+TEST_P(LlamaServing, StateIsOneEnginesOwn) {
+  Talk before;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    before = talk(*serving);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  RuntimeOptions own = options_;
+  own.forward = state::EngineChoice::kAuto;  // which has the architecture
+  const auto serving = open(own);
+  ASSERT_NE(serving, nullptr);
+  EXPECT_EQ(serving->runtime().llama(), nullptr);
+  EXPECT_EQ(serving->runtime().card().engine, "own");
+  EXPECT_EQ(saved_tokens(*serving, before.all()), 0);
+}
+
+TEST_P(LlamaServing, WithoutAStoreItStaysInMemory) {
+  options_.use_store = false;
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Talk before = talk(*serving);
+  EXPECT_EQ(before.second.outcome.resident_tokens, flushed(before));
+  EXPECT_EQ(serving->runtime().saver_stats(), std::nullopt);
+}
+
+// More conversations than the cache holds: the oldest leave it, and come back from the store.
+TEST_P(LlamaServing, WhatLeavesTheCacheComesBack) {
+  options_.engine.arena_tokens = 1024;
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  std::vector<std::vector<int32_t>> answers;
+  for (uint32_t i = 0; i < 4; ++i) {
+    answers.push_back(say(*serving, random_tokens(600, 10 + i), 8).answer);
+    ASSERT_TRUE(serving->flush().ok());
+  }
+  for (uint32_t i = 0; i < 4; ++i) {
+    std::vector<int32_t> tokens = random_tokens(600, 10 + i);
+    const std::vector<int32_t>& answer = answers[i];
+    tokens.insert(tokens.end(), answer.begin(), answer.end());
+    const Said again = say(*serving, tokens, 4);
+    const Said alone = say(*serving, tokens, 4, {.save = false, .cache = CacheUse::kNone});
+    EXPECT_EQ(again.answer, alone.answer) << i;
+    EXPECT_GT(again.outcome.resident_tokens + again.record().restored_tokens, 0) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, LlamaServing,
+                         ::testing::Values(Case{"llama", 2, GGML_TYPE_F16, false},
+                                           Case{"phi3", 4, GGML_TYPE_Q8_0, false},
+                                           Case{"gemma3", 2, GGML_TYPE_F16, true}),
+                         [](const auto& info) { return std::string(info.param.arch); });
+
+TEST(LlamaServingOptions, WhatOnlyOurEngineDoesIsRefused) {
+  const TempDir dir;
+  const std::string model = make_tiny(dir, tiny_options("llama", 2, GGML_TYPE_F16));
+  RuntimeOptions options = tiny_runtime(model, dir.file("state"));
+  options.device = "cpu";
+  options.forward = state::EngineChoice::kLlama;
+  options.weights = model::WeightPlace::kDisk;
+  ServingOptions serving;
+  serving.runtime = options;
+  const auto opened = Serving::open(Env::real(), serving);
+  EXPECT_EQ(opened.code(), Code::kUnimplemented);
+  EXPECT_THAT(opened.status().message(), HasSubstr("--weights"));
+}
+
+TEST(LlamaServingOptions, FilesThatAreNoModelsSaySo) {
+  const TempDir dir;
+  model::test::write_file(dir.file("bad.gguf"), std::vector<uint8_t>(100, 7));
+  RuntimeOptions options = tiny_runtime(dir.file("bad.gguf"), dir.file("state"));
+  options.device = "cpu";
+  options.forward = state::EngineChoice::kLlama;
+  ServingOptions serving;
+  serving.runtime = options;
+  const auto opened = Serving::open(Env::real(), serving);
+  EXPECT_EQ(opened.code(), Code::kDataLoss) << opened.status().to_string();
+  EXPECT_THAT(opened.status().message(), HasSubstr("bad.gguf"));
+}
+
+}  // namespace
+}  // namespace hcache::serving
