@@ -76,8 +76,7 @@ Status info(const InfoArgs& args) {
     fmt::print("state         {} bytes of F16 K and V per token\n", info.kv_bytes_per_token());
     fmt::print("engine        ours\n");
   } else {
-    fmt::print("engine        libllama's, if llama.cpp knows the model; not ours: {}\n",
-               info.unsupported);
+    fmt::print("engine        libllama's, if llama.cpp knows the model: {}\n", info.unsupported);
   }
   if (args.tensors) {
     std::vector<std::vector<std::string>> rows = {{"tensor", "type", "bytes", "shape"}};

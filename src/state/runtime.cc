@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "device_ring.h"
+#include "model/check.h"
 #include "model/file_digest.h"
 #include "packed_kv.h"
 #include "planned_pages.h"
@@ -163,7 +164,10 @@ Status RuntimeImpl::load_model() {
   load.other_bytes = [this](const model::HParams& hparams) { return other_bytes(hparams); };
   auto loaded = model::Model::load(options_.model_path, *devices_.devices.front(), load);
   if (loaded.code() == Code::kUnimplemented && options_.forward == EngineChoice::kAuto) {
-    log::info("the model runs on libllama: {}", loaded.status().message());
+    // The model itself, or just what was asked for beside it?
+    const Status why = model::check_model(options_.model_path, *devices_.devices.front(), env_);
+    if (why.code() != Code::kUnimplemented) return loaded.status();
+    log::info("the model runs on libllama: {}", why.message());
     return {};
   }
   HCACHE_ASSIGN_OR_RETURN(model_, std::move(loaded));
@@ -179,6 +183,9 @@ Status RuntimeImpl::open_llama() {
         "--weights host and disk, --engine hybrid and --gpu-direct need our own engine, which does "
         "not run this model; leave them out");
   }
+  // Before libllama sees the file: it trusts what it reads.
+  HCACHE_ASSIGN_OR_RETURN(digest_, model::file_digest(env_, options_.model_path, digest_dir(),
+                                                      report("checking the weights")));
   HCACHE_ASSIGN_OR_RETURN(libllama::LlamaOptions llama,
                           llama_placement(devices_, options_.offload));
   llama.cells = options_.engine.arena_tokens;
@@ -189,8 +196,6 @@ Status RuntimeImpl::open_llama() {
   HCACHE_ASSIGN_OR_RETURN(llama_.engine, libllama::LlamaEngine::load(options_.model_path, llama));
   card_ = model_card(options_.model_path, *llama_.engine);
   if (options_.on_model) options_.on_model(card_);
-  HCACHE_ASSIGN_OR_RETURN(digest_, model::file_digest(env_, options_.model_path, digest_dir(),
-                                                      report("checking the weights")));
   fingerprint_ = llama_fingerprint(digest_, *llama_.engine);
   if (!options_.use_store) return {};
   HCACHE_RETURN_IF_ERROR(open_store());

@@ -10,7 +10,7 @@ running and once on one that was killed and started again: with the same answer,
 chunk of the old tokens restored. Where as much was restored as the other server still had, the likelihoods
 have to be the same, too, to the last bit.
 
-Elsewhere an answer that leaves the other where two tokens are almost equally likely is a tie and no difference.
+Elsewhere an answer that leaves the other where two tokens are almost equally likely is a tie, no difference.
 Models that llama-server itself fails on, the four for diffusion, are listed and left out. Fails if HCache
 doesn't serve one of the others, if more than four answers differ from llama-server's, or if any differs after
 a kill.
@@ -45,7 +45,8 @@ CHUNK = 64
 TIE = 1e-3             # nats between the two likeliest tokens
 MOST_DIFFERENT = 4     # from llama-server
 MOST_LEFT_OUT = 4
-FLUSHED_S = 1.5        # by then what was computed is on disk
+SAVED_S = 10           # a server gets so long to save what it computed
+FLUSHED_S = 0.5        # and then so long to flush it, five times --flush-interval
 LIMIT_S = 60           # for each of a model's two halves
 
 OPTIONS = ["--engine", "llama", "--device", "cpu", "-t", "1", "--ctx", "512", "--flush-interval", "100ms",
@@ -141,9 +142,20 @@ def time_limit():
         signal.alarm(0)
 
 
-def ask(server: serving.Server, prompt: list[int]) -> dict:
+def ask(server: serving.Server, prompt: list[int], **fields) -> dict:
     return server.post("/completion", {"prompt": prompt, "n_predict": REPLY, "temperature": 0, "n_probs": 2,
-                                       "return_tokens": True})
+                                       "return_tokens": True, **fields})
+
+
+def wait_for_state(server: serving.Server, session: str, tokens: int) -> None:
+    """Until so many are saved; what is missing after SAVED_S shows in the restart."""
+    end = time.monotonic() + SAVED_S
+    while time.monotonic() < end:
+        status, answer, _ = server.call("GET", f"/v1/sessions/{session}")
+        if status == 200 and answer["saved_tokens"] >= tokens:
+            break
+        time.sleep(0.02)
+    time.sleep(FLUSHED_S)
 
 
 def compare(expected: dict, answer: dict) -> tuple[str, str]:
@@ -181,6 +193,10 @@ def ask_peer(program: str, model: Path, seed: int) -> tuple[list[int], dict]:
         return prompt, answer
 
 
+def computed(prompt: list[int], answer: dict) -> int:
+    return len(prompt) + len(answer["tokens"]) - 1  # the last one is sampled, not computed
+
+
 def converse(program: str, model: Path, prompt: list[int], seed: int) -> tuple[dict, dict, dict]:
     """HCache's answer to the prompt, and those to what follows: without a kill, and after one."""
     chosen = random.Random(f"{seed} {model.stem} new")
@@ -188,13 +204,12 @@ def converse(program: str, model: Path, prompt: list[int], seed: int) -> tuple[d
     with tempfile.TemporaryDirectory() as folder:
         states = Path(folder) / "killed", Path(folder) / "kept"
         with explained(Hcache(program, model, states[0])) as killed:
-            answer = ask(killed, prompt)
-            flushed = time.monotonic() + FLUSHED_S
+            answer = ask(killed, prompt, session_id="talk")
             longer = prompt + answer["tokens"] + new
             with explained(Hcache(program, model, states[1])) as kept:
                 ask(kept, prompt)
                 expected = ask(kept, longer)
-            time.sleep(max(0, flushed - time.monotonic()))
+            wait_for_state(killed, "talk", computed(prompt, answer))
             killed.kill()
         with explained(Hcache(program, model, states[0])) as again:
             return answer, expected, ask(again, longer)
@@ -220,7 +235,7 @@ def examine(hcache: str, llama_server: str, seed: int, model: Path) -> Outcome:
     outcome.restart, where = compare_restart(expected, again)
     if where:
         outcome.notes.append(f"{outcome.restart} after the kill: {where}")
-    outcome.old = len(prompt) + len(answer["tokens"]) - 1  # the last one is sampled, not computed
+    outcome.old = computed(prompt, answer)
     outcome.restored = again["timings"]["cache_n"]
     if outcome.too_little():
         outcome.notes.append(f"only {outcome.restored} of {outcome.old} tokens came back after the kill")
