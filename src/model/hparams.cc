@@ -376,10 +376,10 @@ Result<const DecoderSpec*> read_architecture(const GgufFile& file) {
   std::string known;
   for (const DecoderSpec& s : decoder_specs())
     known += (known.empty() ? "" : ", ") + std::string(s.arch);
-  return unimplemented(
-      fmt::format("{}: our engine has no architecture \"{}\" (it has: {}); serve, run, chat and batch "
-                  "compute such models on libllama",
-                  file.path(), printable(*arch), known));
+  return unimplemented(fmt::format(
+      "{}: our engine has no architecture \"{}\" (it has: {}); serve, run, chat and batch "
+      "compute such models on libllama",
+      file.path(), printable(*arch), known));
 }
 
 }  // namespace hcache::model

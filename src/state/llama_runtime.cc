@@ -40,6 +40,7 @@ ModelCard model_card(const model::Model& model) {
   card.architecture = h.arch;
   card.engine = "own";
   card.places = model.describe_places();
+  card.weight_types = model.type_name();
   card.streamed = model.streamed() != nullptr;
   card.n_vocab = static_cast<int32_t>(h.n_vocab);
   card.n_layer = h.n_layer;
@@ -57,6 +58,11 @@ ModelCard model_card(const std::string& path, const libllama::LlamaEngine& engin
   card.architecture = info.architecture;
   card.engine = "libllama: " + engine.layout().description;
   card.places = engine.options().devices.empty() ? "cpu" : "as libllama chooses";
+  // "qwen3next 80B Q4_K - Medium": behind the kind and the size.
+  const std::string& text = info.description;
+  const size_t size = text.find(' ');
+  const size_t types = size == std::string::npos ? size : text.find(' ', size + 1);
+  card.weight_types = types == std::string::npos ? text : text.substr(types + 1);
   card.n_vocab = info.n_vocab;
   card.n_layer = info.n_layer;
   card.n_embd = info.n_embd;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The official clients against `hcache serve`: openai and anthropic, streams, tools, schemas.
+"""The official clients against `hcache serve`: openai, anthropic and ollama.
 
     clients_test.py HCACHE [-v] [name]
 
@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import anthropic
+import ollama
 import openai
 
 import serving
@@ -31,9 +32,11 @@ class Clients(unittest.TestCase):
                                    max_retries=0)
         cls.anthropic = anthropic.Anthropic(base_url=cls.server.url, api_key="secret",
                                             max_retries=0)
+        cls.ollama = ollama.Client(cls.server.url, headers={"Authorization": "Bearer secret"})
 
     @classmethod
     def tearDownClass(cls):
+        cls.ollama.close()
         with cls.server:
             code = cls.server.stop()
         cls.folder.cleanup()
@@ -199,6 +202,86 @@ class Clients(unittest.TestCase):
             self.anthropic.messages.create(model="tiny", max_tokens=4, messages=[
                 {"role": "user", "content": [{"type": "image", "source": {
                     "type": "base64", "media_type": "image/png", "data": "AAAA"}}]}])
+
+    # ---- ollama
+
+    def test_ollama_chat(self):
+        answer = self.ollama.chat("tiny", [{"role": "user", "content": "Name a colour."}],
+                                  options={"num_predict": 6, "seed": 1}, logprobs=True,
+                                  top_logprobs=3)
+        self.assertTrue(answer.message.content)
+        self.assertEqual((answer.done, answer.done_reason, answer.eval_count), (True, "length", 6))
+        self.assertEqual(len(answer.logprobs[0].top_logprobs), 3)
+
+    def test_ollama_stream(self):
+        ask = {"messages": [{"role": "user", "content": "Count to three."}],
+               "options": ollama.Options(temperature=0, num_predict=8)}
+        parts = list(self.ollama.chat("tiny", stream=True, **ask))
+        self.assertEqual("".join(part.message.content for part in parts),
+                         self.ollama.chat("tiny", **ask).message.content)
+        self.assertEqual([part.done for part in parts], [False] * (len(parts) - 1) + [True])
+
+    def test_ollama_tools(self):
+        def weather(city: str) -> str:
+            """Says how the weather is.
+
+            Args:
+              city: Where.
+            """
+            return f"rain in {city}"
+
+        questions = serving.weather_questions()
+        answer = self.ollama.chat("tiny", questions, tools=[weather],
+                                  options={"temperature": 0, "num_predict": 200})
+        call = answer.message.tool_calls[0].function
+        self.assertEqual(call.name, "weather")
+        result = {"role": "tool", "tool_name": call.name, "content": weather(**call.arguments)}
+        again = self.ollama.chat("tiny", [*questions, answer.message, result], tools=[weather],
+                                 options={"temperature": 0, "num_predict": 12})
+        self.assertTrue(again.message.content)
+
+    def test_ollama_schema(self):
+        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+                  "additionalProperties": False}
+        answer = self.ollama.chat(
+            "tiny", [{"role": "user", "content": "How many legs has a cat?"}], format=schema,
+            options={"temperature": 0, "num_predict": 40})
+        self.assertIsInstance(json.loads(answer.message.content)["n"], int)
+
+    def test_ollama_generate(self):
+        answer = self.ollama.generate("tiny", "Name a colour.", system="Be brief.",
+                                      options={"num_predict": 6})
+        self.assertTrue(answer.response)
+        parts = list(self.ollama.generate("tiny", "The sea is", raw=True, stream=True,
+                                          options={"num_predict": 6}))
+        self.assertEqual(parts[-1].eval_count, 6)
+        self.assertEqual(self.ollama.generate("tiny").done_reason, "load")
+
+    def test_ollama_model(self):
+        self.assertEqual([m.model for m in self.ollama.list().models], ["tiny"])
+        self.assertEqual([m.context_length for m in self.ollama.ps().models], [4096])
+        shown = self.ollama.show("tiny:latest")
+        self.assertIn("tools", shown.capabilities)
+        self.assertEqual(shown.modelinfo["general.architecture"], "llama")
+        self.assertEqual(shown.details.format, "gguf")
+
+    def test_ollama_errors(self):
+        def error(call) -> tuple:
+            with self.assertRaises(ollama.ResponseError) as raised:
+                call()
+            return raised.exception.status_code, raised.exception.error
+
+        self.assertEqual(error(lambda: self.ollama.embed("tiny", "x"))[0], 501)
+        self.assertEqual(error(lambda: self.ollama.pull("other"))[0], 501)
+        self.assertEqual(error(lambda: self.ollama.delete("tiny"))[0], 501)
+        self.assertEqual(error(lambda: self.ollama.show("other")),
+                         (404, "there is no model 'other'; this server has 'tiny'"))
+        picture = {"role": "user", "content": "What is this?", "images": [b"PNG"]}
+        status, text = error(lambda: self.ollama.chat("tiny", [picture]))
+        self.assertEqual(status, 400)
+        self.assertIn("images are not supported", text)
+        with ollama.Client(self.server.url) as stranger:
+            self.assertEqual(error(stranger.list)[0], 401)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,13 @@ EXAMPLES = 25   # right ones for each operation, and as many wrong ones
 CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_conformance",
            "response_headers_conformance", "response_schema_conformance")
 # Answers of 500 and above that the document promises.
-REFUSED = {"createEmbedding": 501, "infill": 501, "slotAction": 501}
+REFUSED = dict.fromkeys((
+    "createEmbedding", "infill", "slotAction", "ollamaGenerate", "ollamaEmbed", "ollamaEmbeddings",
+    "ollamaPull", "ollamaPush", "ollamaCreate", "ollamaCopy", "ollamaDelete", "ollamaUploadBlob"), 501)
 ENDLESS = {"followEvents"}
 # Numbers that decide how long an answer takes, and how large they may be here.
-TOKENS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"), 4)
+TOKENS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict",
+                        "num_predict"), 4)
 CHOICES = dict.fromkeys(("n", "n_cmpl"), 2)
 
 
@@ -36,10 +39,15 @@ def shorten(body: object, known: dict) -> None:
     """Bounds the answer; what is wrong about a request stays wrong."""
     if not isinstance(body, dict):
         return
+    if "options" in known:  # Ollama's
+        if body.get("options") is None:
+            body["options"] = {}
+        shorten(body["options"], {"num_predict": {}})
     for name, most in (TOKENS | CHOICES).items():
         value = body.get(name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        unlimited = name in TOKENS and (value is None or value == -1)
+        endless = (-2, -1, 0) if name == "num_predict" else (-1,)
+        unlimited = name in TOKENS and (value is None or number and value in endless)
         if name in known and (unlimited or number and value > most):
             body[name] = most
 

@@ -102,6 +102,15 @@ class Server:
                                    json.loads(data) if data.startswith("{") else data))
         return events
 
+    def lines(self, path: str, body: object) -> list:
+        """The lines of a stream of JSON."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            if reply.headers["Content-Type"] != "application/x-ndjson":
+                raise RuntimeError(f"{path}: no stream of lines: {reply.read().decode()}")
+            return [json.loads(line) for line in reply]
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -155,6 +164,17 @@ class Conversation:
         self.completed = usage["prompt_tokens"] + usage["completion_tokens"] - 1
         self.messages = messages + [{"role": "assistant", "content": reply}]
         self.answers.append(reply)
+
+
+def weather_questions() -> list:
+    """A conversation in Ollama's words whose last question, about Bergen, even a small model answers
+    with a call of the tool `weather`, as it was done before."""
+    messages = []
+    for city in ("Oslo", "Paris", "Rome"):
+        messages += [{"role": "user", "content": f"How is the weather in {city}?"},
+                     {"role": "assistant", "content": "", "tool_calls": [
+                         {"function": {"name": "weather", "arguments": {"city": city}}}]}]
+    return [*messages, {"role": "user", "content": "How is the weather in Bergen?"}]
 
 
 # For tests that count what came back: on a fast machine or a slow disk the planner may find that

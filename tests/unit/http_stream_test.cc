@@ -28,7 +28,7 @@ TEST(HttpStreamTest, PiecesArriveAsTheyAreWritten) {
   ASSERT_NE(held.responder, nullptr);
   EXPECT_FALSE(held.responder->writable());
   EXPECT_FALSE(held.responder->write("too early"));
-  ASSERT_TRUE(held.responder->start_stream(200, event_stream_headers()));
+  ASSERT_TRUE(held.responder->start_stream(200, stream_headers()));
   EXPECT_EQ(test.counters().streams_open, 1U);
   ASSERT_TRUE(client.take_until("text/event-stream\r\n").has_value());
   for (int i = 0; i < 3; ++i) {

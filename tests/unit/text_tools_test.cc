@@ -266,6 +266,8 @@ TEST_F(Tools, ThoughtsAreReasoning) {
   input.tools.clear();
   const ChatPrompt p = prompt(kThinker, input);
   EXPECT_FALSE(p.format->plain());
+  EXPECT_TRUE(create(kThinker)->thinks());
+  EXPECT_FALSE(create({})->thinks());
   EXPECT_EQ(p.format->parse("<think>\nRome, hm.\n</think>\n\nSunny.", true).content, "Sunny.");
   const ChatReply reply = p.format->parse("<think>\nRome, hm", false);
   EXPECT_EQ(reply.content, "");

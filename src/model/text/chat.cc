@@ -25,6 +25,14 @@ std::string apply(const ChatTemplate::Impl& impl, std::span<const ChatMessage> m
   return common_chat_templates_apply(impl.templates.get(), inputs).prompt;
 }
 
+bool knows_thoughts(const common_chat_templates* templates) {
+  try {
+    return common_chat_templates_support_enable_thinking(templates);
+  } catch (const std::exception&) {
+    return false;  // it refuses the conversation that this is tried with
+  }
+}
+
 }  // namespace
 
 std::vector<common_chat_msg> to_common(std::span<const ChatMessage> messages) {
@@ -66,6 +74,7 @@ Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& toke
         common_chat_templates_get_caps(impl->templates.get())["supports_tool_calls"];
     impl->by_name = is_name(override_template) && override_template != kChatml;
     if (!impl->knows_tools) impl->tool_templates = make_tool_templates();
+    impl->thinks = !impl->by_name && knows_thoughts(impl->templates.get());
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("can't read the chat template: {}", e.what()));
   }
@@ -73,6 +82,7 @@ Result<std::unique_ptr<ChatTemplate>> ChatTemplate::create(const Tokenizer& toke
 }
 
 bool ChatTemplate::is_fallback() const { return impl_->fallback; }
+bool ChatTemplate::thinks() const { return impl_->thinks; }
 const std::string& ChatTemplate::source() const { return impl_->source; }
 
 bool ChatTemplate::add_special(const std::string& rendered) const {

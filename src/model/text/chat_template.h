@@ -20,6 +20,7 @@ struct ChatTemplate::Impl {
   std::string source;
   bool fallback = false;
   bool knows_tools = false;
+  bool thinks = false;
   bool by_name = false;  // one of the library's, which it writes without Jinja
 };
 

@@ -48,6 +48,7 @@ const char* error_type(int http_status, ErrorStyle style) {
 }
 
 Json make_body(int http_status, std::string_view message, Json param, Json code, ErrorStyle style) {
+  if (style == ErrorStyle::kOllama) return {{"error", message}};
   if (style == ErrorStyle::kAnthropic) {
     return {{"type", "error"},
             {"error", {{"type", error_type(http_status, style)}, {"message", message}}}};
@@ -96,13 +97,19 @@ std::string base64(std::span<const float> values) {
 
 ErrorStyle error_style(std::string_view path) {
   constexpr std::string_view kMessages = "/v1/messages";
+  if (path.starts_with("/api/")) return ErrorStyle::kOllama;
   const bool anthropic = path.substr(0, kMessages.size()) == kMessages &&
                          (path.size() == kMessages.size() || path[kMessages.size()] == '/');
   return anthropic ? ErrorStyle::kAnthropic : ErrorStyle::kOpenAi;
 }
 
 ErrorStyle error_style(Dialect dialect) {
-  return dialect == Dialect::kMessages ? ErrorStyle::kAnthropic : ErrorStyle::kOpenAi;
+  switch (dialect) {
+    case Dialect::kMessages: return ErrorStyle::kAnthropic;
+    case Dialect::kOllamaChat:
+    case Dialect::kOllamaGenerate: return ErrorStyle::kOllama;
+    default: return ErrorStyle::kOpenAi;
+  }
 }
 
 ErrorAnswer render_error(const Status& status, ErrorStyle style) {
@@ -115,7 +122,7 @@ ErrorAnswer render_error(const Status& status, ErrorStyle style) {
 }
 
 void tell_context(int64_t prompt, int64_t context, ErrorStyle style, ErrorAnswer* answer) {
-  if (style == ErrorStyle::kAnthropic) return;
+  if (style != ErrorStyle::kOpenAi) return;
   Json& error = answer->body["error"];
   error["type"] = "exceed_context_size_error";
   error["n_prompt_tokens"] = prompt;

@@ -1,7 +1,9 @@
 #include "api/json.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
+#include <ctime>
 #include <utility>
 #include <vector>
 
@@ -104,6 +106,14 @@ Result<Json> parse_body(std::string_view body, const BodyLimits& limits) {
 
 std::string to_text(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+std::string moment_text(int64_t wall_ns) {
+  constexpr int64_t kNsPerSecond = 1'000'000'000;
+  const auto since_1970 = static_cast<std::time_t>(wall_ns / kNsPerSecond);
+  std::tm utc = {};
+  gmtime_r(&since_1970, &utc);
+  return fmt::format("{:%Y-%m-%dT%H:%M:%S}.{:06}Z", utc, wall_ns % kNsPerSecond / 1000);
 }
 
 }  // namespace hcache::api

@@ -33,6 +33,9 @@ std::string make_document() {
   schemas["TokenizeRequest"] = request_schema(tokenize_fields);
   schemas["DetokenizeRequest"] = request_schema(detokenize_fields);
   schemas["SlotFileRequest"] = request_schema(slot_file_fields);
+  schemas["OllamaChatRequest"] = request_schema(ollama_chat_fields);
+  schemas["OllamaGenerateRequest"] = request_schema(ollama_generate_fields);
+  schemas["OllamaShowRequest"] = request_schema(ollama_show_fields);
   schemas["CreateBatchRequest"] = request_schema(create_batch_fields);
   schemas["MessageBatchRequest"] = request_schema(message_batch_fields);
   return document.dump(2);

@@ -11,27 +11,9 @@ namespace {
 
 using model::ChatInput;
 using model::ChatMessage;
-using model::ToolCall;
 using model::ToolChoice;
 
 const std::vector<std::string> kTextParts = {"text", "refusal"};
-
-void call_fields(Fields& f, ToolCall* call) {
-  std::string type = "function";
-  f.text("id", &call->id, "As the answer gave it.");
-  f.one_of("type", &type, {"function"}, {});
-  f.required().object("function", {}, [&](Fields& o) {
-    o.required().text("name", &call->name, {});
-    o.value("arguments", {{"type", "string"}}, "JSON.",
-            [&](const Json& value, const std::string& path) -> Status {
-              if (!value.is_string() && !value.is_object()) {
-                return wrong_kind(path, "a string", value);
-              }
-              call->arguments = value.is_string() ? value.get<std::string>() : to_text(value);
-              return {};
-            });
-  });
-}
 
 // `begun`: its content if the answer goes on with it; then parts are paragraphs, as llama.cpp has
 // them.
@@ -47,16 +29,9 @@ void message_fields(Fields& f, ChatMessage* m, std::string* begun) {
   f.text("reasoning_content", &m->reasoning, "What the assistant thought before it answered.");
   f.text("name", &m->name, {});
   f.text("tool_call_id", &m->tool_call_id, "Of a tool's message: the call it answers.");
-  f.objects("tool_calls", "Of the assistant's.", [&](Fields& o) {
-    ToolCall call;
-    call_fields(o, &call);
-    m->tool_calls.push_back(std::move(call));
-  });
+  calls_field(f, m);
   if (!f.has("content") && m->tool_calls.empty() && m->reasoning.empty()) {
     f.fail("content", "missing");
-  }
-  if (m->role != "assistant" && !m->tool_calls.empty()) {
-    f.fail("tool_calls", "only the assistant calls tools");
   }
 }
 
@@ -129,14 +104,7 @@ void conversation_fields(Fields& f, ChatInput* chat) {
   } else if (chat->messages.back().role == "assistant") {
     chat->messages.back().content = begun;
   }
-  f.objects("tools", "What the model may call.", [&](Fields& o) {
-    std::string type = "function";
-    model::ChatTool tool;
-    o.one_of("type", &type, {"function"}, {});
-    o.required().object("function", {},
-                        [&](Fields& fn) { function_fields(fn, &tool, "parameters"); });
-    chat->tools.push_back(std::move(tool));
-  });
+  tools_field(f, chat);
   f.value(
       "tool_choice", choice_schema(), "Whether it may, must not or must; or which.",
       [&](const Json& value, const std::string& path) { return read_choice(value, path, chat); });
@@ -160,9 +128,7 @@ void chat_completion_fields(Fields& f, GenerationRequest* r) {
   limit_field(f, r, "max_completion_tokens");
   stop_field(f, r, "stop");
   f.integer("n", &r->n, {1, 128}, "How many answers.");
-  f.flag("logprobs", &r->logprobs, "Give the log-probability of every token.");
-  f.integer("top_logprobs", &r->top_logprobs, {0, 20}, "And those of the likeliest ones.");
-  if (r->top_logprobs > 0 && !r->logprobs) f.fail("top_logprobs", "needs logprobs: true");
+  logprobs_fields(f, r);
   f.flag("verbose", &r->verbose, "Give llama-server's own answer, with the prompt, in __verbose.");
   sampling_fields(f, r);
   if (chat.json_schema.empty()) chat.json_schema = std::exchange(r->sampling.json_schema, {});

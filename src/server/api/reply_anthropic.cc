@@ -20,12 +20,10 @@ class MessagesReply : public ReplyBase {
     }
     if (!reply.content.empty()) content.push_back({{"type", "text"}, {"text", reply.content}});
     for (const model::ToolCall& call : reply.tool_calls) {
-      Json input = Json::parse(call.arguments, nullptr, /*allow_exceptions=*/false);
-      if (!input.is_object()) input = Json::object();  // the reply was cut short
       content.push_back({{"type", "tool_use"},
                          {"id", call.id},
                          {"name", call.name},
-                         {"input", std::move(input)}});
+                         {"input", arguments_json(call)}});
     }
     Json out = head(std::move(content));
     add_stop(&out);

@@ -131,6 +131,13 @@ std::string sse(std::string_view event, const Json& data) {
   return fmt::format("event: {}\n{}", event, sse(data));
 }
 
+std::string ndjson(const Json& data) { return to_text(data) + "\n"; }
+
+Json arguments_json(const model::ToolCall& call) {
+  Json arguments = Json::parse(call.arguments, nullptr, /*allow_exceptions=*/false);
+  return arguments.is_object() ? arguments : Json::object();
+}
+
 std::string valid_text(std::string bytes) {
   std::string text = model::take_valid_utf8(bytes);
   return bytes.empty() ? text : text + "\uFFFD";
@@ -176,6 +183,8 @@ std::unique_ptr<ReplyBuilder> ReplyBuilder::create(const GenerationRequest& requ
     case Dialect::kResponse: return make_response_reply(request, std::move(context));
     case Dialect::kMessages: return make_messages_reply(request, std::move(context));
     case Dialect::kLlama: return make_llama_reply(request, std::move(context));
+    case Dialect::kOllamaChat:
+    case Dialect::kOllamaGenerate: return make_ollama_reply(request, std::move(context));
   }
   die("a request without a dialect");
 }

@@ -101,6 +101,10 @@ class ReplyBase : public ReplyBuilder {
 // "data: {...}\n\n", with the event's name before it where the dialect has names.
 [[nodiscard]] std::string sse(const Json& data);
 [[nodiscard]] std::string sse(std::string_view event, const Json& data);
+// One line of newline-delimited JSON.
+[[nodiscard]] std::string ndjson(const Json& data);
+// A call's arguments; an empty object where the reply was cut short within them.
+[[nodiscard]] Json arguments_json(const model::ToolCall& call);
 [[nodiscard]] Json progress_json(const PromptProgress& progress);
 // The timings of a reply whose prompt is not done.
 [[nodiscard]] Json progress_timings_json(const PromptProgress& progress);
@@ -124,5 +128,7 @@ class ReplyBase : public ReplyBuilder {
                                                                 ReplyContext context);
 [[nodiscard]] std::unique_ptr<ReplyBuilder> make_llama_reply(const GenerationRequest& request,
                                                              ReplyContext context);
+[[nodiscard]] std::unique_ptr<ReplyBuilder> make_ollama_reply(const GenerationRequest& request,
+                                                              ReplyContext context);
 
 }  // namespace hcache::api

@@ -153,6 +153,24 @@ Status read_stops(const Json& value, const std::string& path, std::vector<std::s
   return {};
 }
 
+void call_fields(Fields& f, model::ToolCall* call) {
+  std::string type = "function";
+  f.text("id", &call->id, "As the answer gave it.");
+  f.one_of("type", &type, {"function"}, {});
+  f.required().object("function", {}, [&](Fields& o) {
+    o.required().text("name", &call->name, {});
+    o.value(
+        "arguments", {{"anyOf", Json::array({Json{{"type", "string"}}, Json{{"type", "object"}}})}},
+        "JSON, as a text or as it is.", [&](const Json& value, const std::string& path) -> Status {
+          if (!value.is_string() && !value.is_object()) {
+            return wrong_kind(path, "a string", value);
+          }
+          call->arguments = value.is_string() ? value.get<std::string>() : to_text(value);
+          return {};
+        });
+  });
+}
+
 bool tool_name_ok(const std::string& name) {
   const auto allowed = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
@@ -425,6 +443,34 @@ void function_fields(Fields& f, model::ChatTool* tool, std::string_view schema_n
   }
   f.text("description", &tool->description, "What it does, for the model.");
   f.schema(schema_name, &tool->parameters, "A JSON schema of its arguments.");
+}
+
+void tools_field(Fields& f, model::ChatInput* chat) {
+  f.objects("tools", "What the model may call.", [&](Fields& o) {
+    std::string type = "function";
+    model::ChatTool tool;
+    o.one_of("type", &type, {"function"}, {});
+    o.required().object("function", {},
+                        [&](Fields& fn) { function_fields(fn, &tool, "parameters"); });
+    chat->tools.push_back(std::move(tool));
+  });
+}
+
+void calls_field(Fields& f, model::ChatMessage* message) {
+  f.objects("tool_calls", "Of the assistant's.", [&](Fields& o) {
+    model::ToolCall call;
+    call_fields(o, &call);
+    message->tool_calls.push_back(std::move(call));
+  });
+  if (message->role != "assistant" && !message->tool_calls.empty()) {
+    f.fail("tool_calls", "only the assistant calls tools");
+  }
+}
+
+void logprobs_fields(Fields& f, GenerationRequest* r) {
+  f.flag("logprobs", &r->logprobs, "Give the log-probability of every token.");
+  f.integer("top_logprobs", &r->top_logprobs, {0, 20}, "And those of the likeliest ones.");
+  if (r->top_logprobs > 0 && !r->logprobs) f.fail("top_logprobs", "needs logprobs: true");
 }
 
 void effort_field(Fields& f, std::string_view name, model::ChatInput* chat) {

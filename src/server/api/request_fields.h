@@ -48,6 +48,10 @@ void function_fields(Fields& f, model::ChatTool* tool, std::string_view schema_n
 // "none", "minimal", ..., as a switch and a variable of the template.
 void effort_field(Fields& f, std::string_view name, model::ChatInput* chat);
 void template_fields(Fields& f, model::ChatInput* chat);
+// OpenAI's list of tools, and the calls of a message of the assistant's; Ollama has both as well.
+void tools_field(Fields& f, model::ChatInput* chat);
+void calls_field(Fields& f, model::ChatMessage* message);
+void logprobs_fields(Fields& f, GenerationRequest* r);
 // What a tool choice must not contradict.
 void check_tools(Fields& f, const GenerationRequest& r);
 
@@ -65,6 +69,9 @@ void embedding_fields(Fields& f, EmbeddingRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);
 void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
 void slot_file_fields(Fields& f, std::string* filename);
+void ollama_chat_fields(Fields& f, GenerationRequest* r);
+void ollama_generate_fields(Fields& f, InfillRequest* r);
+void ollama_show_fields(Fields& f, std::string* model);
 void create_batch_fields(Fields& f, CreateBatch* batch);
 void message_batch_fields(Fields& f, std::string* lines);
 

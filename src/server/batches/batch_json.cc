@@ -1,10 +1,8 @@
 #include "batch_json.h"
 
-#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <ctime>
 #include <utility>
 
 namespace hcache::server {
@@ -17,14 +15,8 @@ constexpr int64_t kNsPerSecond = 1'000'000'000;
 // Seconds since 1970; null: not yet, or never.
 Json seconds(int64_t ns) { return ns > 0 ? Json(ns / kNsPerSecond) : Json(nullptr); }
 
-// As RFC 3339 has it.
-Json moment(int64_t ns) {
-  if (ns <= 0) return nullptr;
-  const auto since_1970 = static_cast<std::time_t>(ns / kNsPerSecond);
-  std::tm utc = {};
-  gmtime_r(&since_1970, &utc);
-  return fmt::format("{:%Y-%m-%dT%H:%M:%S}.{:06}Z", utc, ns % kNsPerSecond / 1000);
-}
+// Null as there.
+Json moment(int64_t ns) { return ns > 0 ? Json(api::moment_text(ns)) : Json(nullptr); }
 
 Json ended_as(const StoredBatch& batch, BatchStatus status) {
   return batch.status == status ? seconds(batch.ended_ns) : Json(nullptr);

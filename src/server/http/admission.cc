@@ -97,9 +97,17 @@ Admission answer_options(const Options& options, const std::vector<std::string>&
   return out;
 }
 
+// As sent, for the words of a refusal alone.
+void take_sent_path(Request* request) {
+  request->path = request->target.substr(0, request->target.find('?'));
+}
+
 }  // namespace
 
-Admission starting() { return refuse(503, "the server is starting", {{"Retry-After", "1"}}); }
+Admission starting(Request* request) {
+  take_sent_path(request);
+  return refuse(503, "the server is starting", {{"Retry-After", "1"}});
+}
 
 bool is_loopback_host(std::string_view host) {
   constexpr std::string_view kBelow = ".localhost";
@@ -169,8 +177,7 @@ Admission admit(const Options& options, const Router& router, std::uint64_t cont
                 Request* request) {
   auto target = parse_target(request->target);
   if (!target.ok()) {
-    // As sent, for the words of the refusal alone.
-    request->path = request->target.substr(0, request->target.find('?'));
+    take_sent_path(request);
     return refuse(400, target.status().message());
   }
   request->path = std::move(target->path);

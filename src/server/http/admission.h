@@ -26,8 +26,8 @@ struct Admission {
 [[nodiscard]] Admission admit(const Options& options, const Router& router,
                               std::uint64_t content_length, Request* request);
 
-// Of a server that has no routes yet: 503, come back soon.
-[[nodiscard]] Admission starting();
+// Of a server that has no routes yet: 503, come back soon. Fills in the request's path, as sent.
+[[nodiscard]] Admission starting(Request* request);
 
 // The request's origin where options.cors_origins allow it; else empty.
 [[nodiscard]] std::string allowed_origin(const Options& options, const Request& request);

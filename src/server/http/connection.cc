@@ -214,7 +214,7 @@ void Connection::on_head() {
   request.peer = peer_;
   const Router* router = core_->router();
   Admission admission = router == nullptr
-                            ? starting()
+                            ? starting(&request)
                             : admit(core_->options, *router, parser_->content_length(), &request);
   unread_ = admission.route == nullptr && parser_->has_body();
   make_exchange(parser_->keep_alive() && !unread_);

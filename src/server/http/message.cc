@@ -16,8 +16,8 @@ const std::string* Request::header(std::string_view name) const { return find(he
 const std::string* Request::query_value(std::string_view name) const { return find(query, name); }
 const std::string* Request::param(std::string_view name) const { return find(params, name); }
 
-Headers event_stream_headers() {
-  return {{"Content-Type", "text/event-stream"}, {"X-Accel-Buffering", "no"}};
+Headers stream_headers(std::string_view content_type) {
+  return {{"Content-Type", std::string(content_type)}, {"X-Accel-Buffering", "no"}};
 }
 
 std::string event_text(std::string_view data, std::string_view name) {

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "api/answers.h"
 #include "base/log.h"
 
 namespace hcache::server {
@@ -93,6 +92,27 @@ uint64_t page_bytes(const store::Match& match) {
     for (const store::PageInfo& page : chunk.chunk.info().pages) bytes += page.bytes;
   }
   return bytes;
+}
+
+api::ModelCard model_card(Service& service) {
+  const state::ModelCard& model = service.runtime().card();
+  api::ModelCard card;
+  card.name = service.model_name();
+  card.aliases = service.options().aliases;
+  card.tags = service.options().tags;
+  card.created_s = service.started_s();
+  card.context = service.context();
+  card.vocabulary = service.tokenizer().n_vocab();
+  card.width = model.n_embd;
+  card.parameters = model.n_params;
+  card.bytes = model.n_bytes;
+  return card;
+}
+
+Status no_embeddings() {
+  return unimplemented(
+      "embeddings need the last layer's hidden states, which the engine does not give out; serve "
+      "an embedding model with llama-server --embeddings");
 }
 
 Result<store::Store*> store_of(Service& service) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "api/answers.h"
 #include "api/json.h"
 #include "base/ids.h"
 #include "base/status.h"
@@ -60,6 +61,10 @@ class PacedStream {
 
 // Of the pages that hold a match's state.
 [[nodiscard]] uint64_t page_bytes(const store::Match& match);
+
+[[nodiscard]] api::ModelCard model_card(Service& service);
+// Why there are no embeddings.
+[[nodiscard]] Status no_embeddings();
 
 // kFailedPrecondition with --no-store.
 [[nodiscard]] Result<store::Store*> store_of(Service& service);

@@ -2,13 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <functional>
 #include <utility>
 
 #include "api/answers.h"
 #include "api/request.h"
 #include "batch_endpoints.h"
 #include "generation.h"
+#include "ollama_endpoints.h"
 #include "page/page.h"
 #include "session_endpoints.h"
 #include "slot_endpoints.h"
@@ -39,9 +39,7 @@ class EndpointTable final : public Endpoints {
  private:
   http::Handler quick(Answer answer) { return answer_on(service_.intake(), std::move(answer)); }
   http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
-  using Prepare = std::function<Result<api::GenerationRequest>(const Json&)>;
   http::Handler generate(Parse parse);
-  http::Handler generate_from(Prepare prepare);
 
   Result<Json> embeddings(const Call& call) const;
   Result<api::GenerationRequest> infill(const Json& body) const;
@@ -50,7 +48,6 @@ class EndpointTable final : public Endpoints {
   Result<Json> tokenize(const Call& call) const;
   Result<Json> detokenize(const Call& call) const;
   Result<Json> apply_template(const Call& call) const;
-  [[nodiscard]] api::ModelCard model_card() const;
   Result<Json> model(const Call& call) const;
   [[nodiscard]] Json props() const;
 
@@ -63,51 +60,26 @@ class EndpointTable final : public Endpoints {
   SessionEndpoints sessions_{service_, *transfers_};
   SlotEndpoints slots_{service_, *transfers_};
   BatchEndpoints batches_{service_, *transfers_};
+  OllamaEndpoints ollama_{service_};
 };
 
 http::Handler EndpointTable::generate(Parse parse) {
-  return generate_from(
-      [this, parse](const Json& body) { return parse(body, service_.options().sampling); });
-}
-
-http::Handler EndpointTable::generate_from(Prepare prepare) {
-  return
-      [this, prepare = std::move(prepare)](Request request, std::shared_ptr<Responder> responder) {
-        service_.intake().post(
-            [this, prepare, request = std::move(request), responder = std::move(responder)] {
-              const Result<Json> body = api::parse_body(request.body);
-              if (!body.ok()) return send_status(request, *responder, body.status());
-              Result<api::GenerationRequest> prepared = prepare(*body);
-              if (!prepared.ok()) return send_status(request, *responder, prepared.status());
-              const Salt salt = service_.salt_of(request, prepared->cache_salt);
-              std::make_shared<Generation>(service_, responder, std::move(*prepared), salt,
-                                           request.key_name)
-                  ->start();
-            });
-      };
+  return generate_by(service_, [this, parse](const Json& body) {
+    return parse(body, service_.options().sampling);
+  });
 }
 
 Result<api::GenerationRequest> EndpointTable::infill(const Json& body) const {
   HCACHE_ASSIGN_OR_RETURN(api::InfillRequest infill,
                           api::parse_infill(body, service_.options().sampling));
-  // A reply without a limit has a quarter of the context.
-  const int64_t context = service_.context();
-  const int64_t asked = infill.generation.max_tokens;
-  const int64_t reply = asked < 0 ? context / 4 : std::min(asked, context / 2);
-  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
-                          api::infill_prompt(service_.tokenizer(), infill, context - reply,
-                                             service_.options().suffix_first));
-  infill.generation.prompts = {api::Prompt{{std::move(tokens)}}};
-  return std::move(infill.generation);
+  return fill_gap(service_, std::move(infill));
 }
 
 // ---- Without generation -------------------------------------------------------------------------
 
 Result<Json> EndpointTable::embeddings(const Call& call) const {
   HCACHE_RETURN_IF_ERROR(api::parse_embedding(call.body).status());
-  return unimplemented(
-      "embeddings need the last layer's hidden states, which the engine does not give out; serve "
-      "an embedding model with llama-server --embeddings");
+  return no_embeddings();
 }
 
 Result<int64_t> EndpointTable::count_tokens(const model::ChatInput& chat) const {
@@ -154,28 +126,13 @@ Result<Json> EndpointTable::apply_template(const Call& call) const {
   return api::apply_template_answer(prompt.text);
 }
 
-api::ModelCard EndpointTable::model_card() const {
-  const state::ModelCard& model = service_.runtime().card();
-  api::ModelCard card;
-  card.name = service_.model_name();
-  card.aliases = service_.options().aliases;
-  card.tags = service_.options().tags;
-  card.created_s = service_.started_s();
-  card.context = service_.context();
-  card.vocabulary = service_.tokenizer().n_vocab();
-  card.width = model.n_embd;
-  card.parameters = model.n_params;
-  card.bytes = model.n_bytes;
-  return card;
-}
-
 Result<Json> EndpointTable::model(const Call& call) const {
   const std::string& name = *call.request.param("model");
   if (name != service_.model_name() && !service_.options().aliases.contains(name)) {
     return not_found(
         fmt::format("there is no model '{}'; this server has '{}'", name, service_.model_name()));
   }
-  return api::model_answer(model_card());
+  return api::model_answer(model_card(service_));
 }
 
 Json EndpointTable::props() const {
@@ -308,7 +265,8 @@ void EndpointTable::add_to(http::Router* router) {
   for (const char* path : {"/completion", "/completions"}) {
     router->add("POST", path, generate(api::parse_llama_completion));
   }
-  router->add("POST", "/infill", generate_from([this](const Json& body) { return infill(body); }));
+  router->add("POST", "/infill",
+              generate_by(service_, [this](const Json& body) { return infill(body); }));
   router->add("POST", "/v1/messages/count_tokens", quick([this](Call& call) -> Result<Json> {
                 HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat,
                                         api::parse_count_tokens(call.body));
@@ -320,7 +278,7 @@ void EndpointTable::add_to(http::Router* router) {
   }
   for (const char* path : {"/v1/models", "/models"}) {
     router->add("GET", path, quick([this](Call&) -> Result<Json> {
-                  const api::ModelCard card = model_card();
+                  const api::ModelCard card = model_card(service_);
                   return api::models_answer({&card, 1});
                 }),
                 is_public);
@@ -347,6 +305,7 @@ void EndpointTable::add_to(http::Router* router) {
   sessions_.add_to(router);
   slots_.add_to(router);
   batches_.add_to(router);
+  ollama_.add_to(router);
   router->add("GET", "/v1/store", slow([this](Call& call) { return store_stat(call); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));

@@ -35,7 +35,7 @@ void Events::subscribe(std::shared_ptr<http::Responder> responder) {
         {{"Retry-After", "10"}});
     return;
   }
-  responder->start_stream(200, http::event_stream_headers());
+  responder->start_stream(200, http::stream_headers());
   listeners_.push_back(std::move(responder));
   wake_.notify_all();
 }

@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "api/ollama.h"
 #include "base/log.h"
+#include "endpoint.h"
 #include "messages.h"
 #include "request_log.h"
 
@@ -63,6 +66,9 @@ api::FinishReason finish_reason(const Outcome& outcome) {
 }  // namespace
 
 void Generation::start() {
+  if (request_.only_loads) {  // it is loaded
+    return send_json(*responder_, api::ollama_load_answer(request_, answered_name(), wall_s()));
+  }
   if (Status status = prepare(); !status.ok()) return refuse(status);
   responder_->on_disconnect([self = weak_from_this()] {
     if (const auto generation = self.lock()) generation->cancel_all();
@@ -112,14 +118,20 @@ Status Generation::prepare() {
   api::ReplyContext context;
   context.id = id_ = service_.new_id();
   if (request_.dialect == api::Dialect::kResponse) response_id_ = "resp_" + context.id;
-  context.created_s = service_.env().wall_ns() / 1'000'000'000;
-  context.model_name = request_.model_name.empty() ? service_.model_name() : request_.model_name;
+  context.created_s = wall_s();
+  context.model_name = answered_name();
   // It begins as llama-server's does, which clients know it by.
   context.fingerprint = "b" + to_hex(service_.runtime().fingerprint()).substr(0, 12);
   if (chat_) context.format = chat_->format;
   context.prompts = prompt_texts_;
   builder_ = api::ReplyBuilder::create(request_, std::move(context));
   return {};
+}
+
+int64_t Generation::wall_s() const { return service_.env().wall_ns() / 1'000'000'000; }
+
+const std::string& Generation::answered_name() const {
+  return request_.model_name.empty() ? service_.model_name() : request_.model_name;
 }
 
 // The messages of the response that this one goes on from, before its own.
@@ -351,7 +363,8 @@ void Generation::send(const std::string& events) {
 void Generation::open_stream() {
   if (!request_.stream || streams_) return;
   streams_ = true;
-  responder_->start_stream(200, with_dropped(http::event_stream_headers(), dropped_));
+  responder_->start_stream(200,
+                           with_dropped(http::stream_headers(builder_->stream_type()), dropped_));
 }
 
 void Generation::on_progress(size_t index, double fraction) {
@@ -449,6 +462,36 @@ void Generation::remember(const Choice& choice) {
     const Status status = service.conversations().persist(salt, name);
     if (!status.ok()) log::warn("session {} is not on disk: {}", name, status.to_string());
   });
+}
+
+// ---- Handlers -----------------------------------------------------------------------------------
+
+http::Handler generate_by(Service& service, Prepare prepare) {
+  return [&service, prepare = std::move(prepare)](http::Request request,
+                                                  std::shared_ptr<http::Responder> responder) {
+    service.intake().post([&service, prepare, request = std::move(request),
+                           responder = std::move(responder)] {
+      const Result<api::Json> body = api::parse_body(request.body);
+      if (!body.ok()) return send_status(request, *responder, body.status());
+      Result<api::GenerationRequest> prepared = prepare(*body);
+      if (!prepared.ok()) return send_status(request, *responder, prepared.status());
+      const Salt salt = service.salt_of(request, prepared->cache_salt);
+      std::make_shared<Generation>(service, responder, std::move(*prepared), salt, request.key_name)
+          ->start();
+    });
+  };
+}
+
+Result<api::GenerationRequest> fill_gap(const Service& service, api::InfillRequest infill) {
+  // A reply without a limit has a quarter of the context.
+  const int64_t context = service.context();
+  const int64_t asked = infill.generation.max_tokens;
+  const int64_t reply = asked < 0 ? context / 4 : std::min(asked, context / 2);
+  HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
+                          api::infill_prompt(service.tokenizer(), infill, context - reply,
+                                             service.options().suffix_first));
+  infill.generation.prompts = {api::Prompt{{std::move(tokens)}}};
+  return std::move(infill.generation);
 }
 
 }  // namespace hcache::server

@@ -16,6 +16,7 @@
 #include "api/request.h"
 #include "api/stop_matcher.h"
 #include "http/message.h"
+#include "http/router.h"
 #include "model/sampler.h"
 #include "service.h"
 
@@ -43,7 +44,8 @@ class Generation : public std::enable_shared_from_this<Generation> {
         key_(std::move(key)),
         options_(std::move(options)) {}
 
-  // Renders, tokenises and submits; what is wrong is answered at once.
+  // Renders, tokenises and submits; what is wrong is answered at once, and so is what asks for no
+  // text.
   void start();
 
  private:
@@ -58,6 +60,9 @@ class Generation : public std::enable_shared_from_this<Generation> {
     std::atomic<scheduler::RequestId> id = 0;  // 0: not submitted
   };
 
+  [[nodiscard]] int64_t wall_s() const;
+  // The model's name as the answer has it: as it was asked for.
+  [[nodiscard]] const std::string& answered_name() const;
   Status prepare();
   Status take_previous_messages();
   Status make_prompts();
@@ -109,5 +114,14 @@ class Generation : public std::enable_shared_from_this<Generation> {
   int64_t progress_from_ns_ = 0;
   int64_t dropped_ = 0;  // tokens that have left the context; of several choices, the most
 };
+
+// A handler that starts the generation of the request that `prepare` makes of a body. The service
+// must outlive it.
+using Prepare = std::function<Result<api::GenerationRequest>(const api::Json& body)>;
+[[nodiscard]] http::Handler generate_by(Service& service, Prepare prepare);
+
+// The generation with the prompt whose answer fills the gap.
+[[nodiscard]] Result<api::GenerationRequest> fill_gap(const Service& service,
+                                                      api::InfillRequest infill);
 
 }  // namespace hcache::server

@@ -27,10 +27,14 @@ class Loading {
     MutexLock lock(mutex_);
     ended_ = true;
   }
-  // As llama-server words it, with what is being done and how far it is; nothing afterwards.
-  [[nodiscard]] std::optional<api::Json> error_body() const {
+  // As llama-server words it, with what is being done and how far it is, or as Ollama does; nothing
+  // afterwards.
+  [[nodiscard]] std::optional<api::Json> error_body(api::ErrorStyle style) const {
     MutexLock lock(mutex_);
     if (ended_) return std::nullopt;
+    if (style == api::ErrorStyle::kOllama) {
+      return api::error_body(kUnavailable, "the model is being loaded: " + what_, style);
+    }
     api::Json body;
     body["error"] = {{"message", "Loading model"},
                      {"type", "unavailable_error"},
@@ -97,12 +101,12 @@ class ServerImpl : public Server {
     http::Options http = options.http;
     http.loopback_hosts_only = http.api_keys.empty() && http::are_loopback_hosts(http.host);
     http.error_body = [this](int status, std::string_view message, std::string_view path) {
+      const api::ErrorStyle style = api::error_style(path);
       std::optional<api::Json> loading;
-      if (status == kUnavailable) loading = loading_.error_body();
+      if (status == kUnavailable) loading = loading_.error_body(style);
       return http::ErrorBody{
           .content_type = "application/json",
-          .content = api::to_text(
-              loading ? *loading : api::error_body(status, message, api::error_style(path)))};
+          .content = api::to_text(loading ? *loading : api::error_body(status, message, style))};
     };
     http.access_log = [](const http::AccessRecord& r) {
       log::info("http {} {} {} {} B {:.3f} s key={} peer={}", r.method, r.path, r.status, r.bytes,

@@ -124,6 +124,8 @@ class ChatTemplate {
 
   // True when the file has no template and chatml is used instead: worth a line to the user.
   [[nodiscard]] bool is_fallback() const;
+  // Whether it has replies begin with thoughts, as far as it can be told from rendering it.
+  [[nodiscard]] bool thinks() const;
   // The Jinja source in use.
   [[nodiscard]] const std::string& source() const;
   // Whether encode() should add BOS to render()'s text: false where the template writes it itself.

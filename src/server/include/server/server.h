@@ -1,4 +1,4 @@
-// `hcache serve`: the OpenAI, Anthropic and llama-server protocols over one model, whose
+// `hcache serve`: the OpenAI, Anthropic, llama-server and Ollama protocols over one model, whose
 // conversations survive eviction, restarts and crashes (docs/operations.md).
 //
 // Threading: start, stop and the destructor from one thread; port from any.

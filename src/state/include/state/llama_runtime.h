@@ -30,9 +30,10 @@ enum class EngineChoice : uint8_t {
 struct ModelCard {
   std::string path;
   std::string architecture;
-  std::string engine;     // "own", or "libllama: rows of 24 tensors"
-  std::string places;     // of the weights, as Model::describe_places()
-  bool streamed = false;  // some are brought to the device for each step
+  std::string engine;        // "own", or "libllama: rows of 24 tensors"
+  std::string places;        // of the weights, as Model::describe_places()
+  std::string weight_types;  // "Q4_1"
+  bool streamed = false;     // some are brought to the device for each step
   int32_t n_vocab = 0;
   int32_t n_layer = 0;
   int32_t n_embd = 0;

@@ -15,9 +15,9 @@
 
 namespace hcache::api {
 
-enum class ErrorStyle { kOpenAi, kAnthropic };
+enum class ErrorStyle { kOpenAi, kAnthropic, kOllama };
 
-// By the path of the endpoint: /v1/messages and below are Anthropic's.
+// By the path of the endpoint: /v1/messages and below are Anthropic's, those below /api Ollama's.
 [[nodiscard]] ErrorStyle error_style(std::string_view path);
 [[nodiscard]] ErrorStyle error_style(Dialect dialect);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -26,5 +27,8 @@ struct BodyLimits {
 
 // Compact text; bytes that are no UTF-8 become U+FFFD.
 [[nodiscard]] std::string to_text(const Json& json);
+
+// "2026-01-31T23:59:59.000000Z" (RFC 3339); nanoseconds since 1970-01-01 UTC.
+[[nodiscard]] std::string moment_text(int64_t wall_ns);
 
 }  // namespace hcache::api

@@ -1,4 +1,4 @@
-// From the tokens of a generation to the JSON of three protocols, whole or as a stream.
+// From the tokens of a generation to the JSON of four protocols, whole or as a stream.
 #pragma once
 
 #include <cstdint>
@@ -101,8 +101,8 @@ struct PromptProgress {
 //
 // The order of calls: begin(), then for every choice push()... and finish(), choices in any order
 // and interleaved, then end(). When the request asked for a stream, each gives the bytes of the
-// server-sent events that are due (may be empty); otherwise they give nothing and answer() has it
-// all after end(). One thread at a time.
+// events that are due (may be empty), framed as stream_type() has them; otherwise they give nothing
+// and answer() has it all after end(). One thread at a time.
 class ReplyBuilder {
  public:
   static std::unique_ptr<ReplyBuilder> create(const GenerationRequest& request,
@@ -111,6 +111,8 @@ class ReplyBuilder {
   ReplyBuilder(const ReplyBuilder&) = delete;
   ReplyBuilder& operator=(const ReplyBuilder&) = delete;
 
+  // The content type of a stream.
+  [[nodiscard]] virtual std::string_view stream_type() const { return "text/event-stream"; }
   // Before begin(), of a stream that is to tell; may be left out.
   [[nodiscard]] virtual std::string progress(const PromptProgress& progress) = 0;
   [[nodiscard]] virtual std::string begin(const PromptCounts& counts) = 0;

@@ -1,4 +1,4 @@
-// From the JSON of three protocols to one kind of request.
+// From the JSON of four protocols to one kind of request.
 //
 // Fields that are unknown are ignored. kInvalidArgument names the place of what is wrong
 // ("messages[2].content[0].text: expected a string, got a number") or missing. Pure functions.
@@ -28,6 +28,8 @@ enum class Dialect {
   kResponse,    // OpenAI /v1/responses
   kMessages,    // Anthropic /v1/messages
   kLlama,       // llama-server /completion
+  kOllamaChat,
+  kOllamaGenerate,
 };
 
 // Text and token ids in a row; special tokens in the text count as such.
@@ -88,6 +90,9 @@ struct GenerationRequest {
   bool return_progress = false;              // of the prompt, in events before the first token
   bool verbose = false;                      // llama-server's own answer beside OpenAI's
   std::vector<std::string> response_fields;  // of the answer, "a/b" of objects in it; empty: all
+
+  // Ollama.
+  bool only_loads = false;  // there is nothing to answer, the model is to be loaded
 };
 
 // `defaults` are the sampling options of requests that don't name their own.
@@ -117,6 +122,17 @@ struct InfillRequest {
   std::string suffix;
 };
 [[nodiscard]] Result<InfillRequest> parse_infill(const Json& body, const Defaults& defaults = {});
+
+// Ollama's /api/chat and /api/generate, whose answers are streams unless the request says
+// otherwise.
+[[nodiscard]] Result<GenerationRequest> parse_ollama_chat(const Json& body,
+                                                          const Defaults& defaults = {});
+// With a suffix there is a gap to fill, between prefix and suffix; without, the generation is
+// whole.
+[[nodiscard]] Result<InfillRequest> parse_ollama_generate(const Json& body,
+                                                          const Defaults& defaults = {});
+// The name of the model to describe, never empty.
+[[nodiscard]] Result<std::string> parse_ollama_show(const Json& body);
 
 // Its prompt: [extra] PREFIX prefix prompt SUFFIX suffix MIDDLE, or with SUFFIX suffix first, in at
 // most `room` tokens. What does not fit is left out: extra texts from the first one on, the

@@ -78,8 +78,8 @@ class Responder {
   virtual void on_disconnect(std::function<void()> callback) = 0;
 };
 
-// Headers of a stream of server-sent events; proxies are asked not to buffer it.
-[[nodiscard]] Headers event_stream_headers();
+// Headers of a stream whose pieces count when they come; proxies are asked not to buffer it.
+[[nodiscard]] Headers stream_headers(std::string_view content_type = "text/event-stream");
 // One server-sent event: "event: NAME\n" where a name is given, a "data: " line for every line of
 // `data`, and the empty line that ends it.
 [[nodiscard]] std::string event_text(std::string_view data, std::string_view name = {});
