@@ -286,7 +286,8 @@ Status serve(const ServeArgs& args) {
 void add_serve(CLI::App& app, Verb* verb) {
   add_verb<ServeArgs>(
       app, verb, "serve",
-      "Serve the model over HTTP: OpenAI's, Anthropic's and llama-server's protocols", serve)
+      "Serve the model over HTTP: OpenAI's, Anthropic's, llama-server's and Ollama's protocols",
+      serve)
       ->set_version_flag("--version", HCACHE_VERSION);
 }
 
