@@ -96,7 +96,9 @@ class Package(unittest.TestCase):
             self.assertEqual(needed - offered, set(), kernel.name)
 
     def test_4_answers_as_the_native_program(self):
-        self.assertEqual(self.answer(self.program), self.answer(NATIVE))
+        for engine in ("own", "llama"):
+            self.assertEqual(self.answer(self.program, "--engine", engine),
+                             self.answer(NATIVE, "--engine", engine))
 
     def test_5_runs_on_older_machines(self):
         qemu = shutil.which("qemu-x86_64")

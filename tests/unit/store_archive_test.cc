@@ -156,7 +156,7 @@ TEST_F(ArchiveTest, IsRefusedWhenItLiesAboutSizes) {
     const char* words;
   };
   const std::vector<Lie> lies = {
-      {8, {3}, "format 3"},
+      {8, {4}, "format 4"},
       {kChunks, {2}, "its end"},
       {kChunks, {4}, "more chunks"},
       {kChunks, {0xff, 0xff, 0xff, 0xff}, "more chunks"},

@@ -107,6 +107,21 @@ TEST(Tokenizer, SentencePieceVocabulary) {
   EXPECT_EQ(t->decode(encoded).value(), " ab\u00e9");
 }
 
+// RWKV's: the longest token wins, texts are escaped.
+TEST(Tokenizer, ReadsEscapedTokens) {
+  const Gguf ctx(gguf_init_empty());
+  gguf_set_val_str(ctx.get(), "general.architecture", "rwkv6");
+  gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "rwkv");
+  const char* tokens[] = {"<s>", "\\n", "a", "ab", "b"};
+  gguf_set_arr_str(ctx.get(), "tokenizer.ggml.tokens", tokens, std::size(tokens));
+  const TempFile file(ctx);
+  const auto t = load(file.path());
+  ASSERT_NE(t, nullptr);
+  const std::vector<int32_t> expected = {3, 2, 2, 1, 4};
+  EXPECT_EQ(t->encode("abaa\nb").value(), expected);
+  EXPECT_EQ(t->decode(expected).value(), "abaa\nb");
+}
+
 TEST(Tokenizer, ErrorsSayWhatIsWrong) {
   EXPECT_EQ(Tokenizer::load("/nonexistent/model.gguf").code(), Code::kNotFound);
   {
@@ -126,8 +141,16 @@ TEST(Tokenizer, ErrorsSayWhatIsWrong) {
   }
   {
     const Gguf ctx = tiny_vocab();
-    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "rwkv");
+    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "bert");
     EXPECT_EQ(Tokenizer::load(TempFile(ctx).path()).code(), Code::kUnimplemented);
+  }
+  {
+    // llama.cpp would end the process.
+    const Gguf ctx = tiny_vocab();
+    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "rwkv");
+    const auto t = Tokenizer::load(TempFile(ctx).path());
+    EXPECT_EQ(t.code(), Code::kDataLoss);
+    EXPECT_NE(t.status().message().find("end of a line"), std::string::npos);
   }
   {
     const Gguf ctx = tiny_vocab();
