@@ -223,6 +223,13 @@ def come_back(server: servers.Server, prompts: list[list[int]], new: list[int]) 
     return talks
 
 
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
 def main() -> None:
     args = parse()
     args.model = args.work / f"hybrid-{'quick' if args.quick else 'qwen3next'}.gguf"
@@ -249,7 +256,8 @@ def main() -> None:
     for talk in ours + theirs:
         del talk["prompt"]
     lib.write_results(args.json_file or (args.work / "hybrid.json"), {
-        "quick": args.quick, "tokens": args.tokens, "hcache": ours, "llama_server": theirs, "ratios": ratios})
+        "quick": args.quick, "machine": {"cpu": cpu_name(), "threads": args.threads}, "tokens": args.tokens,
+        "hcache": ours, "llama_server": theirs, "ratios": ratios})
     if not all(talk["same"] for talk in ours):
         raise SystemExit("an answer after the restart is not the one before")
 
