@@ -105,9 +105,9 @@ void LlamaSaverImpl::work() {
     std::vector<LlamaChunk> batch;
     for (size_t bytes = 0; !waiting_.empty() && bytes < kBatchBytes;) {
       // The same chunk again, with a snapshot perhaps, goes into the next batch.
-      const bool twice = std::any_of(batch.begin(), batch.end(), [&](const LlamaChunk& other) {
-        return other.id == waiting_.front().id;
-      });
+      const ChunkId next = waiting_.front().id;
+      const bool twice = std::any_of(batch.begin(), batch.end(),
+                                     [&](const LlamaChunk& other) { return other.id == next; });
       if (twice) break;
       bytes += bytes_of(waiting_.front());
       batch.push_back(std::move(waiting_.front()));
