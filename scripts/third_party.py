@@ -454,28 +454,24 @@ class VulkanBuild(Build):
                               *self.places)
 
 
-# ---- the Redis client -----------------------------------------------------------------------
+# ---- sources: the Redis client's, and llama.cpp's --------------------------------------------
+
+
+def ensure_source(package, version, sha256, what):
+    tree = cache_dir() / f"{package}-{version}"
+    if not tree.exists():
+        progress = Progress(f"fetching {what} (once)")
+        unpacked(package, version, sha256, progress)
+        progress.done()
+    return tree / "vendor" / what
 
 
 def ensure_hiredis():
-    tree = cache_dir() / f"{HIREDIS_PACKAGE}-{HIREDIS_VERSION}"
-    if not tree.exists():
-        progress = Progress("fetching hiredis (once)")
-        unpacked(HIREDIS_PACKAGE, HIREDIS_VERSION, HIREDIS_SHA256, progress)
-        progress.done()
-    return tree / "vendor" / "hiredis"
-
-
-# ---- llama.cpp's sources --------------------------------------------------------------------
+    return ensure_source(HIREDIS_PACKAGE, HIREDIS_VERSION, HIREDIS_SHA256, "hiredis")
 
 
 def ensure_llama_source():
-    tree = cache_dir() / f"{LLAMA_PACKAGE}-{LLAMA_VERSION}"
-    if not tree.exists():
-        progress = Progress("fetching llama.cpp's sources (once)")
-        unpacked(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, progress)
-        progress.done()
-    return tree / "vendor" / "llama.cpp"
+    return ensure_source(LLAMA_PACKAGE, LLAMA_VERSION, LLAMA_SHA256, "llama.cpp")
 
 
 # ---- the default model ----------------------------------------------------------------------

@@ -38,10 +38,12 @@ struct Loading {
   }
 };
 
-std::string metadata(const llama_model* model, const char* key) {
+// What `write`, a function of libllama's, puts into a buffer of so many bytes.
+template <typename Write>
+std::string written(const Write& write) {
   constexpr size_t kLongest = 256;
   std::string text(kLongest, '\0');
-  const int32_t n = llama_model_meta_val_str(model, key, text.data(), text.size());
+  const int32_t n = write(text.data(), text.size());
   text.resize(static_cast<size_t>(std::clamp<int32_t>(n, 0, kLongest - 1)));
   return text;
 }
@@ -60,7 +62,7 @@ class LlamaEngineImpl final : public LlamaEngine {
   int64_t shortest(int32_t seq) const override;
   Status trim(int32_t seq, int64_t n) override;
   Status copy(int32_t from, int32_t to, int64_t n) override;
-  Status compute(std::span<const LlamaItem> items, std::vector<float>* logits) override;
+  Status compute(std::span<const LlamaItem> items) override;
   Status read_rows(int32_t seq, int64_t from, int64_t to, std::span<std::byte> out) override;
   Status make_rows(int32_t seq, std::span<const int32_t> tokens) override;
   Status write_rows(int32_t seq, size_t tensor, int64_t first,
@@ -89,6 +91,8 @@ class LlamaEngineImpl final : public LlamaEngine {
   void describe();
   void fill_batch(std::span<const LlamaItem> items);
   void roll_back(std::span<const LlamaItem> items);
+  // Takes back what is behind the first n tokens, which is at least one; false: it can't be.
+  bool cut_back(int32_t seq, int64_t n);
   void clear(int32_t seq);
   [[nodiscard]] llama_memory_t memory() const { return llama_get_memory(context_.get()); }
   [[nodiscard]] llama_state_seq_flags snapshot_flags() const {
@@ -144,12 +148,11 @@ Status LlamaEngineImpl::check_kind(const std::string& path) const {
 
 void LlamaEngineImpl::describe() {
   const llama_model* model = model_.get();
-  constexpr size_t kLongest = 256;
-  std::string text(kLongest, '\0');
-  const int32_t n = llama_model_desc(model, text.data(), text.size());
-  text.resize(static_cast<size_t>(std::clamp<int32_t>(n, 0, kLongest - 1)));
-  info_.description = text;
-  info_.architecture = metadata(model, "general.architecture");
+  info_.description =
+      written([&](char* to, size_t size) { return llama_model_desc(model, to, size); });
+  info_.architecture = written([&](char* to, size_t size) {
+    return llama_model_meta_val_str(model, "general.architecture", to, size);
+  });
   info_.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
   info_.n_layer = llama_model_n_layer(model);
   info_.n_embd = llama_model_n_embd(model);
@@ -188,8 +191,8 @@ Status LlamaEngineImpl::probe() {
   const llama_token bos = llama_vocab_bos(llama_model_get_vocab(model_.get()));
   const int32_t token = bos >= 0 && bos < info_.n_vocab ? bos : 0;
   std::vector<float> logits;
-  const LlamaItem item = {.seq = 0, .tokens = {&token, 1}, .n_logits = 1};
-  HCACHE_RETURN_IF_ERROR(compute({&item, 1}, &logits));
+  const LlamaItem item = {.seq = 0, .tokens = {&token, 1}, .n_logits = 1, .logits = &logits};
+  HCACHE_RETURN_IF_ERROR(compute({&item, 1}));
   rows_ = StateRows::probe(context_.get(), 0);
   clear(0);
   const bool by_rows = rows_->remainder() != Remainder::kWhole;
@@ -211,6 +214,11 @@ void LlamaEngineImpl::clear(int32_t seq) {
   lengths_[static_cast<size_t>(seq)] = 0;
 }
 
+bool LlamaEngineImpl::cut_back(int32_t seq, int64_t n) {
+  return llama_memory_seq_rm(memory(), seq, static_cast<llama_pos>(n), -1) &&
+         llama_memory_seq_pos_max(memory(), seq) == n - 1;
+}
+
 int64_t LlamaEngineImpl::shortest(int32_t seq) const {
   if (rows_->remainder() == Remainder::kNone) return 0;
   const int64_t all = length(seq);
@@ -226,10 +234,7 @@ Status LlamaEngineImpl::trim(int32_t seq, int64_t n) {
     clear(seq);
     return {};
   }
-  const bool possible = n >= shortest(seq) && n < length(seq) &&
-                        llama_memory_seq_rm(memory(), seq, static_cast<llama_pos>(n), -1) &&
-                        llama_memory_seq_pos_max(memory(), seq) == n - 1;
-  if (!possible) {
+  if (n < shortest(seq) || n > length(seq) || !cut_back(seq, n)) {
     clear(seq);
     return failed_precondition(
         fmt::format("a sequence of this model can't be cut back to {} tokens", n));
@@ -268,14 +273,12 @@ void LlamaEngineImpl::fill_batch(std::span<const LlamaItem> items) {
 
 void LlamaEngineImpl::roll_back(std::span<const LlamaItem> items) {
   for (const LlamaItem& item : items) {
-    const auto before = static_cast<llama_pos>(length(item.seq));
-    const bool back = before > 0 && llama_memory_seq_rm(memory(), item.seq, before, -1) &&
-                      llama_memory_seq_pos_max(memory(), item.seq) == before - 1;
-    if (!back) clear(item.seq);
+    const int64_t before = length(item.seq);
+    if (before == 0 || !cut_back(item.seq, before)) clear(item.seq);
   }
 }
 
-Status LlamaEngineImpl::compute(std::span<const LlamaItem> items, std::vector<float>* logits) {
+Status LlamaEngineImpl::compute(std::span<const LlamaItem> items) {
   for (const LlamaItem& item : items) {
     for (const int32_t token : item.tokens) {
       if (token < 0 || token >= info_.n_vocab) {
@@ -302,11 +305,14 @@ Status LlamaEngineImpl::compute(std::span<const LlamaItem> items, std::vector<fl
   for (const LlamaItem& item : items) {
     lengths_[static_cast<size_t>(item.seq)] += static_cast<int64_t>(item.tokens.size());
   }
-  for (int32_t i = 0; i < batch.n_tokens; ++i) {
-    if (batch_.wanted[static_cast<size_t>(i)] == 0) continue;
-    const float* row = llama_get_logits_ith(context_.get(), i);
-    if (row == nullptr) return internal_error("libllama gives no logits");
-    logits->insert(logits->end(), row, row + info_.n_vocab);
+  int64_t end = 0;  // of the item's tokens in the batch
+  for (const LlamaItem& item : items) {
+    end += static_cast<int64_t>(item.tokens.size());
+    for (int64_t i = end - item.n_logits; i < end; ++i) {
+      const float* row = llama_get_logits_ith(context_.get(), static_cast<int32_t>(i));
+      if (row == nullptr) return internal_error("libllama gives no logits");
+      item.logits->insert(item.logits->end(), row, row + info_.n_vocab);
+    }
   }
   return {};
 }
@@ -319,7 +325,7 @@ Status LlamaEngineImpl::read_rows(int32_t seq, int64_t from, int64_t to, std::sp
 }
 
 Status LlamaEngineImpl::make_rows(int32_t seq, std::span<const int32_t> tokens) {
-  if (layout_.row_bytes.empty() && rows_->remainder() == Remainder::kWhole) return {};
+  if (rows_->remainder() == Remainder::kWhole) return {};
   const model::ErrorLog log;
   llama_synchronize(context_.get());
   HCACHE_RETURN_IF_ERROR(rows_->make(seq, tokens));

@@ -497,18 +497,13 @@ Status LlamaExecutor::compute(std::vector<Part>* parts) {
     const auto behind = static_cast<int64_t>(part.tokens.size() - n);
     items.push_back({.seq = part.seq,
                      .tokens = part.tokens.first(n),
-                     .n_logits = std::max<int64_t>(0, part.n_logits - behind)});
+                     .n_logits = std::max<int64_t>(0, part.n_logits - behind),
+                     .logits = &logits_[part.item]});
   }
-  std::vector<float> rows;
-  HCACHE_RETURN_IF_ERROR(engine_.compute(items, &rows));
+  HCACHE_RETURN_IF_ERROR(engine_.compute(items));
   std::vector<Part> left;
-  auto row = rows.begin();
   for (size_t i = 0; i < items.size(); ++i) {
     Part& part = (*parts)[i];
-    const auto numbers = items[i].n_logits * engine_.info().n_vocab;
-    std::vector<float>& out = logits_[part.item];
-    out.insert(out.end(), row, row + numbers);
-    row += numbers;
     Sequence& sequence = sequences_.at(part.seq);
     sequence.tokens.insert(sequence.tokens.end(), items[i].tokens.begin(), items[i].tokens.end());
     save_chunks(part.seq, sequence);

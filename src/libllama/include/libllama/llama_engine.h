@@ -64,7 +64,8 @@ struct StateLayout {
 struct LlamaItem {
   int32_t seq = -1;
   std::span<const int32_t> tokens;
-  int64_t n_logits = 0;  // of the last so many
+  int64_t n_logits = 0;                  // of the last so many
+  std::vector<float>* logits = nullptr;  // gets their rows behind what it has, n_vocab numbers each
 };
 
 class LlamaEngine {
@@ -93,11 +94,10 @@ class LlamaEngine {
   // `to`, which is empty, becomes the first n tokens of `from`; at least its shortest().
   virtual Status copy(int32_t from, int32_t to, int64_t n) = 0;
 
-  // Appends the items' tokens, at most max_batch_rows of them, each sequence once, and appends the
-  // wanted rows of logits (n_vocab numbers each) to `logits`, in order. After an error every
-  // sequence of a snapshot's kind that was in it is empty, the others are as before.
+  // Appends the items' tokens, at most max_batch_rows of them, each sequence once. After an error
+  // every sequence of a snapshot's kind that was in it is empty, the others are as before.
   // kResourceExhausted: the cache is full.
-  virtual Status compute(std::span<const LlamaItem> items, std::vector<float>* logits) = 0;
+  virtual Status compute(std::span<const LlamaItem> items) = 0;
 
   // ---- State
 
