@@ -1,5 +1,7 @@
 #include "engine/engine.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <numeric>
 #include <set>
@@ -66,8 +68,21 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
 
 Result<SeqId> Engine::create_sequence() { return parts_->sequences.add(); }
 
+Status Engine::set_adapters(SeqId seq, std::span<const float> scales) {
+  HCACHE_RETURN_IF_ERROR(parts_->sequences.check(seq));
+  const size_t n = parts_->model.adapters().size();
+  if (scales.size() != n) {
+    return invalid_argument(fmt::format("{} scales for the model's {} adapters", scales.size(), n));
+  }
+  parts_->sequences.set_adapters(seq, {scales.begin(), scales.end()});
+  return {};
+}
+
 Result<SeqId> Engine::fork_sequence(SeqId src, int64_t n_tokens) {
-  return parts_->rows.fork(src, n_tokens);
+  HCACHE_ASSIGN_OR_RETURN(const SeqId seq, parts_->rows.fork(src, n_tokens));
+  const auto scales = parts_->sequences.adapters(src);
+  if (!scales.empty()) parts_->sequences.set_adapters(seq, {scales.begin(), scales.end()});
+  return seq;
 }
 
 Status Engine::trim_sequence(SeqId seq, int64_t n_tokens) {

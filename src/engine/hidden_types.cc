@@ -31,6 +31,8 @@ HiddenTypes::HiddenTypes(const model::Model& model, const EngineOptions& options
 }
 
 ggml_type HiddenTypes::find_native(int layer) const {
+  // What an adapter adds is of F32 rows, and in a sequence that has it.
+  if (model_.adapts_kv(layer)) return GGML_TYPE_COUNT;
   const LayerWeights& w = model_.weights().layers[layer];
   const model::Device& device = stages_.of(layer).device();
   const ggml_type k = native_of(device, w.k.w);

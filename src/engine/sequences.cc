@@ -34,6 +34,7 @@ SeqId Sequences::add() {
 void Sequences::remove(SeqId seq) {
   lengths_.erase(seq);
   compacted_.erase(seq);
+  adapters_.erase(seq);
   for (Group& group : groups_) {
     group.extents.remove(seq);
     group.first_pos.erase(seq);
@@ -54,6 +55,11 @@ int64_t Sequences::length(SeqId seq) const {
 int64_t Sequences::compacted(SeqId seq) const {
   const auto it = compacted_.find(seq);
   return it == compacted_.end() ? 0 : it->second;
+}
+
+std::span<const float> Sequences::adapters(SeqId seq) const {
+  const auto it = adapters_.find(seq);
+  return it == adapters_.end() ? std::span<const float>() : it->second;
 }
 
 Status Sequences::check_compacted(SeqId seq, int64_t pos) const {

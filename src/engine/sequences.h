@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -54,6 +56,10 @@ class Sequences {
   // In tokens; -1 where there is no such sequence.
   [[nodiscard]] int64_t length(SeqId seq) const;
   void set_length(SeqId seq, int64_t n_tokens) { lengths_.at(seq) = n_tokens; }
+
+  // By how much each adapter of the model counts; empty: none does.
+  void set_adapters(SeqId seq, std::vector<float> scales) { adapters_[seq] = std::move(scales); }
+  [[nodiscard]] std::span<const float> adapters(SeqId seq) const;
 
   // The first so many tokens are compacted: some layer holds fewer rows of theirs, so that they
   // can't be taken apart any more. 0 unless set.
@@ -118,7 +124,8 @@ class Sequences {
   std::vector<Group> groups_;
   int64_t n_tokens_;
   std::map<SeqId, int64_t> lengths_;
-  std::map<SeqId, int64_t> compacted_;  // where it is not 0
+  std::map<SeqId, int64_t> compacted_;            // where it is not 0
+  std::map<SeqId, std::vector<float>> adapters_;  // where some count
   SeqId next_ = 0;
   uint64_t epoch_ = 0;
 };

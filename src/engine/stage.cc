@@ -27,7 +27,7 @@ void Stage::close() {
 Status Stage::allocate() {
   HCACHE_RETURN_IF_ERROR(arena_.allocate(options_.cells));
   const int64_t n = engine_options_.max_batch_rows;
-  inputs_.open(6 + options_.n_groups);
+  inputs_.open(7 + options_.n_groups);
   ggml_context* ctx = inputs_.ctx();
   rows_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, model_.hparams().n_embd, n);
   positions_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
@@ -38,6 +38,9 @@ Status Stage::allocate() {
   output_rows_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
   token_rows_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n);
   table_rows_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n);
+  if (const auto n_adapters = static_cast<int64_t>(model_.adapters().size()); n_adapters > 0) {
+    adapter_scales_ = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n * n_adapters);
+  }
   HCACHE_RETURN_IF_ERROR(inputs_.allocate(device().buffer_type(), "a step's inputs"));
   std::vector<int64_t> order(n);
   std::iota(order.begin(), order.end(), 0);
@@ -56,6 +59,7 @@ Status Stage::load(StepState& step) {
     graphs_.set(output_rows_, step.output_rows);
     graphs_.set(token_rows_, step.token_rows);
     graphs_.set(table_rows_, step.table_rows);
+    if (adapter_scales_ != nullptr) graphs_.set(adapter_scales_, step.adapter_scales);
     loaded_ = &step;
     loaded_epoch_ = step.placed_epoch;
   }

@@ -89,6 +89,8 @@ class Stage {
   [[nodiscard]] ggml_tensor* output_rows() const { return output_rows_; }      // I32 [n]
   [[nodiscard]] ggml_tensor* token_rows() const { return token_rows_; }        // I32 [n]
   [[nodiscard]] ggml_tensor* table_rows() const { return table_rows_; }        // I64 [n]
+  // Of the step that is loaded, by how much each adapter counts for each row; see StepState.
+  [[nodiscard]] ggml_tensor* adapter_scales() const { return adapter_scales_; }  // F32
   // The first n numbers: 0, 1, 2, ... (I64).
   [[nodiscard]] ggml_tensor* order(ggml_context* ctx, int64_t n) const {
     return ggml_view_1d(ctx, order_, n, 0);
@@ -113,8 +115,9 @@ class Stage {
   ggml_tensor* output_rows_ = nullptr;
   ggml_tensor* token_rows_ = nullptr;
   ggml_tensor* table_rows_ = nullptr;
-  const StepState* loaded_ = nullptr;  // whose inputs the device holds
-  uint64_t loaded_epoch_ = 0;          // and as of which placed_epoch
+  ggml_tensor* adapter_scales_ = nullptr;  // null: the model has none
+  const StepState* loaded_ = nullptr;      // whose inputs the device holds
+  uint64_t loaded_epoch_ = 0;              // and as of which placed_epoch
   const StepState* computed_last_ = nullptr;
   CopyQueue::Mark not_waited_for_ = 0;  // behind the last step that finished without waiting
   StepState* rows_owner_ = nullptr;     // the step between two layer ranges whose rows rows_ holds

@@ -6,6 +6,7 @@ namespace {
 constexpr int kNodesPerLayer = 96;    // upper bound, without ggml's attention
 constexpr int kNodesPerSegment = 16;  // of ggml's attention, per layer
 constexpr int kNodesPerExpert = 4;    // that is used
+constexpr int kNodesPerAdapter = 80;  // per layer
 
 }  // namespace
 
@@ -18,7 +19,8 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
                    .kv_only_last = kv_only_last,
                    .part = part,
                    .capture = !step.capture.empty(),
-                   .x_size = step.x.size()};
+                   .x_size = step.x.size(),
+                   .adapters = step.adapters};
   Last& last = last_[stage.index()];
   GraphRunner& graphs = stage.graphs();
   const uint64_t attention = stage.attention_layout();
@@ -26,17 +28,16 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
       last.attention != attention) {
     last.graph.reset();
     auto g = std::make_unique<Graph>(graphs, most_nodes(stage, step, end - begin));
-    ggml_tensor* logits =
-        build({.stage = stage,
-               .g = *g,
-               .step = step,
-               .begin = begin,
-               .end = end,
-               .kv_only_last = kv_only_last,
-               .part = part,
-               .n_x = static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd,
-               .positions = ggml_view_1d(g->ctx, stage.positions(), step.n_rows, 0),
-               .order = stage.order(g->ctx, step.n_rows)});
+    Range range = {.stage = stage,
+                   .g = *g,
+                   .step = step,
+                   .begin = begin,
+                   .end = end,
+                   .kv_only_last = kv_only_last,
+                   .part = part,
+                   .n_x = static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd};
+    add_inputs(range);
+    ggml_tensor* logits = build(range);
     HCACHE_RETURN_IF_ERROR(graphs.allocate(*g));
     last = {std::move(g), key, graphs.n_allocated(), attention, logits};
   }
@@ -49,18 +50,17 @@ Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, 
                                            Piece piece, bool kv_only) {
   const Graph g(stage.graphs(), most_nodes(stage, step, 1));
   const bool sums_wanted = is_last(layer) && piece != Piece::kAttention;
-  ggml_tensor* made = build_piece(
-      {.stage = stage,
-       .g = g,
-       .step = step,
-       .begin = layer,
-       .end = layer + 1,
-       .kv_only_last = kv_only,
-       .n_x = sums_wanted ? static_cast<int64_t>(step.output_rows.size())
-                          : static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd,
-       .positions = ggml_view_1d(g.ctx, stage.positions(), step.n_rows, 0),
-       .order = stage.order(g.ctx, step.n_rows)},
-      piece);
+  Range range = {.stage = stage,
+                 .g = g,
+                 .step = step,
+                 .begin = layer,
+                 .end = layer + 1,
+                 .kv_only_last = kv_only,
+                 .n_x = sums_wanted
+                            ? static_cast<int64_t>(step.output_rows.size())
+                            : static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd};
+  add_inputs(range);
+  ggml_tensor* made = build_piece(range, piece);
   if (made != nullptr) {
     ggml_set_output(made);
     g.add(made);
@@ -69,11 +69,31 @@ Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, 
   return made;
 }
 
+void StepGraphs::add_inputs(Range& range) {
+  ggml_context* ctx = range.g.ctx;
+  const int64_t n = range.step.n_rows;
+  range.positions = ggml_view_1d(ctx, range.stage.positions(), n, 0);
+  range.order = range.stage.order(ctx, n);
+  for (size_t i = 0; i < range.step.adapters.size(); ++i) {
+    ggml_tensor* all = range.stage.adapter_scales();
+    const size_t row_bytes = static_cast<size_t>(n) * sizeof(float);
+    ggml_tensor* scales = nullptr;
+    ggml_tensor* wanted = nullptr;
+    if (range.step.adapters[i]) {
+      scales = ggml_view_2d(ctx, all, 1, n, sizeof(float), i * row_bytes);
+      if (!range.step.output_rows.empty()) wanted = wanted_rows(range, scales);
+    }
+    range.adapters.push_back(scales);
+    range.wanted_adapters.push_back(wanted);
+  }
+}
+
 size_t StepGraphs::most_nodes(Stage& stage, const StepState& step, int n_layers) {
   const bool own_attention = stage.attention(0).ours();
   const auto n_experts = static_cast<size_t>(stage.model().hparams().n_expert_used);
   return static_cast<size_t>(n_layers) *
              (kNodesPerLayer + kNodesPerExpert * n_experts +
+              kNodesPerAdapter * step.adapters.size() +
               (own_attention ? 0 : kNodesPerSegment) * step.segments.size()) +
          64;
 }
@@ -120,7 +140,7 @@ ggml_tensor* StepGraphs::build(const Range& range) {
       continue;
     }
     if (last) return build_logits(range, layer, cur, hidden, attention);
-    cur = model::build_layer_output(g.ctx, model_, layer, cur, hidden, attention);
+    cur = model::build_layer_output(g.ctx, model_, layer, cur, hidden, attention, range.adapters);
     if (layer == range.end - 1) {
       g.add(ggml_cpy(g.ctx, cur, kept_rows(range, step.n_rows)));
     }
@@ -137,13 +157,15 @@ ggml_tensor* StepGraphs::kept_rows(const Range& range, int64_t n) {
 void StepGraphs::build_attention_half(const Range& range, int layer, ggml_tensor* x,
                                       ggml_tensor* attention) {
   ggml_context* ctx = range.g.ctx;
+  const bool last = is_last(layer);
   int64_t n = range.step.n_rows;
-  if (is_last(layer)) {
+  if (last) {
     n = static_cast<int64_t>(range.step.output_rows.size());
     attention = wanted_rows(range, attention);
     x = wanted_rows(range, x);
   }
-  ggml_tensor* rows = model::build_attention_output(ctx, model_, layer, x, nullptr, attention);
+  ggml_tensor* rows = model::build_attention_output(ctx, model_, layer, x, nullptr, attention,
+                                                    last ? range.wanted_adapters : range.adapters);
   range.g.add(ggml_cpy(ctx, rows, kept_rows(range, n)));
 }
 
@@ -152,12 +174,13 @@ ggml_tensor* StepGraphs::build_feed_forward_half(const Range& range, int layer) 
   const bool last = is_last(layer);
   ggml_tensor* rows = kept_rows(
       range, last ? static_cast<int64_t>(range.step.output_rows.size()) : range.step.n_rows);
-  ggml_tensor* out = model::build_feed_forward(ctx, model_, layer, rows);
+  ggml_tensor* out = model::build_feed_forward(ctx, model_, layer, rows,
+                                               last ? range.wanted_adapters : range.adapters);
   if (!last) {
     range.g.add(ggml_cpy(ctx, out, rows));
     return nullptr;
   }
-  ggml_tensor* logits = model::build_logits(ctx, model_, out);
+  ggml_tensor* logits = model::build_logits(ctx, model_, out, range.wanted_adapters);
   ggml_set_output(logits);
   range.g.add(logits);
   return logits;
@@ -202,9 +225,10 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
   };
   ggml_tensor* k =
       model::build_k(ctx, model, layer, HiddenTypes::product_input(ctx, device, w.k.w, input),
-                     range.positions, of(true));
-  ggml_tensor* v = model::build_v(ctx, model, layer,
-                                  HiddenTypes::product_input(ctx, device, w.v.w, input), of(false));
+                     range.positions, of(true), range.adapters);
+  ggml_tensor* v =
+      model::build_v(ctx, model, layer, HiddenTypes::product_input(ctx, device, w.v.w, input),
+                     of(false), range.adapters);
 
   const int64_t n = step.n_rows;
   const int64_t width = model.hparams().n_embd_kv();
@@ -223,7 +247,8 @@ void StepGraphs::build_kv(const Range& range, int layer, ggml_tensor* hidden) {
 
 ggml_tensor* StepGraphs::build_attention(const Range& range, int layer, ggml_tensor* hidden) {
   Stage& stage = range.stage;
-  ggml_tensor* q = model::build_q(range.g.ctx, stage.model(), layer, hidden, range.positions);
+  ggml_tensor* q =
+      model::build_q(range.g.ctx, stage.model(), layer, hidden, range.positions, range.adapters);
   range.g.add(q);
   return stage.attention(sequences_.group_of(layer))
       .build(range.g.ctx, layer, q, stage.arena().k(layer), stage.arena().v(layer),
@@ -244,8 +269,9 @@ ggml_tensor* StepGraphs::build_logits(const Range& range, int layer, ggml_tensor
   attention = wanted_rows(range, attention);
   x = wanted_rows(range, x);
   hidden = wanted_rows(range, hidden);
-  ggml_tensor* logits = model::build_logits(
-      ctx, model_, model::build_layer_output(ctx, model_, layer, x, hidden, attention));
+  ggml_tensor* out =
+      model::build_layer_output(ctx, model_, layer, x, hidden, attention, range.wanted_adapters);
+  ggml_tensor* logits = model::build_logits(ctx, model_, out, range.wanted_adapters);
   ggml_set_output(logits);
   range.g.add(logits);
   return logits;

@@ -59,6 +59,7 @@ class StepGraphs {
     model::LayerPart part = model::LayerPart::kAll;
     bool capture = false;
     size_t x_size = 0;  // smaller where x holds what the token table lacks
+    std::vector<bool> adapters{};
     friend bool operator==(const Key&, const Key&) = default;
   };
   // A stage's last graph, when another step may run it again: decoding builds one graph, not one
@@ -82,10 +83,15 @@ class StepGraphs {
     int64_t n_x = 0;  // rows of x
     ggml_tensor* positions = nullptr;
     ggml_tensor* order = nullptr;  // 0, 1, ... n_rows
+    // Of the step's rows, and of those whose logits are wanted; empty: none counts.
+    std::vector<ggml_tensor*> adapters{};
+    std::vector<ggml_tensor*> wanted_adapters{};
     [[nodiscard]] bool ends_with_kv_of(int layer) const { return kv_only_last && layer == end - 1; }
   };
 
   [[nodiscard]] static size_t most_nodes(Stage& stage, const StepState& step, int n_layers);
+  // Parts of the graph for the step's rows: positions, their order, scales of adapters.
+  static void add_inputs(Range& range);
   ggml_tensor* build(const Range& range);
   ggml_tensor* build_piece(const Range& range, Piece piece);
   // Adds K and V of a layer, and what is captured of it.

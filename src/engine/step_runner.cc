@@ -108,11 +108,29 @@ Status StepRunner::add_rows(std::span<const BatchItem> items, StepState& step) {
   return model_.add_learned_positions(step.positions, step.x.data());
 }
 
+void StepRunner::add_adapters(StepState& step) const {
+  const size_t n = model_.adapters().size();
+  const auto n_rows = static_cast<size_t>(step.n_rows);
+  for (const StepState::Segment& s : step.segments) {
+    const std::span<const float> scales = sequences_.adapters(s.seq);
+    for (size_t i = 0; i < scales.size(); ++i) {
+      if (scales[i] == 0) continue;
+      step.adapters.resize(n);
+      step.adapters[i] = true;
+      step.adapter_scales.resize(n * n_rows);
+      const auto first = step.adapter_scales.begin() +
+                         static_cast<std::ptrdiff_t>(i * n_rows + static_cast<size_t>(s.first_row));
+      std::fill_n(first, s.n_rows, scales[i]);
+    }
+  }
+}
+
 Status StepRunner::prepare(std::span<const BatchItem> items, StepState& step) {
   tap_.poll(false);
   int64_t n_new_cells = 0;
   HCACHE_RETURN_IF_ERROR(add_segments(items, step, n_new_cells));
   HCACHE_RETURN_IF_ERROR(add_rows(items, step));
+  add_adapters(step);
   // From here on nothing can fail for lack of room.
   step.runner = this;
   // Rows that are only computed again (a restored prefix) are saved already.
@@ -266,7 +284,9 @@ Status StepRunner::run_range(StepState& step, int end, bool kv_only_last) {
   if (step.next_layer == end) return {};
   // Layer 0's K and V see no other rows.
   if (!layer_0_tail) HCACHE_RETURN_IF_ERROR(check_windows(step));
-  if (layer_0_tail && step.capture.empty()) table_.keep_unknown_tokens(step);
+  if (layer_0_tail && step.capture.empty() && step.adapters.empty()) {
+    table_.keep_unknown_tokens(step);
+  }
   place(step);
   if (scores_ != nullptr) observe(step, step.next_layer, end);
   if (stages_.shares_layers()) return run_shared(step, end, kv_only_last);

@@ -44,6 +44,7 @@ class StepRunner {
  private:
   Status add_segments(std::span<const BatchItem> items, StepState& step, int64_t& n_new_cells);
   Status add_rows(std::span<const BatchItem> items, StepState& step);
+  void add_adapters(StepState& step) const;
   Status check_room(const StepState& step) const;
   // The rows' windows are there.
   [[nodiscard]] Status check_windows(const StepState& step) const;

@@ -53,6 +53,11 @@ struct StepState {
   bool finished = false;
   std::vector<float> logits;
 
+  // Of each of the model's adapters one after the other, by how much it counts for each row; empty:
+  // none counts for any. And which of them count for some.
+  std::vector<float> adapter_scales;
+  std::vector<bool> adapters;
+
   // Which row of the token table is a row's, where layer 0's K and V come from there; x then holds
   // the rows that the table lacks. Empty: each row has its own.
   std::vector<int32_t> token_rows;

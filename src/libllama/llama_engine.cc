@@ -61,6 +61,7 @@ class LlamaEngineImpl final : public LlamaEngine {
   int64_t length(int32_t seq) const override { return lengths_.at(static_cast<size_t>(seq)); }
   int64_t shortest(int32_t seq) const override;
   Status trim(int32_t seq, int64_t n) override;
+  Status set_adapters(int32_t seq, std::span<const float> scales) override;
   Status copy(int32_t from, int32_t to, int64_t n) override;
   Status compute(std::span<const LlamaItem> items) override;
   Status read_rows(int32_t seq, int64_t from, int64_t to, std::span<std::byte> out) override;
@@ -83,6 +84,7 @@ class LlamaEngineImpl final : public LlamaEngine {
     std::vector<int8_t> wanted;
   };
 
+  Status open_adapters();
   Status open_context();
   // Whether the model can be served so at all.
   [[nodiscard]] Status check_kind(const std::string& path) const;
@@ -90,6 +92,8 @@ class LlamaEngineImpl final : public LlamaEngine {
   Status probe();
   void describe();
   void fill_batch(std::span<const LlamaItem> items);
+  // Computes items whose sequences have the same adapters; their lengths stay as they are.
+  Status compute_alike(std::span<const LlamaItem> items);
   void roll_back(std::span<const LlamaItem> items);
   // Takes back what is behind the first n tokens, which is at least one; false: it can't be.
   bool cut_back(int32_t seq, int64_t n);
@@ -106,7 +110,9 @@ class LlamaEngineImpl final : public LlamaEngine {
   std::unique_ptr<llama_model, ModelFree> model_;
   std::unique_ptr<llama_context, ContextFree> context_;
   std::unique_ptr<StateRows> rows_;
+  std::vector<llama_adapter_lora*> adapters_;  // the model's, which frees them
   std::vector<int64_t> lengths_;
+  std::vector<std::vector<float>> scales_;  // of the adapters, by sequence; empty: none counts
   Batch batch_;
 };
 
@@ -130,7 +136,21 @@ Status LlamaEngineImpl::open(const std::string& path) {
   }
   HCACHE_RETURN_IF_ERROR(check_kind(path));
   describe();
+  HCACHE_RETURN_IF_ERROR(open_adapters());
   return open_context().with_context(path);
+}
+
+Status LlamaEngineImpl::open_adapters() {
+  for (const std::string& path : options_.adapters) {
+    const model::ErrorLog log;
+    llama_adapter_lora* adapter = llama_adapter_lora_init(model_.get(), path.c_str());
+    if (adapter == nullptr) {
+      return data_loss(fmt::format("{}: llama.cpp can't take it for an adapter of this model: {}",
+                                   path, log.text("no reason")));
+    }
+    adapters_.push_back(adapter);
+  }
+  return {};
 }
 
 Status LlamaEngineImpl::check_kind(const std::string& path) const {
@@ -184,6 +204,7 @@ Status LlamaEngineImpl::open_context() {
   }
   if (memory() == nullptr) return unimplemented("the model keeps no state between tokens");
   lengths_.assign(params.n_seq_max, 0);
+  scales_.resize(params.n_seq_max);
   return probe();
 }
 
@@ -212,6 +233,15 @@ Status LlamaEngineImpl::probe() {
 void LlamaEngineImpl::clear(int32_t seq) {
   llama_memory_seq_rm(memory(), seq, -1, -1);
   lengths_[static_cast<size_t>(seq)] = 0;
+}
+
+Status LlamaEngineImpl::set_adapters(int32_t seq, std::span<const float> scales) {
+  if (!scales.empty() && scales.size() != adapters_.size()) {
+    return invalid_argument(
+        fmt::format("{} scales for the model's {} adapters", scales.size(), adapters_.size()));
+  }
+  scales_[static_cast<size_t>(seq)].assign(scales.begin(), scales.end());
+  return {};
 }
 
 bool LlamaEngineImpl::cut_back(int32_t seq, int64_t n) {
@@ -250,6 +280,7 @@ Status LlamaEngineImpl::copy(int32_t from, int32_t to, int64_t n) {
   }
   const auto end = n == length(from) ? -1 : static_cast<llama_pos>(n);
   llama_memory_seq_cp(memory(), from, to, -1, end);
+  scales_[static_cast<size_t>(to)] = scales_[static_cast<size_t>(from)];
   lengths_[static_cast<size_t>(to)] = n;
   return {};
 }
@@ -286,7 +317,40 @@ Status LlamaEngineImpl::compute(std::span<const LlamaItem> items) {
       }
     }
   }
+  // A step of libllama's has the same adapters for all.
+  std::vector<std::vector<LlamaItem>> groups;
+  for (const LlamaItem& item : items) {
+    const auto& scales = scales_[static_cast<size_t>(item.seq)];
+    const auto like = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
+      return scales_[static_cast<size_t>(group.front().seq)] == scales;
+    });
+    if (like != groups.end()) {
+      like->push_back(item);
+    } else {
+      groups.push_back({item});
+    }
+  }
+  for (const auto& group : groups) {
+    if (Status status = compute_alike(group); !status.ok()) {
+      roll_back(items);
+      return status;
+    }
+  }
+  for (const LlamaItem& item : items) {
+    lengths_[static_cast<size_t>(item.seq)] += static_cast<int64_t>(item.tokens.size());
+  }
+  return {};
+}
+
+Status LlamaEngineImpl::compute_alike(std::span<const LlamaItem> items) {
   const model::ErrorLog log;
+  std::vector<float> scales = scales_[static_cast<size_t>(items.front().seq)];
+  scales.resize(adapters_.size());
+  if (llama_set_adapters_lora(context_.get(), adapters_.data(), adapters_.size(), scales.data()) !=
+      0) {
+    return internal_error(
+        fmt::format("libllama can't apply the adapters: {}", log.text("no reason")));
+  }
   fill_batch(items);
   const llama_batch batch = {.n_tokens = static_cast<int32_t>(batch_.tokens.size()),
                              .token = batch_.tokens.data(),
@@ -297,13 +361,9 @@ Status LlamaEngineImpl::compute(std::span<const LlamaItem> items) {
                              .logits = batch_.wanted.data()};
   const int32_t code = llama_decode(context_.get(), batch);
   if (code != 0) {
-    roll_back(items);
     if (code == kNoCells) return resource_exhausted("the cache has no cells for this step");
     return internal_error(fmt::format("libllama can't compute a step of {} tokens (code {}): {}",
                                       batch.n_tokens, code, log.text("no reason")));
-  }
-  for (const LlamaItem& item : items) {
-    lengths_[static_cast<size_t>(item.seq)] += static_cast<int64_t>(item.tokens.size());
   }
   int64_t end = 0;  // of the item's tokens in the batch
   for (const LlamaItem& item : items) {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "low_rank.h"
 #include "model/graph.h"
 
 namespace hcache::model {
@@ -18,26 +19,34 @@ ggml_tensor* only_matrix(ggml_context* ctx, ggml_tensor* rows) {
 // Of each row and expert, [n_expert, n]. As a product of a mixture's kind, which goes row by row
 // where others have one kernel for few rows and one for many: a choice between two experts that are
 // as good must not depend on who else is computed.
-ggml_tensor* router_logits(ggml_context* ctx, const Linear& router, ggml_tensor* in) {
+ggml_tensor* router_logits(const Adapted& adapted, const Linear& router, ggml_tensor* in) {
+  ggml_context* ctx = adapted.ctx;
   ggml_tensor* rows = ggml_reshape_3d(ctx, in, in->ne[0], 1, in->ne[1]);
   ggml_tensor* logits = ggml_mul_mat_id(ctx, router.w, rows, only_matrix(ctx, in));
   logits = ggml_reshape_2d(ctx, logits, logits->ne[0], in->ne[1]);
+  logits = adapted.add(router.w, in, logits);
   return router.b != nullptr ? ggml_add(ctx, logits, router.b) : logits;
 }
 
-ggml_tensor* shared_experts(ggml_context* ctx, const ExpertWeights& e, ggml_tensor* in) {
-  ggml_tensor* up = build_product(ctx, e.shared_up.w, in);
-  ggml_tensor* act = ggml_swiglu_split(ctx, build_product(ctx, e.shared_gate.w, in), up);
-  ggml_tensor* out = build_product(ctx, e.shared_down.w, act);
+ggml_tensor* shared_experts(const Adapted& adapted, const ExpertWeights& e, ggml_tensor* in) {
+  ggml_context* ctx = adapted.ctx;
+  const auto product = [&](const Linear& linear, ggml_tensor* x) {
+    return adapted.add(linear.w, x, build_product(ctx, linear.w, x));
+  };
+  ggml_tensor* up = product(e.shared_up, in);
+  ggml_tensor* act = ggml_swiglu_split(ctx, product(e.shared_gate, in), up);
+  ggml_tensor* out = product(e.shared_down, act);
   if (e.shared_weight == nullptr) return out;
   ggml_tensor* weight = ggml_sum_rows(ctx, ggml_mul(ctx, in, e.shared_weight));
   return ggml_mul(ctx, out, ggml_sigmoid(ctx, weight));
 }
 
 // Of the experts that were chosen for each row, [n_out, n_used, n].
-ggml_tensor* chosen_products(ggml_context* ctx, const Linear& experts, ggml_tensor* in,
+ggml_tensor* chosen_products(const Adapted& adapted, const Linear& experts, ggml_tensor* in,
                              ggml_tensor* chosen) {
+  ggml_context* ctx = adapted.ctx;
   ggml_tensor* out = build_expert_product(ctx, experts.w, in, chosen);
+  out = adapted.add_chosen(experts.w, in, chosen, out);
   if (experts.b == nullptr) return out;
   ggml_tensor* biases = ggml_reshape_2d(ctx, experts.b, experts.w->ne[1], experts.w->ne[2]);
   return ggml_add_id(ctx, out, biases, chosen);
@@ -74,20 +83,21 @@ ggml_tensor* expert_weights(ggml_context* ctx, const Model& model, ggml_tensor* 
 }  // namespace
 
 ggml_tensor* build_experts(ggml_context* ctx, const Model& model, const ExpertWeights& experts,
-                           ggml_tensor* in) {
+                           ggml_tensor* in, AdapterScales adapters) {
   const HParams& hp = model.hparams();
+  const Adapted adapted = {ctx, model, adapters};
   const int64_t n = in->ne[1];
   const int64_t n_used = hp.n_expert_used;
-  ggml_tensor* probabilities = router_logits(ctx, experts.router, in);
+  ggml_tensor* probabilities = router_logits(adapted, experts.router, in);
   if (!model.spec().softmax_of_chosen) probabilities = ggml_soft_max(ctx, probabilities);
   ggml_tensor* chosen = ggml_argsort_top_k(ctx, probabilities, hp.n_expert_used);
   ggml_tensor* weights = expert_weights(ctx, model, probabilities, chosen);
 
   ggml_tensor* rows = ggml_reshape_3d(ctx, in, in->ne[0], 1, n);
-  ggml_tensor* up = chosen_products(ctx, experts.up, rows, chosen);
-  ggml_tensor* gate = chosen_products(ctx, experts.gate, rows, chosen);
+  ggml_tensor* up = chosen_products(adapted, experts.up, rows, chosen);
+  ggml_tensor* gate = chosen_products(adapted, experts.gate, rows, chosen);
   ggml_tensor* act = gated(ctx, model.spec().activation, gate, up);
-  ggml_tensor* each = ggml_mul(ctx, chosen_products(ctx, experts.down, act, chosen), weights);
+  ggml_tensor* each = ggml_mul(ctx, chosen_products(adapted, experts.down, act, chosen), weights);
   ggml_tensor* sum = nullptr;  // in the order of the choice
   for (int64_t i = 0; i < n_used; ++i) {
     ggml_tensor* one =
@@ -96,7 +106,7 @@ ggml_tensor* build_experts(ggml_context* ctx, const Model& model, const ExpertWe
   }
   if (n_used == 1) sum = ggml_cont(ctx, sum);
   return experts.shared_up.w == nullptr ? sum
-                                        : ggml_add(ctx, sum, shared_experts(ctx, experts, in));
+                                        : ggml_add(ctx, sum, shared_experts(adapted, experts, in));
 }
 
 }  // namespace hcache::model

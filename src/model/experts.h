@@ -10,7 +10,8 @@ namespace hcache::model {
 
 // From the block's normed input [n_embd, n] to its output, without the residual. On CPUs a row's
 // result does not depend on the other rows: experts, and the router, multiply row by row.
+// adapters: of the rows.
 ggml_tensor* build_experts(ggml_context* ctx, const Model& model, const ExpertWeights& experts,
-                           ggml_tensor* in);
+                           ggml_tensor* in, AdapterScales adapters = {});
 
 }  // namespace hcache::model

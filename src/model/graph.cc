@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "experts.h"
+#include "low_rank.h"
 #include "products.h"
 
 namespace hcache::model {
@@ -27,9 +28,11 @@ ggml_tensor* apply_norm(ggml_context* ctx, const Model& model, Norm kind, const 
   return y;
 }
 
-ggml_tensor* apply_linear(ggml_context* ctx, const Linear& linear, ggml_tensor* x,
+ggml_tensor* apply_linear(ggml_context* ctx, const Model& model, const Linear& linear,
+                          ggml_tensor* x, AdapterScales adapters,
                           const Product& product = build_product) {
   ggml_tensor* y = product(ctx, linear.w, x);
+  y = Adapted{ctx, model, adapters}.add(linear.w, x, y);
   if (linear.b != nullptr) y = ggml_add(ctx, y, linear.b);
   return y;
 }
@@ -73,10 +76,10 @@ ggml_tensor* norm_each_head(ggml_context* ctx, const Model& model, const NormWei
 // One of Q or K: projection, norm, RoPE.
 ggml_tensor* build_rotated_heads(ggml_context* ctx, const Model& model, int layer,
                                  ggml_tensor* hidden, ggml_tensor* positions, const Linear& linear,
-                                 const NormWeights& head_norm, int n_head,
+                                 const NormWeights& head_norm, int n_head, AdapterScales adapters,
                                  const Product& product = build_product) {
   const HeadNorm kind = model.spec().head_norm;
-  ggml_tensor* heads = apply_linear(ctx, linear, hidden, product);
+  ggml_tensor* heads = apply_linear(ctx, model, linear, hidden, adapters, product);
   if (kind == HeadNorm::kRow) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
   heads = ggml_reshape_3d(ctx, heads, model.hparams().head_dim, n_head, heads->ne[1]);
   if (kind == HeadNorm::kHead) heads = apply_norm(ctx, model, Norm::kRms, head_norm, heads);
@@ -114,11 +117,11 @@ ggml_tensor* block_output(ggml_context* ctx, const Model& model, const NormWeigh
 
 // From the block's normed input to its output, without the residual.
 ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeights& w,
-                          ggml_tensor* in) {
-  if (w.experts.router.w != nullptr) return build_experts(ctx, model, w.experts, in);
+                          ggml_tensor* in, AdapterScales adapters) {
+  if (w.experts.router.w != nullptr) return build_experts(ctx, model, w.experts, in, adapters);
   const DecoderSpec& spec = model.spec();
-  ggml_tensor* up = apply_linear(ctx, w.up, in);
-  ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, w.gate, in) : up;
+  ggml_tensor* up = apply_linear(ctx, model, w.up, in, adapters);
+  ggml_tensor* act = spec.gated_ffn ? apply_linear(ctx, model, w.gate, in, adapters) : up;
   switch (spec.activation) {
     case Activation::kSilu:
       act = spec.gated_ffn ? ggml_swiglu_split(ctx, act, up) : ggml_silu(ctx, act);
@@ -132,7 +135,7 @@ ggml_tensor* feed_forward(ggml_context* ctx, const Model& model, const LayerWeig
     case Activation::kSquaredRelu: act = ggml_sqr(ctx, ggml_relu(ctx, act)); break;
     case Activation::kClampedSwiglu: break;  // experts' alone
   }
-  return apply_linear(ctx, w.down, act);
+  return apply_linear(ctx, model, w.down, act, adapters);
 }
 
 }  // namespace
@@ -156,26 +159,27 @@ ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml
 }
 
 ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions) {
+                     ggml_tensor* positions, AdapterScales adapters) {
   const LayerWeights& w = model.weights().layers[layer];
   const HParams& hp = model.hparams();
   ggml_tensor* q =
-      build_rotated_heads(ctx, model, layer, hidden, positions, w.q, w.q_norm, hp.n_head);
+      build_rotated_heads(ctx, model, layer, hidden, positions, w.q, w.q_norm, hp.n_head, adapters);
   if (hp.attention_temperature == 0) return q;
   return ggml_mul(ctx, q, temperatures(ctx, hp, positions));
 }
 
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions, const Product& product) {
+                     ggml_tensor* positions, const Product& product, AdapterScales adapters) {
   const LayerWeights& w = model.weights().layers[layer];
   return build_rotated_heads(ctx, model, layer, hidden, positions, w.k, w.k_norm,
-                             model.hparams().n_head_kv, product);
+                             model.hparams().n_head_kv, adapters, product);
 }
 
 ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     const Product& product) {
+                     const Product& product, AdapterScales adapters) {
   const HParams& hp = model.hparams();
-  ggml_tensor* v = apply_linear(ctx, model.weights().layers[layer].v, hidden, product);
+  const Linear& linear = model.weights().layers[layer].v;
+  ggml_tensor* v = apply_linear(ctx, model, linear, hidden, adapters, product);
   return ggml_reshape_3d(ctx, v, hp.head_dim, hp.n_head_kv, v->ne[1]);
 }
 
@@ -191,35 +195,40 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 }
 
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
-                                ggml_tensor* hidden, ggml_tensor* attn) {
-  ggml_tensor* y = build_attention_output(ctx, model, layer, x, hidden, attn);
-  return model.hparams().parallel ? y : build_feed_forward(ctx, model, layer, y);
+                                ggml_tensor* hidden, ggml_tensor* attn, AdapterScales adapters) {
+  ggml_tensor* y = build_attention_output(ctx, model, layer, x, hidden, attn, adapters);
+  return model.hparams().parallel ? y : build_feed_forward(ctx, model, layer, y, adapters);
 }
 
 ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
-                                    ggml_tensor* hidden, ggml_tensor* attn) {
+                                    ggml_tensor* hidden, ggml_tensor* attn,
+                                    AdapterScales adapters) {
   const LayerWeights& w = part.weights().layers[layer];
-  ggml_tensor* y = block_output(ctx, part, w.attn_post_norm, apply_linear(ctx, w.o, attn));
+  ggml_tensor* y = apply_linear(ctx, part, w.o, attn, adapters);
+  y = block_output(ctx, part, w.attn_post_norm, y);
   if (part.hparams().parallel) {
     ggml_tensor* ffn_in = parallel_ffn_input(ctx, part, layer, x, hidden);
-    ggml_tensor* ffn = feed_forward(ctx, part, w, ffn_in);
+    ggml_tensor* ffn = feed_forward(ctx, part, w, ffn_in, adapters);
     y = ggml_add(ctx, block_output(ctx, part, w.ffn_post_norm, ffn), y);
   }
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
-ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x) {
+ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                AdapterScales adapters) {
   const LayerWeights& w = part.weights().layers[layer];
   const DecoderSpec& spec = part.spec();
   ggml_tensor* ffn_in = spec.pre_norm ? apply_norm(ctx, part, spec.norm, w.ffn_norm, x) : x;
-  ggml_tensor* y = block_output(ctx, part, w.ffn_post_norm, feed_forward(ctx, part, w, ffn_in));
+  ggml_tensor* y =
+      block_output(ctx, part, w.ffn_post_norm, feed_forward(ctx, part, w, ffn_in, adapters));
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
-ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x) {
+ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x,
+                          AdapterScales adapters) {
   const Weights& w = model.weights();
-  ggml_tensor* logits =
-      apply_linear(ctx, w.output, apply_norm(ctx, model, model.spec().norm, w.output_norm, x));
+  x = apply_norm(ctx, model, model.spec().norm, w.output_norm, x);
+  ggml_tensor* logits = apply_linear(ctx, model, w.output, x, adapters);
   const HParams& hp = model.hparams();
   if (hp.logit_soft_cap > 0) {
     logits = ggml_tanh(ctx, ggml_scale(ctx, logits, 1.0F / hp.logit_soft_cap));

@@ -12,6 +12,7 @@
 #include <map>
 #include <numeric>
 
+#include "adapters.h"
 #include "base/memory.h"
 #include "base/units.h"
 #include "digest.h"
@@ -137,6 +138,7 @@ struct Model::Impl {
   std::vector<ContextPtr> contexts;
   std::vector<BufferPtr> buffers;
   std::unique_ptr<StreamedLayers> streamed;  // null: all layers are on the device
+  Adapters adapters;
 };
 
 Status Model::Impl::place_layers(const LoadOptions& options, Device& otherwise) {
@@ -491,6 +493,9 @@ Status Model::Impl::load_weights(const LoadOptions& options) {
     weights.layers[i].rope_factors =
         weights.layers[static_cast<size_t>(first - layer_devices.begin())].rope_factors;
   }
+  for (const std::string& path : options.adapters) {
+    HCACHE_RETURN_IF_ERROR(adapters.add(path, hparams, reader.slots(), env));
+  }
   return {};
 }
 
@@ -509,6 +514,10 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& devi
     HCACHE_RETURN_IF_ERROR(
         impl->sharing_devices(options, sharing, proportions).with_context(impl->file->path()));
     if (sharing.size() > 1) {
+      if (!options.adapters.empty()) {
+        return unimplemented(
+            "--split-mode tensor does not know how to share adapters; use --split-mode layer");
+      }
       HCACHE_RETURN_IF_ERROR(impl->load_parts(options, sharing, proportions));
       return std::unique_ptr<Model>(new Model(std::move(impl)));
     }
@@ -527,6 +536,15 @@ const std::vector<std::unique_ptr<Model>>& Model::parts() const { return impl_->
 const Share& Model::share() const { return impl_->share; }
 const StreamedWeights* Model::streamed() const {
   return impl_->streamed == nullptr ? nullptr : &impl_->streamed->weights;
+}
+
+const std::vector<AdapterInfo>& Model::adapters() const { return impl_->adapters.infos(); }
+std::span<const LowRank> Model::low_rank(const ggml_tensor* weight) const {
+  return impl_->adapters.of(weight);
+}
+bool Model::adapts_kv(int layer) const {
+  const LayerWeights& w = weights().layers[static_cast<size_t>(layer)];
+  return !low_rank(w.k.w).empty() || !low_rank(w.v.w).empty();
 }
 
 int Model::product_generation() const {

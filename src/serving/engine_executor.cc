@@ -135,6 +135,12 @@ void EngineExecutor::begin_saving(SeqId seq, const Sequence& sequence,
 
 Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
   HCACHE_ASSIGN_OR_RETURN(const SeqId seq, runtime_.engine().create_sequence());
+  if (!salt.adapters.empty()) {
+    if (const Status status = runtime_.engine().set_adapters(seq, salt.adapters); !status.ok()) {
+      runtime_.engine().release_sequence(seq).ignore("the first error is the one to report");
+      return status;
+    }
+  }
   Sequence& sequence = sequences_[seq];
   sequence.salt = salt;
   sequence.save = save && runtime_.saver() != nullptr;

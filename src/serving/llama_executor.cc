@@ -99,6 +99,7 @@ int64_t LlamaExecutor::free_cells() const {
 Result<SeqId> LlamaExecutor::create(const Salt& salt, bool save) {
   if (free_.empty()) return resource_exhausted("there are as many sequences as there can be");
   const SeqId seq = free_.back();
+  HCACHE_RETURN_IF_ERROR(engine_.set_adapters(seq, salt.adapters));
   free_.pop_back();
   Sequence& sequence = sequences_[seq];
   sequence.salt = salt;

@@ -49,6 +49,13 @@ class Oracle {
     EXPECT_NE(context_, nullptr) << path;
   }
 
+  // An adapter that counts so much from now on; before the first tokens.
+  void add_adapter(const std::string& path, float scale) {
+    llama_adapter_lora* adapter = llama_adapter_lora_init(model_.get(), path.c_str());
+    ASSERT_NE(adapter, nullptr) << path;
+    ASSERT_EQ(llama_set_adapters_lora(context_.get(), &adapter, 1, &scale), 0);
+  }
+
   [[nodiscard]] Tokens tokenize(const std::string& text) const {
     Tokens out(text.size() + 1);
     const llama_vocab* vocab = llama_model_get_vocab(model_.get());

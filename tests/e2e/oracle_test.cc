@@ -47,13 +47,19 @@ Tokens random_tokens(int n, int n_vocab, unsigned seed) {
 
 class Ours {
  public:
-  Ours(const std::string& path, const EngineOptions& options) {
+  // The first adapter counts `scale`, the others nothing.
+  Ours(const std::string& path, const EngineOptions& options,
+       const std::vector<std::string>& adapters = {}, float scale = 0) {
     device_ = model::Device::open(hcache::testing::test_device(), 1).value();
-    auto model = model::Model::load(path, *device_);
+    auto model = model::Model::load(path, *device_, {.adapters = adapters});
     EXPECT_TRUE(model.ok()) << model.status().to_string();
     model_ = std::move(model).value();
     engine_ = Engine::create(*model_, options).value();
     sequence_ = engine_->create_sequence().value();
+    if (adapters.empty()) return;
+    std::vector<float> scales(adapters.size());
+    scales.front() = scale;
+    EXPECT_TRUE(engine_->set_adapters(sequence_, scales).ok());
   }
   std::vector<Row> append(std::span<const int32_t> tokens) {
     const BatchItem item = {
@@ -187,6 +193,34 @@ TEST_P(TinyModels, AgreeWithGgmlAttention) {
   Ours ours(file,
             {.arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kGgml});
   expect_close(run(oracle, ours, 1), GetParam().type, GetParam().shape.arch);
+}
+
+// With low-rank adapters on every matrix, of which one counts.
+TEST_P(TinyModels, AgreeWithAdapters) {
+  const ggml_type type = GetParam().type;
+  if (type != GGML_TYPE_F32 && type != GGML_TYPE_Q8_0) GTEST_SKIP() << "what adapters add is F32";
+  constexpr float kScale = -0.7F;
+  const std::string file = path();
+  std::vector<std::string> adapters;
+  for (const uint64_t seed : {uint64_t{1}, uint64_t{2}}) {
+    model::AdapterOptions options;
+    options.model = file;
+    options.seed = seed;
+    adapters.push_back(dir_.file("adapter-" + std::to_string(seed) + ".gguf"));
+    ASSERT_TRUE(model::synthesise_adapter(options, adapters.back()).ok());
+  }
+  const EngineOptions options = {
+      .arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kScores};
+  Oracle oracle(file, GGML_TYPE_F32, false);
+  oracle.add_adapter(adapters.front(), kScale);
+  Ours ours(file, options, adapters, kScale);
+  const Difference d = run(oracle, ours, 1);
+  expect_close(d, type, GetParam().shape.arch);
+  if (type != GGML_TYPE_F32) return;
+  // They do count.
+  Ours plain(file, options);
+  Ours changed(file, options, adapters, kScale);
+  EXPECT_GT(run(plain, changed, 1).mean_kl, 100 * d.mean_kl);
 }
 
 // As where the device's flash attention lacks the size of heads.

@@ -10,38 +10,13 @@
 #include "gguf_writer.h"
 #include "model/tools.h"
 #include "quantise.h"
+#include "random_rows.h"
 #include "weight_types.h"
 
 namespace hcache::model {
 namespace {
 
-// Uniform values in mean +- width.
-struct Init {
-  float mean;
-  float width;
-};
-
-Init standard_deviation(float sigma) { return {0.0F, std::sqrt(3.0F) * sigma}; }
-
 constexpr float kBias = 0.1F;
-
-// SplitMix64: a hash of a counter, so that any element can be made on its own.
-uint64_t mix(uint64_t z) {
-  z += 0x9e3779b97f4a7c15ULL;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-  return z ^ (z >> 31);
-}
-
-void fill_uniform(uint64_t stream, int64_t row, int64_t n, Init init, float* out) {
-  const uint64_t base = mix(stream ^ static_cast<uint64_t>(row));
-  constexpr float kUnit = 1.0F / 16777216.0F;  // 24 bits
-  for (int64_t i = 0; i < n; i++) {
-    const uint64_t bits = mix(base + static_cast<uint64_t>(i));
-    const float u = static_cast<float>(bits >> 40) * kUnit;  // [0, 1)
-    out[i] = init.mean + init.width * (2.0F * u - 1.0F);
-  }
-}
 
 // Quantising is slow (ten million K-quant weights a second on one core), so large quantised tensors
 // are composed of blocks that were quantised once: block b of row r is one of kPoolWeights / block

@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 
@@ -93,6 +94,8 @@ class Hasher {
 struct Salt {
   SaltId id;     // nothing is shared between different ones
   SaltId owner;  // whose quota counts it: that of several salts, or of this one alone
+  // By how much each of the model's adapters counts; the id tells them apart. Empty: none does.
+  std::vector<float> adapters{};
 
   friend bool operator==(const Salt&, const Salt&) = default;
 };

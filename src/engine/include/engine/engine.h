@@ -197,6 +197,9 @@ class Engine {
 
   // --- Sequences ---------------------------------------------------------------------------
   Result<SeqId> create_sequence();
+  // By how much each of the model's adapters counts in what the sequence computes from now on; none
+  // where nothing was set. A fork has its source's. kInvalidArgument: not as many as the model has.
+  Status set_adapters(SeqId seq, std::span<const float> scales);
   // A new sequence with a copy of the first n_tokens rows of `src`; none, or its shortest() at
   // least.
   Result<SeqId> fork_sequence(SeqId src, int64_t n_tokens);

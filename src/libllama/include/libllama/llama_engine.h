@@ -32,6 +32,7 @@ struct LlamaOptions {
   int32_t max_batch_rows = 512;
   int32_t max_sequences = 16;  // at most; of models whose sequences take much memory, fewer
   ggml_type kv_type = GGML_TYPE_F16;
+  std::vector<std::string> adapters;    // files of low-rank adapters
   std::function<bool(float)> progress;  // of loading; false cancels
 };
 
@@ -70,8 +71,8 @@ struct LlamaItem {
 
 class LlamaEngine {
  public:
-  // kNotFound, kDataLoss (unreadable, with what libllama says), kUnimplemented (no such
-  // architecture, no decoder, a model without a cache), kResourceExhausted, kCancelled.
+  // kNotFound, kDataLoss (unreadable, with what libllama says; adapters, too), kUnimplemented (no
+  // such architecture, no decoder, a model without a cache), kResourceExhausted, kCancelled.
   static Result<std::unique_ptr<LlamaEngine>> load(const std::string& path,
                                                    const LlamaOptions& options);
   LlamaEngine() = default;
@@ -91,7 +92,11 @@ class LlamaEngine {
   [[nodiscard]] virtual int64_t shortest(int32_t seq) const = 0;
   // Keeps the first n tokens. kFailedPrecondition: fewer than shortest(); the sequence is empty.
   virtual Status trim(int32_t seq, int64_t n) = 0;
-  // `to`, which is empty, becomes the first n tokens of `from`; at least its shortest().
+  // By how much each adapter counts in what the sequence computes from now on; none where nothing
+  // was set. kInvalidArgument: not as many as there are adapters, or none of them.
+  virtual Status set_adapters(int32_t seq, std::span<const float> scales) = 0;
+  // `to`, which is empty, becomes the first n tokens of `from`, at least its shortest(), and has
+  // its adapters.
   virtual Status copy(int32_t from, int32_t to, int64_t n) = 0;
 
   // Appends the items' tokens, at most max_batch_rows of them, each sequence once. After an error

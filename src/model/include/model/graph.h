@@ -30,12 +30,14 @@ ggml_tensor* build_hidden(ggml_context* ctx, const Model& model, int layer, ggml
 // Q, K as [head_dim, heads, n] after bias, head norm and RoPE; V as [head_dim, n_head_kv, n] after
 // bias. `hidden` is [n_embd, n], F32 or the native activation type of the weight.
 // positions: I32 [n]; unused (may be null) in models without RoPE.
+// adapters: of the rows, here and below; where they count, hidden is F32.
 ggml_tensor* build_q(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions);
+                     ggml_tensor* positions, AdapterScales adapters = {});
 ggml_tensor* build_k(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     ggml_tensor* positions, const Product& product = build_product);
+                     ggml_tensor* positions, const Product& product = build_product,
+                     AdapterScales adapters = {});
 ggml_tensor* build_v(ggml_context* ctx, const Model& model, int layer, ggml_tensor* hidden,
-                     const Product& product = build_product);
+                     const Product& product = build_product, AdapterScales adapters = {});
 
 // Re-rotates cached K by `deltas` (I32 [n]) positions: k is F32 [head_dim, n_head_kv, n].
 ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggml_tensor* k,
@@ -44,17 +46,21 @@ ggml_tensor* build_k_shift(ggml_context* ctx, const Model& model, int layer, ggm
 // Everything after attention: output projection, residual, feed-forward. x is the layer's input
 // [n_embd, n], hidden as above (parallel architectures reuse it), attn [n_embd_q, n].
 ggml_tensor* build_layer_output(ggml_context* ctx, const Model& model, int layer, ggml_tensor* x,
-                                ggml_tensor* hidden, ggml_tensor* attn);
+                                ggml_tensor* hidden, ggml_tensor* attn,
+                                AdapterScales adapters = {});
 
 // The same in two graphs: the rows behind the attention block, and the layer's output from those.
 // In parallel architectures the first is the whole layer's output. Of a part of a model (see
 // Model::parts()) each is what it adds to a shared layer, [n_embd, n], and the parts' sum goes on;
 // the residual x is the first part's to add. Parallel architectures alone read `hidden`.
 ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
-                                    ggml_tensor* hidden, ggml_tensor* attn);
-ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x);
+                                    ggml_tensor* hidden, ggml_tensor* attn,
+                                    AdapterScales adapters = {});
+ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
+                                AdapterScales adapters = {});
 
 // Final norm and output matrix: logits F32 [n_vocab, n].
-ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x);
+ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x,
+                          AdapterScales adapters = {});
 
 }  // namespace hcache::model

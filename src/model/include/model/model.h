@@ -13,6 +13,7 @@
 
 #include "base/env.h"
 #include "base/status.h"
+#include "model/adapters.h"
 #include "model/device.h"
 #include "model/placement.h"
 #include "model/shares.h"
@@ -221,6 +222,8 @@ struct LoadOptions {
   std::function<uint64_t(const HParams&)> other_bytes{};
   Progress progress{};
   Env* env = &Env::real();  // where files are; outlives the model
+  // Files of low-rank adapters. kUnimplemented where devices share layers.
+  std::vector<std::string> adapters{};
 };
 
 // Immutable after load; safe to read from any thread. The devices must outlive it.
@@ -257,6 +260,12 @@ class Model {
   [[nodiscard]] const Share& share() const;
   // The layers whose weights are not on the device; null: all are.
   [[nodiscard]] const StreamedWeights* streamed() const;
+  // The adapters that it was loaded with, in their order.
+  [[nodiscard]] const std::vector<AdapterInfo>& adapters() const;
+  // What they add to the products of a weight; empty for most.
+  [[nodiscard]] std::span<const LowRank> low_rank(const ggml_tensor* weight) const;
+  // Whether some adapter changes the layer's K or V.
+  [[nodiscard]] bool adapts_kv(int layer) const;
   // Of our own products of quantised weights, where a layer takes them; 0: none does. Another
   // generation's sums differ by rounding.
   [[nodiscard]] int product_generation() const;

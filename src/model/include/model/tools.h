@@ -115,6 +115,18 @@ struct SynthOptions {
 // options give the same bytes, whatever the number of threads.
 Status synthesise_model(const SynthOptions& options, const std::string& out);
 
+struct AdapterOptions {
+  std::string model;  // whose matrices it changes
+  std::string only;   // those whose names hold this; empty: all but embeddings
+  int rank = 8;
+  float alpha = 16;
+  float size = 0.1F;  // standard deviation of B (A x), for x of one, before alpha / rank
+  uint64_t seed = 1;
+};
+
+// Writes a low-rank adapter (LoRA) with random weights, in F32. kNotFound: there is no such matrix.
+Status synthesise_adapter(const AdapterOptions& options, const std::string& out);
+
 // ---- Rewrite -----------------------------------------------------------------------------------
 
 // The multi-head twin of a grouped-query model: every K and V head is repeated for each query head
