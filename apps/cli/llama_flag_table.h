@@ -47,7 +47,7 @@ constexpr std::string_view kOneModel = "one model is served, and stays loaded";
 constexpr std::string_view kSampler = "there is no such sampler";
 constexpr std::string_view kRope = "positions are rotated as the model's file says";
 constexpr std::string_view kOtherModel = "download the model and name its file with -m";
-constexpr std::string_view kAdapter = "adapters are not applied; merge it into the model's file";
+constexpr std::string_view kControl = "control vectors are not applied";
 constexpr std::string_view kClear = "answers would go unencrypted; put a TLS proxy before it";
 }  // namespace reasons
 
@@ -235,11 +235,11 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--override-kv", Meaning::kRefused, Value::kOne,
      "the file is taken as it is; rewrite its metadata"},
     {"--op-offload,--no-op-offload", Meaning::kIgnored, Value::kNone, reasons::kLoading},
-    {"--lora", Meaning::kRefused, Value::kOne, reasons::kAdapter},
-    {"--lora-scaled", Meaning::kRefused, Value::kOne, reasons::kAdapter},
-    {"--control-vector", Meaning::kRefused, Value::kOne, reasons::kAdapter},
-    {"--control-vector-scaled", Meaning::kRefused, Value::kOne, reasons::kAdapter},
-    {"--control-vector-layer-range", Meaning::kIgnored, Value::kTwo, "there are no adapters"},
+    {"--lora", Meaning::kOwn, Value::kOne, ""},
+    {"--lora-scaled", Meaning::kOwn, Value::kOne, ""},
+    {"--control-vector", Meaning::kRefused, Value::kOne, reasons::kControl},
+    {"--control-vector-scaled", Meaning::kRefused, Value::kOne, reasons::kControl},
+    {"--control-vector-layer-range", Meaning::kIgnored, Value::kTwo, "there are no control vectors"},
     {"-a,--alias", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ALIAS"},
     {"--tags", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_TAGS"},
     {"-m,--model", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_MODEL"},
@@ -328,7 +328,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--prefill-assistant,--no-prefill-assistant", Meaning::kIgnored, Value::kNone,
      "the template decides how a last message is continued", "LLAMA_ARG_PREFILL_ASSISTANT"},
     {"-sps,--slot-prompt-similarity", Meaning::kIgnored, Value::kOne, reasons::kCaching},
-    {"--lora-init-without-apply", Meaning::kIgnored, Value::kNone, "there are no adapters"},
+    {"--lora-init-without-apply", Meaning::kOwn, Value::kNone, ""},
     {"--sleep-idle-seconds", Meaning::kIgnored, Value::kOne, reasons::kOneModel},
     {"--log-disable", Meaning::kIgnored, Value::kNone, reasons::kLogging},
     {"--log-file", Meaning::kIgnored, Value::kOne, reasons::kLogging, "LLAMA_ARG_LOG_FILE"},

@@ -1,4 +1,4 @@
-// hcache model info|synth|expand-kv|requantize: offline work on model files.
+// hcache model info|synth|synth-adapter|expand-kv|requantize: offline work on model files.
 
 #include <fmt/format.h>
 
@@ -45,6 +45,21 @@ struct RewriteArgs : Options {
   ModelOptions model{nullptr};
 
   RewriteArgs() { offer(model, {&model.threads}); }
+};
+
+struct AdapterArgs : Options {
+  std::string in = text(&in, "IN", "", "", "GGUF file of the model", {.required = true});
+  std::string out = text(&out, "OUT", "", "", "GGUF file to write", {.required = true});
+  std::string only = text(&only, "--only", "TEXT", "",
+                          "change the matrices whose names hold this; default: all but embeddings");
+  int rank = integer(&rank, "--rank", "N", model::AdapterOptions().rank, {1, 4096},
+                     "of the matrices that are added");
+  double alpha = number(&alpha, "--alpha", "X", 16, {0, 1e6},
+                        "what is added counts alpha / rank times; 0: once");
+  double size =
+      number(&size, "--size", "X", 0.1, {0, 100},
+             "deviation of what is added to a product with a vector of ones, before that");
+  int64_t seed = integer(&seed, "--seed", "N", 1, {0}, "the same seed gives the same weights");
 };
 
 struct RequantizeArgs : RewriteArgs {
@@ -101,6 +116,17 @@ Status synth(const SynthArgs& args) {
   return model::synthesise_model(options, args.out);
 }
 
+Status synth_adapter(const AdapterArgs& args) {
+  model::AdapterOptions options;
+  options.model = args.in;
+  options.only = args.only;
+  options.rank = args.rank;
+  options.alpha = static_cast<float>(args.alpha);
+  options.size = static_cast<float>(args.size);
+  options.seed = static_cast<uint64_t>(args.seed);
+  return model::synthesise_adapter(options, args.out);
+}
+
 Status expand(const RewriteArgs& args) {
   return model::expand_kv(args.in, args.out, args.model.threads,
                           progress_of(std::make_shared<ProgressLine>(), "writing " + args.out));
@@ -120,6 +146,9 @@ void add_model(CLI::App& app, Verb* verb) {
   add_verb<InfoArgs>(*group, verb, "info", "What a GGUF file holds", info);
   add_verb<SynthArgs>(*group, verb, "synth",
                       "Write a model of a published shape with random weights", synth);
+  add_verb<AdapterArgs>(*group, verb, "synth-adapter",
+                        "Write a low-rank adapter (LoRA) of a model with random weights",
+                        synth_adapter);
   add_verb<RewriteArgs>(*group, verb, "expand-kv",
                         "Write the multi-head twin of a grouped-query model: same answers, every "
                         "query head with a K and V head of its own",

@@ -137,6 +137,8 @@ struct ServeArgs : Options {
   scheduler::SchedulerOptions scheduler;  // bound in the constructor
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  bool adapters_off = flag(&adapters_off, "--lora-init-without-apply",
+                           "adapters count only where a request or POST /lora-adapters says so");
   SamplingArgs sampling{this};
   bool verbose = flag(&verbose, "-v,--verbose", "log what is done, to stderr");
 };
@@ -195,6 +197,9 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   }
   server::ServerOptions o;
   HCACHE_ASSIGN_OR_RETURN(o.runtime, runtime_options(args.runtime));
+  if (args.adapters_off) {
+    for (state::AdapterFile& file : o.runtime.adapters) file.scale = 0;
+  }
   o.runtime.dram_bytes = args.dram_bytes ? *args.dram_bytes : default_dram(o.runtime);
   o.runtime.dram_place = args.dram_place;
   o.runtime.key_quota_bytes = args.quota_per_key;

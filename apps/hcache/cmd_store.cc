@@ -304,6 +304,13 @@ Status gc(const StoreArgs& args) {
 
 Status write_session(store::Store& store, const std::string& name, File* out) {
   HCACHE_ASSIGN_OR_RETURN(store::Session session, store.get_session(name));
+  const Json metadata = Json::parse(session.metadata_json, nullptr, false);
+  if (metadata.is_object() && metadata.value(store::kAdapted, false)) {
+    return unimplemented(fmt::format(
+        "session {} was computed with adapters, which the store does not know; export it from a "
+        "server that has them (GET /v1/sessions/{}/export)",
+        name, store::client_name(session.salt, name)));
+  }
   HCACHE_ASSIGN_OR_RETURN(const store::Match match,
                           store.match(session.fingerprint, session.salt, session.tokens));
   const store::ArchiveHead head = {.fingerprint = session.fingerprint,

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
+#include <cmath>
 #include <cstdlib>
 
 #include "base/env.h"
@@ -62,7 +64,30 @@ std::string RuntimeArgs::offer_engine() {
                      "libllama's, for any model that llama.cpp knows: state is saved as K "
                      "and V or as snapshots"}},
                    "what computes");
+  adapters = texts(&adapters, "--lora", "FILE,...", "", "",
+                   "low-rank adapters (GGUF) that change the model; state that was computed with "
+                   "one is kept apart from what was computed without");
+  scaled_adapters = texts(&scaled_adapters, "--lora-scaled", "FILE:SCALE,...", "", "",
+                          "the same, each counting so much");
   return forward;
+}
+
+Result<std::vector<state::AdapterFile>> adapter_files(const RuntimeArgs& args) {
+  std::vector<state::AdapterFile> files;
+  for (const std::string& path : args.adapters) files.push_back({path});
+  for (const std::string& text : args.scaled_adapters) {
+    const size_t colon = text.rfind(':');
+    state::AdapterFile& file = files.emplace_back();
+    file.path = text.substr(0, colon);
+    const char* begin = text.data() + (colon == std::string::npos ? text.size() : colon + 1);
+    const char* end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(begin, end, file.scale);
+    if (file.path.empty() || error != std::errc() || rest != end || !std::isfinite(file.scale)) {
+      return invalid_argument(
+          fmt::format("--lora-scaled {}: expected FILE:SCALE, such as style.gguf:0.5", text));
+    }
+  }
+  return files;
 }
 
 Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
@@ -72,6 +97,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.offload = offload_options(args.model);
   o.n_threads = args.model.threads;
   HCACHE_ASSIGN_OR_RETURN(o.forward, state::parse_engine_choice(args.forward));
+  HCACHE_ASSIGN_OR_RETURN(o.adapters, adapter_files(args));
   o.engine.arena_tokens = args.ctx;
   o.engine.max_batch_rows = args.batch;
   o.engine.rotate_moved = args.rotate_moved;
@@ -279,8 +305,9 @@ Status Conversation::load() {
   auto stored = serving_.runtime().store()->get_session(name_);
   if (stored.code() == Code::kNotFound) return {};
   HCACHE_RETURN_IF_ERROR(stored.status());
-  if (stored->salt != runtime.salt()) {
-    return permission_denied(fmt::format("session {} belongs to another salt", name_));
+  if (stored->salt != runtime.salt().id) {
+    return permission_denied(
+        fmt::format("session {} belongs to another salt, or to other adapters (--lora)", name_));
   }
   if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(
@@ -329,7 +356,7 @@ Result<scheduler::Request> Conversation::request(std::vector<int32_t> chain,
   request.max_new_tokens = std::max<int64_t>(max_tokens, 0);
   request.truncation = truncation_;
   request.next_message = std::bind_front(model::next_message, std::cref(*tokenizer_));
-  request.salt = own_salt(args_.salt);
+  request.salt = serving_.runtime().salt();
   request.save = saves();
   HCACHE_ASSIGN_OR_RETURN(request.restore.mode, policy::parse_mode(args_.restore_method));
   request.restore.token_rounding = args_.token_rounding;
@@ -409,9 +436,10 @@ Status Conversation::save() {
   store::Session session;
   session.name = name_;
   session.fingerprint = serving_.runtime().fingerprint();
-  session.salt = serving_.runtime().salt();
+  session.salt = serving_.runtime().salt().id;
   session.tokens = tokens_;
-  session.metadata_json = "{}";
+  const bool adapted = !serving_.runtime().salt().adapters.empty();
+  session.metadata_json = Json{{store::kAdapted, adapted}}.dump();
   return serving_.runtime().store()->put_session(session);
 }
 

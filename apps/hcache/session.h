@@ -25,7 +25,8 @@ namespace hcache::cli {
 // The options of every verb that runs a model with its store.
 struct RuntimeArgs : Options {
   explicit RuntimeArgs(Options* parent);
-  // Adds --engine, in verbs that either engine serves; gives back its default.
+  // Adds --engine and adapters, in verbs that either engine serves; gives back the engine's
+  // default.
   std::string offer_engine();
 
   ModelOptions model{this};
@@ -98,6 +99,8 @@ struct RuntimeArgs : Options {
            "Storage, one CUDA device)");
   bool rotate_moved = true;     // EngineOptions'
   std::string forward = "own";  // offer_engine()'s, where a verb has it
+  std::vector<std::string> adapters;
+  std::vector<std::string> scaled_adapters;
   bool no_store = flag(&no_store, "--no-store",
                        "neither save nor restore; the conversation ends with the process");
   bool no_save = flag(&no_save, "--no-save",
@@ -119,6 +122,8 @@ struct TalkArgs : Options {
 
 // Which layers go where.
 [[nodiscard]] model::Offload offload_options(const ModelOptions& model);
+// The adapters' files. kInvalidArgument.
+[[nodiscard]] Result<std::vector<state::AdapterFile>> adapter_files(const RuntimeArgs& args);
 // RuntimeOptions as the arguments say, with the default model found. kNotFound, kInvalidArgument.
 [[nodiscard]] Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args);
 // Opens the runtime in `env`, slowed to --link, with progress lines; env and line must outlive it.

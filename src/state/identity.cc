@@ -122,7 +122,8 @@ Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& eng
   }
   StateTypes types;
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    types.push_back(type_of(engine.native_hidden_type(layer)));
+    types.push_back(engine.model().adapts_kv(layer) ? GGML_TYPE_COUNT
+                                                    : type_of(engine.native_hidden_type(layer)));
     if (types.back() != GGML_TYPE_COUNT && !engine.can_project(types.back(), layer)) {
       return unimplemented(
           fmt::format("device {} can't project hidden states saved as {} with {} weights; choose "

@@ -77,7 +77,7 @@ class RuntimeImpl : public Runtime {
   Status refresh_profile() override;
   const policy::SavePlan& save_plan() const override { return save_plan_; }
   const Fingerprint& fingerprint() const override { return fingerprint_; }
-  const SaltId& salt() const override { return salt_.id; }
+  const Salt& salt() const override { return salt_; }
   policy::RestoreCosts costs() const override {
     if (!engine_) return {};
     return packed(prices(env_.nominal_read_bytes_per_s()), packed_by_plan());
@@ -91,6 +91,8 @@ class RuntimeImpl : public Runtime {
   // model_ stays null.
   Status load_model();
   Status open_llama();
+  // Of the model that has been opened.
+  Status know_adapters();
   Status open_batch();
   Status open_saver();
   Status open_store();
@@ -161,6 +163,7 @@ Status RuntimeImpl::load_model() {
   load.env = &env_;
   load.weights = options_.weights;
   load.device_memory = options_.device_memory;
+  for (const AdapterFile& file : options_.adapters) load.adapters.push_back(file.path);
   load.other_bytes = [this](const model::HParams& hparams) { return other_bytes(hparams); };
   auto loaded = model::Model::load(options_.model_path, *devices_.devices.front(), load);
   if (loaded.code() == Code::kUnimplemented && options_.forward == EngineChoice::kAuto) {
@@ -192,9 +195,11 @@ Status RuntimeImpl::open_llama() {
   llama.max_batch_rows = options_.engine.max_batch_rows;
   llama.max_sequences = options_.max_sequences;
   llama.kv_type = options_.engine.kv_type;
+  for (const AdapterFile& file : options_.adapters) llama.adapters.push_back(file.path);
   llama.progress = report("loading the model");
   HCACHE_ASSIGN_OR_RETURN(llama_.engine, libllama::LlamaEngine::load(options_.model_path, llama));
   card_ = model_card(options_.model_path, *llama_.engine);
+  HCACHE_RETURN_IF_ERROR(know_adapters());
   if (options_.on_model) options_.on_model(card_);
   fingerprint_ = llama_fingerprint(digest_, *llama_.engine);
   if (!options_.use_store) return {};
@@ -210,8 +215,8 @@ Status RuntimeImpl::init() {
   HCACHE_ASSIGN_OR_RETURN(
       devices_, model::open_devices(options_.device, options_.n_threads, options_.offload));
   if (options_.forward != EngineChoice::kLlama) HCACHE_RETURN_IF_ERROR(load_model());
-  salt_ = own_salt(options_.salt);
   if (!model_) return open_llama();
+  HCACHE_RETURN_IF_ERROR(know_adapters());
   if (options_.on_model) options_.on_model(card_);
   HCACHE_ASSIGN_OR_RETURN(digest_,
                           model_->content_digest(digest_dir(), report("checking the weights")));
@@ -237,6 +242,13 @@ Status RuntimeImpl::init() {
     HCACHE_RETURN_IF_ERROR(
         engine_->set_capture(saver_.get(), {.layers = tap_, .hidden_types = state_types_}));
   }
+  return {};
+}
+
+Status RuntimeImpl::know_adapters() {
+  HCACHE_ASSIGN_OR_RETURN(card_.adapters, describe_adapters(env_, options_.adapters, digest_dir(),
+                                                            report("checking the adapters")));
+  salt_ = adapted(own_salt(options_.salt), card_.adapters, default_scales(card_.adapters));
   return {};
 }
 
@@ -281,6 +293,9 @@ Status RuntimeImpl::open_saver() {
 }
 
 Status RuntimeImpl::open_batch() {
+  if (!options_.adapters.empty()) {
+    return unimplemented("the batch engine applies no adapters");
+  }
   BatchEngineOptions batch = options_.batch;
   batch.engine.kv_type = options_.engine.kv_type;
   batch.engine.attention = options_.engine.attention;

@@ -529,7 +529,7 @@ class Operating(unittest.TestCase):
         messages = [{"role": "user", "content": "Count to a thousand."}]
         self.assertEqual(self.server.chat(messages)["usage"]["completion_tokens"], 3)
         self.assertEqual(self.server.chat(messages, max_tokens=5)["usage"]["completion_tokens"], 5)
-        for options in (["-ctk", "q8_0"], ["--lora", "x"], ["-np"], ["--evict-policy", "mru"],
+        for options in (["-ctk", "q8_0"], ["--lora-scaled", "x"], ["-np"], ["--evict-policy", "mru"],
                         ["--dram", "1MiB", "--dram-place", "/dev/null"]):
             done = subprocess.run([PROGRAM, "serve", "-m", MODEL, *options], capture_output=True,
                                   text=True, timeout=60)

@@ -202,7 +202,7 @@ TEST(LlamaFlags, EveryVariableOfLlamaServerIsRead) {
 }
 
 TEST(LlamaFlags, WhatWouldChangeAnswersIsRefusedUnlessItIsOff) {
-  EXPECT_THAT(error_of("--lora x.gguf"), HasSubstr("--lora"));
+  EXPECT_THAT(error_of("--control-vector x.gguf"), HasSubstr("--control-vector"));
   EXPECT_THAT(error_of("--mirostat 2"), HasSubstr("sampler"));
   EXPECT_THAT(error_of("-hf ggml-org/x"), HasSubstr("-m"));
   EXPECT_THAT(error_of("", {{"LLAMA_ARG_ROPE_SCALE", "2"}}), HasSubstr("LLAMA_ARG_ROPE_SCALE"));

@@ -20,6 +20,7 @@
 #include "model/logits.h"
 #include "model_fixtures.h"
 #include "serving/serving.h"
+#include "state/adapters.h"
 #include "test_device.h"
 
 namespace hcache::serving::testing {
@@ -92,6 +93,7 @@ struct How {
   CacheUse cache = CacheUse::kAll;
   std::string salt = {};
   std::optional<policy::TruncationLimits> truncation = {};
+  std::vector<float> adapters = {};  // by how much each counts
 };
 
 // A chain that was computed, and the greedy answer to it, every token of which has its row.
@@ -112,7 +114,8 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
   scheduler::Request request;
   request.tokens = tokens;
   request.max_new_tokens = n_answer + 1;
-  request.salt = own_salt(how.salt);
+  request.salt =
+      state::adapted(own_salt(how.salt), serving.runtime().card().adapters, how.adapters);
   request.save = how.save;
   request.cache = how.cache;
   request.restore.mode = how.mode;

@@ -17,6 +17,8 @@ constexpr size_t kMaxStopBytes = 1024;
 constexpr size_t kMaxNameBytes = 512;
 constexpr size_t kMaxToolName = 128;
 constexpr int kMaxRecentTokens = 65536;  // the sampler keeps them in memory
+constexpr int kMaxAdapterId = 1023;
+constexpr float kMaxAdapterScale = 1000;
 constexpr float kSmallestTopP = 1e-6F;
 
 Status read_token(const Json& value, const std::string& path, int32_t* out) {
@@ -408,11 +410,32 @@ void cache_fields(Fields& f, GenerationRequest* r) {
            "with the context. Default: as the server was started.");
   if (!truncation.empty()) r->truncate = truncation == "auto";
   f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
+  adapters_field(f, &r->adapters);
   f.text("user", &r->user, "Who asks.", kMaxNameBytes);
   f.integer("priority", &r->priority, {-100, 100}, "Higher is served first.");
   f.integer("speculative.n_max", &r->max_draft, {0, 512},
             "Tokens of the answer that are guessed for a step at most, where the server guesses "
             "any (--draft-max); the answer does not depend on it.");
+}
+
+void adapters_field(Fields& f, std::optional<std::vector<AdapterScale>>* adapters) {
+  if (f.has("lora")) adapters->emplace();
+  f.objects(
+      "lora", "By how much each adapter of the server's counts; those left out don't.",
+      [&](Fields& o) {
+        AdapterScale scale;
+        o.required().integer("id", &scale.id, {0, kMaxAdapterId}, "As /lora-adapters has it.");
+        o.required().number("scale", &scale.scale, {-kMaxAdapterScale, kMaxAdapterScale}, {});
+        if (o.reading()) (*adapters)->push_back(scale);
+      });
+}
+
+Result<std::vector<AdapterScale>> parse_adapters(const Json& body) {
+  if (!body.is_array()) return invalid_argument("expected an array of {id, scale}");
+  std::optional<std::vector<AdapterScale>> adapters;
+  const Json object = {{"lora", body}};
+  HCACHE_RETURN_IF_ERROR(read_fields(object, [&](Fields& f) { adapters_field(f, &adapters); }));
+  return std::move(*adapters);
 }
 
 void format_fields(Fields& f, std::string* schema, bool flat) {

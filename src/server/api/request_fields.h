@@ -2,6 +2,7 @@
 // with them, the OpenAPI document is made of them.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,7 @@ void limit_field(Fields& f, GenerationRequest* r, std::string_view name);
 void stop_field(Fields& f, GenerationRequest* r, std::string_view name);
 void stream_fields(Fields& f, GenerationRequest* r);
 void cache_fields(Fields& f, GenerationRequest* r);
+void adapters_field(Fields& f, std::optional<std::vector<AdapterScale>>* adapters);
 // OpenAI's response_format, and its flat form in /v1/responses, into a schema; empty: plain text.
 void format_fields(Fields& f, std::string* schema, bool flat);
 // A tool's name, description and schema.

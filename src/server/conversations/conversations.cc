@@ -71,6 +71,7 @@ Conversations::Entry Conversations::entry_of(store::Session session) const {
   c.named = field(metadata, "named", true);  // the command line's sessions have no such field
   c.pinned = field(metadata, "pinned", false);
   c.snapshot = field(metadata, "snapshot", false);
+  c.adapted = field(metadata, store::kAdapted, false);
   c.kept_ns = static_cast<int64_t>(field(metadata, "kept_ns", uint64_t{0}));
   c.user = field(metadata, "user", std::string());
   c.cache_key = field(metadata, "cache_key", std::string());
@@ -104,6 +105,7 @@ store::Session Conversations::session_of(const Entry& entry) const {
   const Json metadata = {{"named", c.named},
                          {"pinned", c.pinned},
                          {"snapshot", c.snapshot},
+                         {store::kAdapted, c.adapted},
                          {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
                          {"kept_ns", static_cast<uint64_t>(c.kept_ns)},
                          {"user", c.user},
@@ -220,6 +222,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
     c.snapshot = chain.snapshot;
   }
   if (c.name.empty()) c.name = fmt::format("c-{:012x}", env_.random_u64() >> 16);
+  c.adapted = chain.adapted;
   if (!chain.user.empty()) c.user = chain.user;
   if (!chain.cache_key.empty()) c.cache_key = chain.cache_key;
   if (before.entry != nullptr) {

@@ -42,6 +42,7 @@ struct Conversation {
   bool named = false;      // by the client
   bool pinned = false;     // its state is not evicted, it does not expire
   bool snapshot = false;   // no reply continues it
+  bool adapted = false;    // its state is the model's with adapters
   int64_t expires_ns = 0;  // wall clock; 0: never
   int64_t kept_ns = 0;     // wall clock: until then its state is not evicted; 0: not asked for
   std::string user;
@@ -59,6 +60,7 @@ struct FinishedChain {
   std::string cache_key;
   int64_t keep_ns = 0;    // so long its state is not evicted, and it does not expire
   bool snapshot = false;  // kept as it is now; needs a name
+  bool adapted = false;   // computed with adapters
 };
 
 class Conversations {

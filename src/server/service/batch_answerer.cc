@@ -111,24 +111,24 @@ Answerer::Cancel ServiceAnswerer::submit(BatchRequest request, Done done) {
   auto taker = std::make_shared<AnswerTaker>(std::move(done));
   service_.intake().post(
       [&service = service_, client = client_, request = std::move(request), taker] {
-        Result<api::GenerationRequest> parsed = parse(request, service.options().sampling);
-        if (!parsed.ok()) {
-          const api::ErrorAnswer answer =
-              api::render_error(parsed.status(), api::error_style(request.url));
+        const auto refuse = [&](const Status& status) {
+          const api::ErrorAnswer answer = api::render_error(status, api::error_style(request.url));
           taker->send(answer.http_status, {}, api::to_text(answer.body));
-          return;
-        }
+        };
+        Result<api::GenerationRequest> parsed = parse(request, service.options().sampling);
+        if (!parsed.ok()) return refuse(parsed.status());
         parsed->stream = false;
         http::Request from;  // the key and what the body adds are the salt, as over HTTP
         from.key_index = client.key_index;
-        const Salt salt = service.salt_of(from, parsed->cache_salt);
+        const Result<Salt> salt = service.salt_of(from, *parsed);
+        if (!salt.ok()) return refuse(salt.status());
         GenerationOptions options;
         options.background = client.background;
         options.remember_named_only = true;
         options.on_outcome = [taker = std::weak_ptr(taker)](const scheduler::Outcome& outcome) {
           if (const auto held = taker.lock()) held->add(outcome);
         };
-        std::make_shared<Generation>(service, taker, std::move(*parsed), salt, client.key_name,
+        std::make_shared<Generation>(service, taker, std::move(*parsed), *salt, client.key_name,
                                      std::move(options))
             ->start();
       });

@@ -285,12 +285,11 @@ void EndpointTable::add_to(http::Router* router) {
   }
   router->add("GET", "/v1/models/{model}", quick([this](Call& call) { return model(call); }),
               is_public);
-  // There are no adapters: nothing to list, and nothing but nothing to set.
-  router->add("GET", "/lora-adapters", quick([](Call&) -> Result<Json> { return Json::array(); }));
-  router->add("POST", "/lora-adapters", quick([](Call& call) -> Result<Json> {
-                if (!call.body.is_array() || !call.body.empty()) {
-                  return invalid_argument("this server has no adapters; merge them into the model");
-                }
+  router->add("GET", "/lora-adapters",
+              quick([this](Call&) -> Result<Json> { return service_.adapters().answer(); }));
+  router->add("POST", "/lora-adapters", quick([this](Call& call) -> Result<Json> {
+                HCACHE_ASSIGN_OR_RETURN(const auto scales, api::parse_adapters(call.body));
+                HCACHE_RETURN_IF_ERROR(service_.adapters().set(scales));
                 return Json{{"success", true}};
               }));
   router->add("POST", "/tokenize", quick([this](Call& call) { return tokenize(call); }));

@@ -440,6 +440,7 @@ void Generation::remember(const Choice& choice) {
   if (options_.remember_named_only && !named) return;
   FinishedChain chain;
   chain.salt = salt_.id;
+  chain.adapted = !salt_.adapters.empty();
   // Of several replies to one prompt the first one is the conversation's.
   if (&choice == &choices_.front()) chain.name = request_.session_id;
   if (!response_id_.empty() && request_.store) {
@@ -469,16 +470,18 @@ void Generation::remember(const Choice& choice) {
 http::Handler generate_by(Service& service, Prepare prepare) {
   return [&service, prepare = std::move(prepare)](http::Request request,
                                                   std::shared_ptr<http::Responder> responder) {
-    service.intake().post([&service, prepare, request = std::move(request),
-                           responder = std::move(responder)] {
-      const Result<api::Json> body = api::parse_body(request.body);
-      if (!body.ok()) return send_status(request, *responder, body.status());
-      Result<api::GenerationRequest> prepared = prepare(*body);
-      if (!prepared.ok()) return send_status(request, *responder, prepared.status());
-      const Salt salt = service.salt_of(request, prepared->cache_salt);
-      std::make_shared<Generation>(service, responder, std::move(*prepared), salt, request.key_name)
-          ->start();
-    });
+    service.intake().post(
+        [&service, prepare, request = std::move(request), responder = std::move(responder)] {
+          const Result<api::Json> body = api::parse_body(request.body);
+          if (!body.ok()) return send_status(request, *responder, body.status());
+          Result<api::GenerationRequest> prepared = prepare(*body);
+          if (!prepared.ok()) return send_status(request, *responder, prepared.status());
+          const Result<Salt> salt = service.salt_of(request, *prepared);
+          if (!salt.ok()) return send_status(request, *responder, salt.status());
+          std::make_shared<Generation>(service, responder, std::move(*prepared), *salt,
+                                       request.key_name)
+              ->start();
+        });
   };
 }
 

@@ -54,6 +54,7 @@ Status Service::init() {
   serving.max_context = options_.max_context;
   serving.tick = [this] { tick(); };
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
+  adapters_ = std::make_unique<AdapterScales>(runtime().card().adapters);
   // Asked for by an option, it is to work; asked for by a request, it is a wish.
   if (options_.truncate) HCACHE_RETURN_IF_ERROR(check_cuts());
   conversations_ =
@@ -171,6 +172,22 @@ Status Service::stop(int64_t grace_ns) {
 Service::~Service() { stop(0).ignore("a destructor has nobody to tell; errors were logged"); }
 
 Salt Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
+  return state::adapted(key_salt(request, cache_salt), adapters_->adapters(), adapters_->current());
+}
+
+Result<Salt> Service::salt_of(const http::Request& request,
+                              const api::GenerationRequest& asked) const {
+  if (!asked.adapters) return salt_of(request, asked.cache_salt);
+  HCACHE_ASSIGN_OR_RETURN(std::vector<float> scales, adapters_->of(*asked.adapters));
+  return state::adapted(key_salt(request, asked.cache_salt), adapters_->adapters(),
+                        std::move(scales));
+}
+
+Fingerprint Service::file_fingerprint(const Salt& salt) {
+  return state::adapted(runtime().fingerprint(), adapters_->adapters(), salt.adapters);
+}
+
+Salt Service::key_salt(const http::Request& request, const std::string& cache_salt) const {
   std::string salt = options_.runtime.salt;
   if (request.key_index >= 0 && options_.salt_per_key) {
     salt += kSaltSeparator;

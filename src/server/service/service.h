@@ -19,7 +19,9 @@
 #include <string>
 #include <vector>
 
+#include "adapter_scales.h"
 #include "api/answers.h"
+#include "api/request.h"
 #include "base/env.h"
 #include "batches.h"
 #include "conversations.h"
@@ -93,7 +95,14 @@ class Service {
 
   // The cache salt of a request: its API key's own unless the server is told otherwise, and what
   // the request adds. What the key has in all belongs to one owner.
+  // The model's adapters count as the server is set.
   [[nodiscard]] Salt salt_of(const http::Request& request, const std::string& cache_salt) const;
+  // They count as `asked` says, if it does. kInvalidArgument: there is no such adapter.
+  [[nodiscard]] Result<Salt> salt_of(const http::Request& request,
+                                     const api::GenerationRequest& asked) const;
+  [[nodiscard]] AdapterScales& adapters() { return *adapters_; }
+  // What files say of state under this salt.
+  [[nodiscard]] Fingerprint file_fingerprint(const Salt& salt);
   // Removes a conversation, the saved state that only it uses, and its rows in the arena.
   Status remove_session(const Salt& salt, const std::string& name);
   // A name for an answer: letters and digits, never twice.
@@ -102,6 +111,7 @@ class Service {
  private:
   Service(Env& env, const ServerOptions& options) : env_(env), options_(options) {}
   Status init();
+  [[nodiscard]] Salt key_salt(const http::Request& request, const std::string& cache_salt) const;
   [[nodiscard]] Status check_cuts() const;
   [[nodiscard]] policy::TruncationLimits truncation_limits() const;
   // What the store has of a conversation, whether it was truncated or not.
@@ -126,6 +136,7 @@ class Service {
   std::unique_ptr<model::ChatTemplate> chat_template_;
   model::ChatInput template_defaults_;
   std::unique_ptr<serving::Serving> serving_;
+  std::unique_ptr<AdapterScales> adapters_;
   std::unique_ptr<Conversations> conversations_;
   std::atomic<int64_t> next_expiry_ns_ = std::numeric_limits<int64_t>::max();
   std::unique_ptr<Events> events_;

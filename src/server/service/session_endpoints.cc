@@ -90,14 +90,13 @@ bool page_could_be(Service& service, const store::ArchiveChunk& chunk,
 }
 
 // Whether this server's model could have written the file.
-Status check_fits(Service& service, const store::Archive& archive) {
-  const state::Runtime& runtime = service.runtime();
-  if (archive.head.fingerprint != runtime.fingerprint()) {
+Status check_fits(Service& service, const store::Archive& archive, const Salt& salt) {
+  const Fingerprint own = service.file_fingerprint(salt);
+  if (archive.head.fingerprint != own) {
     return failed_precondition(fmt::format(
         "the session file is of model '{}' with state {}, this server has '{}' with state {}; "
-        "weights, RoPE parameters and --kv-type must be the same",
-        archive.head.model, to_hex(archive.head.fingerprint), service.model_name(),
-        to_hex(runtime.fingerprint())));
+        "weights, adapters, RoPE parameters and --kv-type must be the same",
+        archive.head.model, to_hex(archive.head.fingerprint), service.model_name(), to_hex(own)));
   }
   const int32_t n_vocab = service.tokenizer().n_vocab();
   for (const int32_t token : archive.head.tokens) {
@@ -188,18 +187,18 @@ Result<Json> SessionEndpoints::remove(const Call& call) {
 void SessionEndpoints::export_file(const Call& call) {
   http::Responder& responder = *call.responder;
   PacedStream to(service_, responder);
-  const SaltId salt = salt_of(service_, call.request).id;
+  const Salt salt = salt_of(service_, call.request);
   const std::string& name = *call.request.param("id");
-  const auto conversation = service_.conversations().get(salt, name);
+  const auto conversation = service_.conversations().get(salt.id, name);
   if (!conversation.ok()) return send_status(call.request, responder, conversation.status());
-  auto session = service_.conversations().session(salt, name);
+  auto session = service_.conversations().session(salt.id, name);
   if (!session.ok()) return send_status(call.request, responder, session.status());
   const auto match = settled_match(service_, *conversation, *session, to.gone());
   if (!match.ok()) return send_status(call.request, responder, match.status());
 
   to.start("application/octet-stream",
            {{"Content-Disposition", "attachment; filename=\"session.hcache\""}});
-  const store::ArchiveHead head = {.fingerprint = session->fingerprint,
+  const store::ArchiveHead head = {.fingerprint = service_.file_fingerprint(salt),
                                    .model = service_.model_name(),
                                    .name = std::move(session->name),
                                    .tokens = std::move(session->tokens),
@@ -210,13 +209,14 @@ void SessionEndpoints::export_file(const Call& call) {
 
 Result<Json> SessionEndpoints::import_file(const Call& call) {
   HCACHE_ASSIGN_OR_RETURN(store::Store * store, store_of(service_));
-  HCACHE_ASSIGN_OR_RETURN(const store::Archive archive, store::read_archive(call.request.body));
-  HCACHE_RETURN_IF_ERROR(check_fits(service_, archive));
-  const std::string* id = call.request.query_value("id");
+  HCACHE_ASSIGN_OR_RETURN(store::Archive archive, store::read_archive(call.request.body));
   const Salt salt = salt_of(service_, call.request);
+  HCACHE_RETURN_IF_ERROR(check_fits(service_, archive, salt));
+  const std::string* id = call.request.query_value("id");
   store::Session session;
   session.name = id != nullptr ? *id : archive.head.name;
-  session.fingerprint = archive.head.fingerprint;
+  // Here the salt keeps apart what adapters were in.
+  archive.head.fingerprint = session.fingerprint = service_.runtime().fingerprint();
   session.salt = salt.id;
   session.tokens = archive.head.tokens;
   session.metadata_json = archive.head.metadata_json;

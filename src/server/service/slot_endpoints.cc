@@ -146,20 +146,22 @@ Result<Json> SlotEndpoints::save(const Call& call, int id) {
     HCACHE_RETURN_IF_ERROR(wait(begin_ns + kWaitNs, id, "not on disk yet"));
     HCACHE_ASSIGN_OR_RETURN(slot, wait_for(call, id, false));
   }
-  const SaltId salt = salt_of(service_, call.request).id;
+  const Salt salt = salt_of(service_, call.request);
   uint64_t bytes = 0;
   {
-    HCACHE_ASSIGN_OR_RETURN(const store::Match match, match_of(service_, salt, slot.held.tokens));
+    HCACHE_ASSIGN_OR_RETURN(const store::Match match,
+                            match_of(service_, salt.id, slot.held.tokens));
     bytes = page_bytes(match);
   }
   const auto n_tokens = static_cast<int64_t>(slot.held.tokens.size());
   FinishedChain chain;
-  chain.salt = salt;
+  chain.salt = salt.id;
+  chain.adapted = !salt.adapters.empty();
   chain.name = filename;
   chain.tokens = std::move(slot.held.tokens);
   chain.snapshot = true;
   service_.conversations().remember(std::move(chain));
-  HCACHE_RETURN_IF_ERROR(service_.conversations().persist(salt, filename));
+  HCACHE_RETURN_IF_ERROR(service_.conversations().persist(salt.id, filename));
   return api::slot_saved_answer({.slot = id,
                                  .filename = filename,
                                  .tokens = n_tokens,

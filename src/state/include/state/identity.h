@@ -51,7 +51,8 @@ std::optional<size_t> row_bytes(const model::HParams& hparams, ggml_type kv_type
 using StateTypes = std::vector<ggml_type>;
 
 // "--state-type": f32, f16, bf16, q8 (the native 8-bit type where there is one, else Q8_0), or
-// native. kInvalidArgument names the choices.
+// native. Layers whose K or V an adapter changes are saved as these. kInvalidArgument names the
+// choices.
 Result<StateTypes> parse_state_type(const std::string& name, engine::Engine& engine);
 
 // "q8_1", or "q8_0:2 q8_1:1" where layers differ (the number of layers of each, in their order).

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/env.h"
 #include "base/ids.h"
@@ -14,6 +15,7 @@
 #include "libllama/llama_engine.h"
 #include "model/model.h"
 #include "model/offload.h"
+#include "state/adapters.h"
 #include "state/llama_saver.h"
 
 namespace hcache::state {
@@ -40,6 +42,7 @@ struct ModelCard {
   int32_t n_ctx_train = 0;
   int64_t n_params = 0;
   int64_t n_bytes = 0;
+  std::vector<Adapter> adapters;
 };
 [[nodiscard]] ModelCard model_card(const model::Model& model);
 [[nodiscard]] ModelCard model_card(const std::string& path, const libllama::LlamaEngine& engine);

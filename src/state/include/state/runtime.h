@@ -36,7 +36,8 @@ struct RuntimeOptions {
   engine::EngineOptions engine;
   BatchEngineOptions batch;  // instead of `engine`
   EngineChoice forward = EngineChoice::kOwn;
-  int32_t max_sequences = 64;  // of a model on libllama, idle ones included
+  std::vector<AdapterFile> adapters;  // low-rank adapters that sequences may have
+  int32_t max_sequences = 64;         // of a model on libllama, idle ones included
   model::WeightPlace weights = model::WeightPlace::kAuto;
   uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
   std::string state_dir;                // profiles, digests; created (0700)
@@ -148,7 +149,8 @@ class Runtime {
   virtual Status refresh_profile() = 0;
   [[nodiscard]] virtual const policy::SavePlan& save_plan() const = 0;
   [[nodiscard]] virtual const Fingerprint& fingerprint() const = 0;
-  [[nodiscard]] virtual const SaltId& salt() const = 0;
+  // RuntimeOptions', with the adapters counting as much as they say.
+  [[nodiscard]] virtual const Salt& salt() const = 0;
   // By the profile and the Env's nominal speed.
   [[nodiscard]] virtual policy::RestoreCosts costs() const = 0;
 };

@@ -301,6 +301,10 @@ class PageReader {
   [[nodiscard]] virtual ReaderStats stats() const = 0;
 };
 
+// The key of a session's metadata that says whether its state was computed with adapters, which its
+// salt keeps apart from other state, and its fingerprint does not.
+inline constexpr const char* kAdapted = "adapted";
+
 // A named conversation. Its tokens are all kept, whatever became of its chunks.
 struct Session {
   std::string name;

@@ -41,6 +41,12 @@ struct Prompt {
 // How long a client wants the state of a conversation to be kept.
 enum class Retention { kDefault, kMemory, kDay };
 
+// By how much an adapter (LoRA) of the server's counts.
+struct AdapterScale {
+  int id = 0;  // its place in GET /lora-adapters
+  float scale = 0;
+};
+
 struct GenerationRequest {
   Dialect dialect = Dialect::kChat;
   std::string model_name;  // as asked for; empty: whichever is served
@@ -90,6 +96,8 @@ struct GenerationRequest {
   bool return_progress = false;              // of the prompt, in events before the first token
   bool verbose = false;                      // llama-server's own answer beside OpenAI's
   std::vector<std::string> response_fields;  // of the answer, "a/b" of objects in it; empty: all
+  // Adapters that are left out count nothing; absent: as the server is set.
+  std::optional<std::vector<AdapterScale>> adapters;
 
   // Ollama.
   bool only_loads = false;  // there is nothing to answer, the model is to be loaded
@@ -107,6 +115,9 @@ using Defaults = model::SamplingOptions;
                                                        const Defaults& defaults = {});
 [[nodiscard]] Result<GenerationRequest> parse_llama_completion(const Json& body,
                                                                const Defaults& defaults = {});
+
+// The body of POST /lora-adapters.
+[[nodiscard]] Result<std::vector<AdapterScale>> parse_adapters(const Json& body);
 
 // llama-server's /infill: text with a gap that the answer fills, and further texts that it may look
 // at, the most telling last.
