@@ -45,7 +45,6 @@ constexpr std::string_view kTools = "the server runs no tools, its clients do";
 constexpr std::string_view kCors = "--cors-origins alone decides who may call";
 constexpr std::string_view kOneModel = "one model is served, and stays loaded";
 constexpr std::string_view kSampler = "there is no such sampler";
-constexpr std::string_view kRope = "positions are rotated as the model's file says";
 constexpr std::string_view kOtherModel = "download the model and name its file with -m";
 constexpr std::string_view kControl = "control vectors are not applied";
 constexpr std::string_view kClear = "answers would go unencrypted; put a TLS proxy before it";
@@ -160,23 +159,15 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      "tokens are chosen on the CPU", "LLAMA_ARG_BACKEND_SAMPLING"},
     {"--pooling", Meaning::kIgnored, Value::kOne,
      "/v1/embeddings is not answered", "LLAMA_ARG_POOLING"},
-    {"--rope-scaling", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_ROPE_SCALING_TYPE"},
-    {"--rope-scale", Meaning::kRefused, Value::kOne, reasons::kRope, "LLAMA_ARG_ROPE_SCALE", "1|0"},
-    {"--rope-freq-base", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_ROPE_FREQ_BASE", "0"},
-    {"--rope-freq-scale", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_ROPE_FREQ_SCALE", "1|0"},
-    {"--yarn-orig-ctx", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_YARN_ORIG_CTX", "0"},
-    {"--yarn-ext-factor", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_YARN_EXT_FACTOR", "-1"},
-    {"--yarn-attn-factor", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_YARN_ATTN_FACTOR", "-1"},
-    {"--yarn-beta-slow", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_YARN_BETA_SLOW", "-1"},
-    {"--yarn-beta-fast", Meaning::kRefused, Value::kOne,
-     reasons::kRope, "LLAMA_ARG_YARN_BETA_FAST", "-1"},
+    {"--rope-scaling", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ROPE_SCALING_TYPE"},
+    {"--rope-scale", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ROPE_SCALE"},
+    {"--rope-freq-base", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ROPE_FREQ_BASE"},
+    {"--rope-freq-scale", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_ROPE_FREQ_SCALE"},
+    {"--yarn-orig-ctx", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_YARN_ORIG_CTX"},
+    {"--yarn-ext-factor", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_YARN_EXT_FACTOR"},
+    {"--yarn-attn-factor", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_YARN_ATTN_FACTOR"},
+    {"--yarn-beta-slow", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_YARN_BETA_SLOW"},
+    {"--yarn-beta-fast", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_YARN_BETA_FAST"},
     {"-kvo,--kv-offload,-nkvo,--no-kv-offload", Meaning::kIgnored, Value::kNone,
      reasons::kLoading, "LLAMA_ARG_KV_OFFLOAD"},
     {"--repack,-nr,--no-repack", Meaning::kIgnored, Value::kNone,

@@ -72,6 +72,25 @@ std::string RuntimeArgs::offer_engine() {
   return forward;
 }
 
+Result<model::RopeOverride> RopeArgs::resolved() const {
+  using Scaling = model::RopeOverride::Scaling;
+  if (scale > 0 && freq_scale > 0) {
+    return invalid_argument("--rope-scale and --rope-freq-scale say the same; leave one out");
+  }
+  model::RopeOverride out;
+  if (scaling == "none") out.scaling = Scaling::kNone;
+  if (scaling == "linear") out.scaling = Scaling::kLinear;
+  if (scaling == "yarn") out.scaling = Scaling::kYarn;
+  out.freq_base = static_cast<float>(freq_base);
+  out.freq_scale = static_cast<float>(scale > 0 ? 1 / scale : freq_scale);
+  out.orig_ctx = orig_ctx;
+  out.ext_factor = static_cast<float>(ext_factor);
+  out.attn_factor = static_cast<float>(attn_factor);
+  out.beta_fast = static_cast<float>(beta_fast);
+  out.beta_slow = static_cast<float>(beta_slow);
+  return out;
+}
+
 Result<std::vector<state::AdapterFile>> adapter_files(const RuntimeArgs& args) {
   std::vector<state::AdapterFile> files;
   for (const std::string& path : args.adapters) files.push_back({path});
@@ -97,6 +116,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.offload = offload_options(args.model);
   o.n_threads = args.model.threads;
   HCACHE_ASSIGN_OR_RETURN(o.forward, state::parse_engine_choice(args.forward));
+  HCACHE_ASSIGN_OR_RETURN(o.rope, args.rope.resolved());
   HCACHE_ASSIGN_OR_RETURN(o.adapters, adapter_files(args));
   o.engine.arena_tokens = args.ctx;
   o.engine.max_batch_rows = args.batch;

@@ -22,6 +22,38 @@
 
 namespace hcache::cli {
 
+// Rotary positions other than the file's, by llama-server's options.
+struct RopeArgs : Options {
+  using Options::Options;
+
+  std::string scaling =
+      choice(&scaling, "--rope-scaling", "file",
+             {{"file", "as the model's file says"},
+              {"none", "positions as they are"},
+              {"linear", "all closer together"},
+              {"yarn", "closer together where the model can't tell (YaRN)"}},
+             "how a longer context than the model was trained for is made of its positions");
+  double scale = number(&scale, "--rope-scale", "X", 0, {0, 1e6},
+                        "positions are so many times closer together; 0: as the file says");
+  double freq_base = number(&freq_base, "--rope-freq-base", "X", 0, {0, 1e12},
+                            "base of the rotation's frequencies; 0: as the file says");
+  double freq_scale = number(&freq_scale, "--rope-freq-scale", "X", 0, {0, 1e6},
+                             "what positions are multiplied by: 1 / --rope-scale");
+  int orig_ctx = integer(&orig_ctx, "--yarn-orig-ctx", "TOKENS", 0, {0},
+                         "context that the model was trained for; 0: as the file says");
+  double ext_factor = number(&ext_factor, "--yarn-ext-factor", "X", -1, {-1, 1e3},
+                             "share of extrapolation; -1: 1 with yarn");
+  double attn_factor = number(&attn_factor, "--yarn-attn-factor", "X", -1, {-1, 1e3},
+                              "what Q and K are multiplied by without yarn; -1: 1");
+  double beta_slow = number(&beta_slow, "--yarn-beta-slow", "X", -1, {-1, 1e6},
+                            "turns below which positions are interpolated; -1: as the file says");
+  double beta_fast = number(&beta_fast, "--yarn-beta-fast", "X", -1, {-1, 1e6},
+                            "turns above which they are not; -1: as the file says");
+
+  // kInvalidArgument: options that contradict each other.
+  [[nodiscard]] Result<model::RopeOverride> resolved() const;
+};
+
 // The options of every verb that runs a model with its store.
 struct RuntimeArgs : Options {
   explicit RuntimeArgs(Options* parent);
@@ -30,6 +62,7 @@ struct RuntimeArgs : Options {
   std::string offer_engine();
 
   ModelOptions model{this};
+  RopeArgs rope{this};
   int64_t ctx = integer(&ctx, "-c,--ctx", "TOKENS", engine::EngineOptions().arena_tokens, {64},
                         "room for the KV cache, shared by all sequences");
   int batch = integer(&batch, "-b,--batch", "TOKENS", engine::EngineOptions().max_batch_rows,

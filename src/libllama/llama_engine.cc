@@ -21,6 +21,7 @@ struct ContextFree {
   void operator()(llama_context* context) const { llama_free(context); }
 };
 
+constexpr float kFreqBase = 10000;  // of files that don't name one
 constexpr int32_t kMostStates = 16;
 constexpr int32_t kMostSequences = 256;  // libllama's limit
 // What llama_decode() answers where no cells are left.
@@ -37,6 +38,16 @@ struct Loading {
     return !self->cancelled;
   }
 };
+
+llama_rope_scaling_type scaling_type(model::RopeOverride::Scaling scaling) {
+  switch (scaling) {
+    case model::RopeOverride::Scaling::kNone: return LLAMA_ROPE_SCALING_TYPE_NONE;
+    case model::RopeOverride::Scaling::kLinear: return LLAMA_ROPE_SCALING_TYPE_LINEAR;
+    case model::RopeOverride::Scaling::kYarn: return LLAMA_ROPE_SCALING_TYPE_YARN;
+    case model::RopeOverride::Scaling::kFile: break;
+  }
+  return LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED;
+}
 
 // What `write`, a function of libllama's, puts into a buffer of so many bytes.
 template <typename Write>
@@ -86,6 +97,8 @@ class LlamaEngineImpl final : public LlamaEngine {
 
   Status open_adapters();
   Status open_context();
+  // How many tokens the model takes, with its positions as they are now.
+  void find_context();
   // Whether the model can be served so at all.
   [[nodiscard]] Status check_kind(const std::string& path) const;
   // Computes one token, so that the caches show how they are laid out.
@@ -194,6 +207,14 @@ Status LlamaEngineImpl::open_context() {
       std::min(options_.max_sequences, has_states ? kMostStates : kMostSequences));
   if (options_.n_threads > 0) params.n_threads = params.n_threads_batch = options_.n_threads;
   params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_AUTO;
+  params.rope_scaling_type = scaling_type(options_.rope.scaling);
+  params.rope_freq_base = options_.rope.freq_base;
+  params.rope_freq_scale = options_.rope.freq_scale;
+  params.yarn_orig_ctx = static_cast<uint32_t>(options_.rope.orig_ctx);
+  params.yarn_ext_factor = options_.rope.ext_factor;
+  params.yarn_attn_factor = options_.rope.attn_factor;
+  params.yarn_beta_fast = options_.rope.beta_fast;
+  params.yarn_beta_slow = options_.rope.beta_slow;
   params.type_k = params.type_v = options_.kv_type;
   params.kv_unified = true;
   params.no_perf = true;
@@ -203,9 +224,30 @@ Status LlamaEngineImpl::open_context() {
                                           options_.cells, params.n_seq_max, log.text("no reason")));
   }
   if (memory() == nullptr) return unimplemented("the model keeps no state between tokens");
+  find_context();
   lengths_.assign(params.n_seq_max, 0);
   scales_.resize(params.n_seq_max);
   return probe();
+}
+
+void LlamaEngineImpl::find_context() {
+  const llama_model* model = model_.get();
+  const int32_t n_ctx = llama_model_n_ctx_train(model);  // as libllama corrects it for YaRN
+  if (n_ctx != info_.n_ctx_train) {
+    info_.n_ctx_train = n_ctx;
+    return;
+  }
+  const auto number = [&](const char* key, float otherwise) {
+    const std::string text = written([&](char* to, size_t size) {
+      return llama_model_meta_val_str(model, (info_.architecture + key).c_str(), to, size);
+    });
+    return text.empty() ? otherwise : std::strtof(text.c_str(), nullptr);
+  };
+  const auto n_rot = static_cast<int>(number(
+      ".rope.dimension_count", static_cast<float>(info_.n_embd / llama_model_n_head(model))));
+  info_.n_ctx_train = static_cast<int32_t>(
+      model::extended_context(options_.rope, n_ctx, n_rot, number(".rope.freq_base", kFreqBase),
+                              llama_model_rope_freq_scale_train(model)));
 }
 
 Status LlamaEngineImpl::probe() {

@@ -19,6 +19,7 @@
 #include "gguf_file.h"
 #include "hparams.h"
 #include "products.h"
+#include "rope.h"
 #include "streamed_layers.h"
 #include "weight_slots.h"
 
@@ -130,6 +131,7 @@ struct Model::Impl {
   std::shared_ptr<const GgufFile> file;
   const DecoderSpec* spec = nullptr;
   HParams hparams;
+  HParams file_hparams;  // before RopeOverride
   Share share;
   std::vector<std::unique_ptr<Model>> parts;  // empty: no layer is shared
   Weights weights;
@@ -508,6 +510,9 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device& devi
   auto impl = std::make_unique<Impl>(std::move(file), *options.env);
   HCACHE_ASSIGN_OR_RETURN(impl->spec, read_architecture(*impl->file));
   HCACHE_ASSIGN_OR_RETURN(impl->hparams, read_hparams(*impl->file, *impl->spec));
+  impl->file_hparams = impl->hparams;
+  HCACHE_RETURN_IF_ERROR(override_rope(*impl->file, *impl->spec, options.rope, impl->hparams)
+                             .with_context(impl->file->path()));
   if (options.placement.share_layers) {
     std::vector<Device*> sharing;
     std::vector<double> proportions;
@@ -658,8 +663,10 @@ uint64_t Model::n_params() const {
 
 Result<std::string> Model::content_digest(const std::string& cache_dir,
                                           const Progress& progress) const {
-  return cached_digest(impl_->env, *impl_->file, impl_->hparams, cache_dir,
-                       impl_->streamed != nullptr, progress);
+  HParams h = impl_->file_hparams;
+  h.n_vocab = impl_->hparams.n_vocab;
+  return cached_digest(impl_->env, *impl_->file, h, cache_dir, impl_->streamed != nullptr,
+                       progress);
 }
 
 }  // namespace hcache::model

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <bit>
 #include <charconv>
 
 namespace hcache::state {
@@ -100,6 +101,14 @@ Fingerprint llama_fingerprint(const std::string& digest, const libllama::LlamaEn
   hasher.add(digest).add(libllama::libllama_identity()).add(engine.layout().description);
   hasher.add_u64(static_cast<uint64_t>(engine.options().kv_type));
   for (const size_t bytes : engine.layout().row_bytes) hasher.add_u64(bytes);
+  if (const model::RopeOverride& rope = engine.options().rope; rope.any()) {
+    hasher.add_u64(static_cast<uint64_t>(rope.scaling));
+    hasher.add_u64(static_cast<uint64_t>(rope.orig_ctx));
+    for (const float value : {rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor,
+                              rope.beta_fast, rope.beta_slow}) {
+      hasher.add_u64(std::bit_cast<uint32_t>(value));
+    }
+  }
   return hasher.finish<Fingerprint>();
 }
 

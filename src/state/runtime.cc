@@ -163,6 +163,7 @@ Status RuntimeImpl::load_model() {
   load.env = &env_;
   load.weights = options_.weights;
   load.device_memory = options_.device_memory;
+  load.rope = options_.rope;
   for (const AdapterFile& file : options_.adapters) load.adapters.push_back(file.path);
   load.other_bytes = [this](const model::HParams& hparams) { return other_bytes(hparams); };
   auto loaded = model::Model::load(options_.model_path, *devices_.devices.front(), load);
@@ -195,6 +196,7 @@ Status RuntimeImpl::open_llama() {
   llama.max_batch_rows = options_.engine.max_batch_rows;
   llama.max_sequences = options_.max_sequences;
   llama.kv_type = options_.engine.kv_type;
+  llama.rope = options_.rope;
   for (const AdapterFile& file : options_.adapters) llama.adapters.push_back(file.path);
   llama.progress = report("loading the model");
   HCACHE_ASSIGN_OR_RETURN(llama_.engine, libllama::LlamaEngine::load(options_.model_path, llama));

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -27,7 +28,9 @@ struct LlamaFree {
 // One sequence in libllama, on the CPU with one thread.
 class Oracle {
  public:
-  Oracle(const std::string& path, ggml_type kv_type, bool flash_attention) {
+  using Change = std::function<void(llama_context_params*)>;
+  Oracle(const std::string& path, ggml_type kv_type, bool flash_attention,
+         const Change& change = {}) {
     llama_backend_init();
     llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
     llama_model_params mp = llama_model_default_params();
@@ -45,6 +48,7 @@ class Oracle {
     cp.type_k = cp.type_v = kv_type;
     cp.flash_attn_type =
         flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    if (change) change(&cp);
     context_.reset(llama_init_from_model(model_.get(), cp));
     EXPECT_NE(context_, nullptr) << path;
   }

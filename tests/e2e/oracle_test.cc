@@ -49,9 +49,10 @@ class Ours {
  public:
   // The first adapter counts `scale`, the others nothing.
   Ours(const std::string& path, const EngineOptions& options,
-       const std::vector<std::string>& adapters = {}, float scale = 0) {
+       const std::vector<std::string>& adapters = {}, float scale = 0,
+       const model::RopeOverride& rope = {}) {
     device_ = model::Device::open(hcache::testing::test_device(), 1).value();
-    auto model = model::Model::load(path, *device_, {.adapters = adapters});
+    auto model = model::Model::load(path, *device_, {.rope = rope, .adapters = adapters});
     EXPECT_TRUE(model.ok()) << model.status().to_string();
     model_ = std::move(model).value();
     engine_ = Engine::create(*model_, options).value();
@@ -221,6 +222,45 @@ TEST_P(TinyModels, AgreeWithAdapters) {
   Ours plain(file, options);
   Ours changed(file, options, adapters, kScale);
   EXPECT_GT(run(plain, changed, 1).mean_kl, 100 * d.mean_kl);
+}
+
+// With rotary positions that are not the file's.
+TEST_P(TinyModels, AgreeOnOtherPositions) {
+  if (GetParam().type != GGML_TYPE_F32) GTEST_SKIP() << "positions know nothing of weights' types";
+  using Scaling = model::RopeOverride::Scaling;
+  const std::string file = path();
+  const EngineOptions options = {
+      .arena_tokens = 1024, .kv_type = GGML_TYPE_F32, .attention = AttentionKind::kScores};
+  for (const model::RopeOverride& rope :
+       {model::RopeOverride{.scaling = Scaling::kYarn, .freq_scale = 0.25F, .orig_ctx = 64},
+        model::RopeOverride{.scaling = Scaling::kYarn,
+        .freq_scale = 0.5F,
+        .ext_factor = 0.5F,
+        .beta_fast = 16,
+        .beta_slow = 2},
+        model::RopeOverride{.freq_base = 50000, .freq_scale = 0.5F},
+        model::RopeOverride{.scaling = Scaling::kNone, .attn_factor = 0.9F}}) {
+    auto device = model::Device::open(hcache::testing::test_device(), 1).value();
+    const auto taken = model::Model::load(file, *device, {.rope = rope});
+    if (taken.code() == Code::kUnimplemented || taken.code() == Code::kInvalidArgument) {
+      GTEST_SKIP() << taken.status().message();
+    }
+    Oracle oracle(file, GGML_TYPE_F32, false, [&](llama_context_params* cp) {
+      cp->rope_scaling_type = rope.scaling == Scaling::kYarn ? LLAMA_ROPE_SCALING_TYPE_YARN
+                              : rope.scaling == Scaling::kNone
+                                  ? LLAMA_ROPE_SCALING_TYPE_NONE
+                                  : LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED;
+      cp->rope_freq_base = rope.freq_base;
+      cp->rope_freq_scale = rope.freq_scale;
+      cp->yarn_orig_ctx = static_cast<uint32_t>(rope.orig_ctx);
+      cp->yarn_ext_factor = rope.ext_factor;
+      cp->yarn_attn_factor = rope.attn_factor;
+      cp->yarn_beta_fast = rope.beta_fast;
+      cp->yarn_beta_slow = rope.beta_slow;
+    });
+    Ours ours(file, options, {}, 0, rope);
+    expect_close(run(oracle, ours, 1), GGML_TYPE_F32, GetParam().shape.arch);
+  }
 }
 
 // As where the device's flash attention lacks the size of heads.

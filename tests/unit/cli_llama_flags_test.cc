@@ -205,8 +205,7 @@ TEST(LlamaFlags, WhatWouldChangeAnswersIsRefusedUnlessItIsOff) {
   EXPECT_THAT(error_of("--control-vector x.gguf"), HasSubstr("--control-vector"));
   EXPECT_THAT(error_of("--mirostat 2"), HasSubstr("sampler"));
   EXPECT_THAT(error_of("-hf ggml-org/x"), HasSubstr("-m"));
-  EXPECT_THAT(error_of("", {{"LLAMA_ARG_ROPE_SCALE", "2"}}), HasSubstr("LLAMA_ARG_ROPE_SCALE"));
-  EXPECT_EQ(args_of("--mirostat 0 --typical 1.00 --top-nsigma -1.0 --rope-scale 1"), "");
+  EXPECT_EQ(args_of("--mirostat 0 --typical 1.00 --top-nsigma -1.0"), "");
   EXPECT_EQ(args_of("", {{"LLAMA_ARG_SKIP_CHAT_PARSING", "0"}}), "");
 }
 

@@ -1,5 +1,6 @@
 // One model, many circumstances: conversations over several processes, shared prefixes, damage.
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <fstream>
 
@@ -35,6 +36,42 @@ class ConversationTest : public ::testing::Test {
   std::string model_;
   RuntimeOptions options_;
 };
+
+// Rotary positions other than the file's make other state, and longer contexts.
+TEST_F(ConversationTest, OtherPositionsMakeAnotherState) {
+  for (const state::EngineChoice engine :
+       {state::EngineChoice::kOwn, state::EngineChoice::kLlama}) {
+    SCOPED_TRACE(engine == state::EngineChoice::kOwn ? "own" : "libllama");
+    const std::vector<int32_t> tokens = random_tokens(150, 7);
+    RuntimeOptions file = options_;
+    file.forward = engine;
+    file.state_dir = dir_.file(engine == state::EngineChoice::kOwn ? "own" : "llama");
+    RuntimeOptions yarn = file;
+    yarn.rope = {
+        .scaling = model::RopeOverride::Scaling::kYarn, .freq_scale = 0.25F, .orig_ctx = 64};
+    RuntimeOptions linear = file;
+    linear.rope.freq_scale = 0.5F;
+    std::vector<Said> said;
+    for (const RuntimeOptions& options : {file, yarn, linear}) {
+      const auto serving = open(options);
+      ASSERT_NE(serving, nullptr);
+      said.push_back(say(*serving, tokens, 8));
+      EXPECT_EQ(said.back().record().restored_tokens, 0);
+      EXPECT_TRUE(serving->close().ok());
+      if (options.rope == yarn.rope) {
+        EXPECT_EQ(serving->runtime().card().n_ctx_train, 256);
+      }
+    }
+    EXPECT_NE(said[0].logits, said[1].logits);
+    EXPECT_NE(said[0].logits, said[2].logits);
+    for (size_t i = 0; i < said.size(); ++i) {
+      const auto serving = open(std::array{file, yarn, linear}[i]);
+      const Said again = say(*serving, tokens, 8);
+      EXPECT_GE(again.record().restored_tokens, 128);
+      EXPECT_EQ(again.answer, said[i].answer);
+    }
+  }
+}
 
 // Three processes, each taking up where the last one stopped in the middle of a chunk.
 TEST_F(ConversationTest, GrowsOverSeveralProcessesInEverySaveMode) {

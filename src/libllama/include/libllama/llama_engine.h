@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "model/rope.h"
 
 namespace hcache::libllama {
 
@@ -32,6 +33,7 @@ struct LlamaOptions {
   int32_t max_batch_rows = 512;
   int32_t max_sequences = 16;  // at most; of models whose sequences take much memory, fewer
   ggml_type kv_type = GGML_TYPE_F16;
+  model::RopeOverride rope;
   std::vector<std::string> adapters;    // files of low-rank adapters
   std::function<bool(float)> progress;  // of loading; false cancels
 };

@@ -16,6 +16,7 @@
 #include "model/adapters.h"
 #include "model/device.h"
 #include "model/placement.h"
+#include "model/rope.h"
 #include "model/shares.h"
 #include "model/streamed_weights.h"
 
@@ -222,6 +223,7 @@ struct LoadOptions {
   std::function<uint64_t(const HParams&)> other_bytes{};
   Progress progress{};
   Env* env = &Env::real();  // where files are; outlives the model
+  RopeOverride rope{};
   // Files of low-rank adapters. kUnimplemented where devices share layers.
   std::vector<std::string> adapters{};
 };

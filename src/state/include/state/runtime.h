@@ -15,6 +15,7 @@
 #include "engine/engine.h"
 #include "model/model.h"
 #include "model/offload.h"
+#include "model/rope.h"
 #include "policy/packing.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
@@ -36,6 +37,7 @@ struct RuntimeOptions {
   engine::EngineOptions engine;
   BatchEngineOptions batch;  // instead of `engine`
   EngineChoice forward = EngineChoice::kOwn;
+  model::RopeOverride rope;           // of rotary positions, instead of the file's
   std::vector<AdapterFile> adapters;  // low-rank adapters that sequences may have
   int32_t max_sequences = 64;         // of a model on libllama, idle ones included
   model::WeightPlace weights = model::WeightPlace::kAuto;
