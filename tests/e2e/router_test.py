@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import urllib.request
 from pathlib import Path
 
 import serving
@@ -21,8 +22,9 @@ from serving import STATE_COMES_BACK, Server, wait_until
 
 PROGRAM = sys.argv.pop(1)
 STORY = [{"role": "user", "content": serving.TEXT[:1500]}]
-# Random weights repeat one token; chosen so, each token depends on all that was computed.
-CHOSEN = {"temperature": 1, "seed": 7}
+# The likeliest token of random weights is the last one again. Among all tokens a seed chooses those
+# that follow from all that was computed.
+CHOSEN = {"temperature": 1, "seed": 7, "top_k": 0, "top_p": 1, "min_p": 0}
 ENDLESS = 1900  # tokens: more than a test waits for
 
 
@@ -374,6 +376,34 @@ class Swapping(unittest.TestCase):
             talk.step(server, model="a", **CHOSEN)
             self.assertGreater(talk.cached, 50)
             self.assertEqual(talk.cached, talk.returned)
+
+
+    def test_a_model_with_a_batch_is_not_idle(self):
+        with Router("--models-idle", "5") as server:
+            lines = "".join(json.dumps({
+                "custom_id": str(i), "method": "POST", "url": "/v1/completions",
+                "body": {"prompt": f"{i}", "max_tokens": 600, "ignore_eos": True}}) + "\n"
+                for i in range(16))
+            file = self.upload(server, lines)
+            batch = server.post("/v1/batches?model=a", {
+                "input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"})
+            path = Path(server.folder.name, "models", "a", "batches")
+            wait_until(lambda: server.status("a")["value"] == "unloaded", "the end of the batch")
+            self.assertEqual(server.metric("hcache_model_loads_total", "a"), 1)
+            self.assertTrue(path.is_dir())
+            done = server.call("GET", f"/v1/batches/{batch['id']}?model=a")[1]
+            self.assertEqual((done["status"], done["request_counts"]["completed"]), ("completed", 16))
+
+    @staticmethod
+    def upload(server: Router, lines: str) -> str:
+        """A file for a batch of model a; its id."""
+        text = "\r\n".join(["--x", 'Content-Disposition: form-data; name="purpose"', "", "batch", "--x",
+                            'Content-Disposition: form-data; name="file"; filename="b.jsonl"', "",
+                            lines, "--x--", ""])
+        request = urllib.request.Request(server.url + "/v1/files?model=a", text.encode(), {
+            "Content-Type": "multipart/form-data; boundary=x"})
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            return json.load(reply)["id"]
 
 
 class Failing(unittest.TestCase):

@@ -26,6 +26,12 @@ constexpr std::int64_t kBrokenNs = 5'000'000'000;
 // A server that has not ended so long after it was told to is killed; its disk may be slow.
 constexpr std::int64_t kEndNs = 300'000'000'000;
 
+// How often the server of a model that seems to be idle is asked what it does: so often before it
+// would leave, and no more seldom than so.
+constexpr std::int64_t kAsksPerIdleTime = 4;
+constexpr std::int64_t kAskNs = 1'000'000'000;
+constexpr std::string_view kRequestsHeader = "HCache-Requests";
+
 constexpr int kBadRequest = 400;
 constexpr int kTooMany = 429;
 constexpr int kBadGateway = 502;
@@ -44,7 +50,7 @@ std::string id_of(Env& env, const ModelFile& file) {
                     .finish<Id128<struct ModelFileTag>>());
 }
 
-// "model-x: exit code 2: no such file".
+// "exit code 2: no such file".
 std::string how_it_ended(const ExitStatus& status, const std::string& last_line) {
   return last_line.empty() ? to_text(status) : fmt::format("{}: {}", to_text(status), last_line);
 }
@@ -369,6 +375,23 @@ void ModelPool::ask_card(Model& m) {
                          }});
 }
 
+// Batches run in its server without any request that is passed on.
+void ModelPool::ask_health(Model& m) {
+  m.asked_ns = env_.monotonic_ns();
+  Forwarding::start(
+      context_, m.port, {.method = "GET", .target = "/health", .headers = {}, .body = {}},
+      {.on_head =
+           [this, name = m.status.file.name](int, const http::Headers& headers, std::int64_t) {
+             const auto busy = std::ranges::any_of(headers, [](const auto& header) {
+               return header.first == kRequestsHeader && header.second != "0";
+             });
+             const auto found = models_.find(name);
+             if (busy && found != models_.end()) found->second->used_ns = env_.monotonic_ns();
+           },
+       .on_body = [](std::string_view) { return true; },
+       .on_end = [](ForwardEnd) {}});
+}
+
 void ModelPool::on_exit(Model& m, const ExitStatus& status) {
   const std::string& name = m.status.file.name;
   m.how_ended = how_it_ended(status, m.process->last_line());
@@ -422,6 +445,9 @@ void ModelPool::look_after(Model& m) {
         fmt::format("killed: it had not ended {} after it was told to", format_duration(kEndNs)));
     m.process->send_signal(SIGKILL);
   }
+  const bool seems_idle = m.status.state == ModelState::kLoaded && m.running == 0;
+  const std::int64_t ask_ns = std::min(kAskNs, options_.idle_ns / kAsksPerIdleTime);
+  if (options_.idle_ns > 0 && seems_idle && now - m.asked_ns > ask_ns) ask_health(m);
   // A server that closed a connection and does not end was not at its end after all.
   const bool late =
       std::ranges::any_of(m.broken, [&](const Broken& b) { return now - b.since_ns > kBrokenNs; });

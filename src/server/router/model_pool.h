@@ -99,6 +99,7 @@ class ModelPool {
     std::int64_t loaded_ns = 0;
     std::int64_t used_ns = 0;
     std::int64_t ending_ns = 0;  // since when it is kUnloading
+    std::int64_t asked_ns = 0;   // when its server was last asked what it does
     std::string how_ended;       // its last server
     bool killed = false;
     bool unload_asked = false;
@@ -122,6 +123,7 @@ class ModelPool {
   void stop(Model& m);
   void on_ready(Model& m, std::uint16_t port);
   void ask_card(Model& m);
+  void ask_health(Model& m);
   void on_exit(Model& m, const ExitStatus& status);
   void tick();
   void look_after(Model& m);
