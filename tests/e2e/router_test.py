@@ -146,12 +146,17 @@ class Loading(unittest.TestCase):
             self.assertIn("'a', 'b', 'c'", answer["error"]["message"])
             status, answer, _ = server.call("GET", "/slots?model=a")
             self.assertEqual((status, server.status("a")["value"]), (400, "unloaded"))
+            # Nor does a model's page, which may stay open: it redirects to where its paths are right.
+            self.assertIn("<title>", server.call("GET", "/upstream/a")[1])
+            listed = server.call("GET", "/upstream/a/v1/models")[1]["data"]
+            self.assertEqual([m["id"] for m in listed], ["a"])
+            self.assertEqual(server.call("GET", "/upstream/a/v1/sessions")[0], 400)
+            self.assertEqual(server.servers(), {})
             self.assertTrue(server.call("GET", "/props?model=a")[1]["model_path"].endswith("a.gguf"))
             self.assertEqual(server.call("GET", "/slots?model=a")[0], 200)
             self.assertIn("llamacpp:", server.call("GET", "/metrics?model=a")[1])
             self.assertEqual(server.call("GET", "/upstream/a/props")[1]["model_alias"], "a")
             self.assertEqual(server.call("POST", "/upstream/a/tokenize", {"content": "Hi"})[0], 200)
-            self.assertIn("<title>", server.call("GET", "/upstream/a/")[1])
             self.assertIn('href="upstream/b/"', server.call("GET", "/")[1])
             document = server.call("GET", "/openapi.json")[1]
             self.assertIn("/models/load", document["paths"])

@@ -39,6 +39,18 @@ TEST(ModelOf, TheBodyGoesBeforeTheQuery) {
   EXPECT_EQ(model_of(request), std::nullopt);
 }
 
+TEST(OnlyObserves, WhatMonitoringAsksFor) {
+  EXPECT_TRUE(only_observes("GET", "/metrics"));
+  EXPECT_TRUE(only_observes("HEAD", "/slots"));
+  EXPECT_FALSE(only_observes("POST", "/slots"));
+  EXPECT_FALSE(only_observes("GET", "/props"));
+  // A page that stays open must not bring its model back.
+  EXPECT_FALSE(only_observes("GET", "/v1/sessions"));
+  EXPECT_TRUE(page_observes("GET", "/v1/sessions"));
+  EXPECT_FALSE(page_observes("DELETE", "/v1/sessions"));
+  EXPECT_TRUE(page_observes("GET", "/events"));
+}
+
 TEST(BehindPrefix, KeepsWhatWasSent) {
   EXPECT_EQ(behind_prefix("/upstream/a%20b/v1/models?x=%2F"), "/v1/models?x=%2F");
   EXPECT_EQ(behind_prefix("/upstream/a"), "/");

@@ -30,10 +30,12 @@ class NameFinder {
   bool binary(Json::binary_t& /*value*/) { return false; }
   bool string(std::string& value) {
     if (depth_ != 1 || !in_object_) return depth_ > 0;
+    if (key_ == Key::kModel) {
+      model_ = std::move(value);
+      return false;
+    }
     if (key_ == Key::kName && !name_) name_ = std::move(value);
-    if (key_ != Key::kModel) return true;
-    model_ = std::move(value);
-    return false;
+    return true;
   }
   bool start_object(std::size_t /*size*/) {
     if (depth_++ == 0) in_object_ = true;
@@ -82,6 +84,12 @@ std::optional<std::string> model_of(const http::Request& request) {
   if (auto name = model_in_body(request.body)) return name;
   const std::string* name = request.query_value("model");
   return name == nullptr ? std::nullopt : std::optional(*name);
+}
+
+bool page_observes(std::string_view method, std::string_view path) {
+  constexpr std::array<std::string_view, 3> kMore = {"/v1/models", "/v1/sessions", "/v1/store"};
+  return only_observes(method, path) ||
+         (method == "GET" && std::ranges::find(kMore, path) != kMore.end());
 }
 
 bool only_observes(std::string_view method, std::string_view path) {

@@ -21,6 +21,8 @@ namespace hcache::router {
 
 // Whether a request only observes a model, so that it loads none and keeps none loaded.
 [[nodiscard]] bool only_observes(std::string_view method, std::string_view path);
+// The same of what a model's own page asks for again and again while it is open.
+[[nodiscard]] bool page_observes(std::string_view method, std::string_view path);
 
 // What stands behind "/upstream/NAME" in a target as it was sent: "/v1/models?x=y". Empty: the
 // target begins with something else.

@@ -1,6 +1,7 @@
 #include "router/model_router.h"
 
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <array>
@@ -65,6 +66,14 @@ void answer_status(const Request& request, Responder& responder, const Status& s
   answer_json(responder, answer.http_status, answer.body);
 }
 
+// A request that is passed on has a connection on either side.
+void allow_many_files() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 class ModelRouterImpl final : public ModelRouter {
  public:
   ModelRouterImpl(Env& env, ModelRouterOptions options)
@@ -110,7 +119,7 @@ class ModelRouterImpl final : public ModelRouter {
   [[nodiscard]] std::string names() const;
   [[nodiscard]] std::optional<ModelStatus> status_of(const std::string& name) const;
   void pass_on(Request& request, const ResponderPtr& responder, const std::string& name,
-               std::string target, std::string_view path);
+               std::string target, bool observes);
 
   Env& env_;
   const ModelRouterOptions options_;
@@ -144,6 +153,7 @@ Status ModelRouterImpl::start() {
   if (pool_.statuses().empty()) {
     return not_found(fmt::format("{} holds no GGUF file", options_.models_dir));
   }
+  allow_many_files();
   HCACHE_ASSIGN_OR_RETURN(http_, http::Server::start(env_, http_options(), routes()));
   boost::asio::post(context_, [this] { pool_.watch(); });
   thread_ = std::thread([this] { run_loop(); });
@@ -327,8 +337,7 @@ std::optional<std::string> ModelRouterImpl::choose(const Request& request, Respo
 // ---- Passing on ---------------------------------------------------------------------------------
 
 void ModelRouterImpl::pass_on(Request& request, const ResponderPtr& responder,
-                              const std::string& name, std::string target, std::string_view path) {
-  const bool observes = only_observes(request.method, path);
+                              const std::string& name, std::string target, bool observes) {
   const std::string* wish = request.query_value("autoload");
   const bool autoload = wish == nullptr ? options_.autoload : *wish == "true" || *wish == "1";
   auto relay = std::make_shared<Relay>(context_, std::move(request), std::move(target), responder);
@@ -353,8 +362,8 @@ void ModelRouterImpl::relay(Request& request, const ResponderPtr& responder) {
     return answer_json(*responder, kOk, answer);
   }
   std::string target = request.target;
-  const std::string path = request.path;
-  pass_on(request, responder, *name, std::move(target), path);
+  const bool observes = only_observes(request.method, request.path);
+  pass_on(request, responder, *name, std::move(target), observes);
 }
 
 void ModelRouterImpl::relay_upstream(Request& request, const ResponderPtr& responder) {
@@ -364,9 +373,13 @@ void ModelRouterImpl::relay_upstream(Request& request, const ResponderPtr& respo
   }
   const auto name = choose(request, *responder, *request.param("upstream"));
   if (!name) return;
-  const std::string path = target.substr(0, target.find('?'));
-  request.path = path;  // whose protocol errors are worded in
-  pass_on(request, responder, *name, std::move(target), path);
+  request.path = target.substr(0, target.find('?'));  // whose protocol errors are worded in
+  const auto status = status_of(*name);
+  if (request.path == "/v1/models" && status && status->state != ModelState::kLoaded) {
+    return answer_json(*responder, kOk, router_models_answer({&*status, 1}, created_s_));
+  }
+  const bool observes = page_observes(request.method, request.path);
+  pass_on(request, responder, *name, std::move(target), observes);
 }
 
 // ---- The router's own answers -------------------------------------------------------------------
