@@ -132,6 +132,18 @@ TEST(SwapPlan, FreeMemoryCountsWhatLoadingModelsWillTake) {
   EXPECT_THAT(plan.unload, ElementsAre(0));
 }
 
+TEST(SwapPlan, WhatDidNotFitIsTriedBesideFewer) {
+  SwapSnapshot snapshot = at(9, {loaded(2), loaded(1), wanted(3)});
+  snapshot.models[2].most_beside = 1;
+  SwapPlan plan = plan_swap(snapshot, at_most(4));
+  EXPECT_THAT(plan.load, IsEmpty());
+  EXPECT_THAT(plan.unload, ElementsAre(1));
+  snapshot.models[1] = unloaded();
+  plan = plan_swap(snapshot, at_most(4));
+  EXPECT_THAT(plan.load, ElementsAre(2));
+  EXPECT_THAT(plan.unload, IsEmpty());
+}
+
 TEST(SwapPlan, AloneAModelMayHaveAllThereIs) {
   SwapLimits limits = at_most(1);
   limits.memory_bytes = 50;

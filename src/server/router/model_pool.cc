@@ -18,6 +18,7 @@ namespace hcache::router {
 namespace {
 
 constexpr std::chrono::milliseconds kTick{100};
+constexpr std::chrono::milliseconds kSoon{5};  // for a server that is about to end
 constexpr double kNsPerSecond = 1e9;
 constexpr std::size_t kMostWaiting = 1024;
 constexpr std::size_t kMostWaitingBytes = std::size_t{1} << 30;
@@ -289,6 +290,7 @@ SwapSnapshot ModelPool::snapshot(const std::vector<Model*>& order) const {
                           .loaded_ns = m->loaded_ns,
                           .used_ns = m->used_ns,
                           .bytes = m->status.facts.memory_bytes,
+                          .most_beside = m->most_beside,
                           .unload_asked = m->unload_asked});
   }
   // Where memory is full the system says nothing, and the model's server finds out.
@@ -316,8 +318,10 @@ void ModelPool::start(Model& m) {
   m.started_ns = env_.monotonic_ns();
   m.unload_asked = false;
   m.killed = false;
+  m.status.failed = std::nullopt;
   ModelProcessHandler handler = {.on_ready = [this, &m](std::uint16_t port) { on_ready(m, port); },
-                                 .on_line = [this, &m](const std::string& line) { say(m, line); }};
+                                 .on_line = [this, &m](const std::string& line) { say(m, line); },
+                                 .on_closed = [this] { watch_in(kSoon); }};
   auto process = ModelProcess::start(context_, options_.command(m.status.file), std::move(handler));
   if (!process.ok()) {
     ++m.status.failures;
@@ -340,7 +344,7 @@ void ModelPool::on_ready(Model& m, std::uint16_t port) {
   if (m.status.state != ModelState::kLoading) return;
   m.port = port;
   m.status.state = ModelState::kLoaded;
-  m.status.failed = std::nullopt;
+  m.most_beside = ModelView().most_beside;
   m.loaded_ns = m.used_ns = env_.monotonic_ns();
   const double seconds = static_cast<double>(m.loaded_ns - m.started_ns) / kNsPerSecond;
   ++m.status.loads;
@@ -393,7 +397,6 @@ void ModelPool::ask_health(Model& m) {
 }
 
 void ModelPool::on_exit(Model& m, const ExitStatus& status) {
-  const std::string& name = m.status.file.name;
   m.how_ended = how_it_ended(status, m.process->last_line());
   const ModelState before = m.status.state;
   m.process.reset();
@@ -409,16 +412,33 @@ void ModelPool::on_exit(Model& m, const ExitStatus& status) {
   m.status.failed = status;
   ++m.status.failures;
   say(m, "its server ended: " + to_text(status));
-  if (before == ModelState::kLoading) {
-    fail_waiting(m, kNotNow,
-                 fmt::format("the model '{}' could not be loaded ({})", name, m.how_ended));
+  if (before == ModelState::kLoading) on_failed_load(m, status);
+}
+
+// Where it lacked room others leave, one after the other, until it fits or is alone.
+void ModelPool::on_failed_load(Model& m, const ExitStatus& status) {
+  const std::int64_t others = std::ranges::count_if(models_, [](const auto& entry) {
+    return entry.second->status.state != ModelState::kUnloaded;
+  });
+  const bool lacked_room =
+      status.code == exit_code(Code::kResourceExhausted) || status.signal == SIGKILL;
+  if (lacked_room && others > 0) {
+    m.most_beside = others - 1;
+    return say(m, "does not fit beside what is loaded; others make room");
   }
+  m.most_beside = ModelView().most_beside;
+  fail_waiting(
+      m, kNotNow,
+      fmt::format("the model '{}' could not be loaded ({})", m.status.file.name, m.how_ended));
 }
 
 // ---- Time ---------------------------------------------------------------------------------------
 
-void ModelPool::watch() {
-  ticker_.expires_after(kTick);
+void ModelPool::watch() { watch_in(kTick); }
+
+// In place of the look that was to come.
+void ModelPool::watch_in(std::chrono::milliseconds delay) {
+  ticker_.expires_after(delay);
   ticker_.async_wait([this](boost::system::error_code error) {
     if (error) return;
     tick();

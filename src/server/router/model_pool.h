@@ -6,6 +6,7 @@
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -101,6 +102,7 @@ class ModelPool {
     std::int64_t ending_ns = 0;  // since when it is kUnloading
     std::int64_t asked_ns = 0;   // when its server was last asked what it does
     std::string how_ended;       // its last server
+    std::int64_t most_beside = ModelView().most_beside;
     bool killed = false;
     bool unload_asked = false;
   };
@@ -125,6 +127,8 @@ class ModelPool {
   void ask_card(Model& m);
   void ask_health(Model& m);
   void on_exit(Model& m, const ExitStatus& status);
+  void on_failed_load(Model& m, const ExitStatus& status);
+  void watch_in(std::chrono::milliseconds delay);
   void tick();
   void look_after(Model& m);
   void say(const Model& m, const std::string& line) const;

@@ -40,14 +40,20 @@ Result<std::unique_ptr<ModelProcess>> ModelProcess::start(boost::asio::io_contex
     if (self->handler_.on_line) self->handler_.on_line(line);
     self->last_line_ = std::move(line);
   };
-  read(out->output_);
-  read(out->errors_);
+  for (const auto& lines : {out->output_, out->errors_}) {
+    lines->on_end = [self = out.get()] {
+      const bool both = self->output_->ended && self->errors_->ended;
+      if (both && self->handler_.on_closed) self->handler_.on_closed();
+    };
+    read(lines);
+  }
   return out;
 }
 
 ModelProcess::~ModelProcess() {
   // What is read from now on concerns nobody.
   output_->on_line = errors_->on_line = nullptr;
+  output_->on_end = errors_->on_end = nullptr;
   boost::system::error_code ignored;
   output_->stream.close(ignored);
   errors_->stream.close(ignored);
@@ -62,6 +68,7 @@ void ModelProcess::read(const std::shared_ptr<Lines>& lines) {
                                   if (!lines->text.empty() && lines->on_line)
                                     lines->on_line(std::move(lines->text));
                                   lines->ended = true;
+                                  if (lines->on_end) lines->on_end();
                                 });
 }
 

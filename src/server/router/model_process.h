@@ -20,6 +20,8 @@ namespace hcache::router {
 struct ModelProcessHandler {
   std::function<void(std::uint16_t port)> on_ready;      // at most once
   std::function<void(const std::string& line)> on_line;  // of its stderr
+  // Once: it has closed its stdout and stderr, as it does when it ends.
+  std::function<void()> on_closed;
 };
 
 class ModelProcess {
@@ -47,6 +49,7 @@ class ModelProcess {
     std::string text;    // of a line that is not whole yet
     std::string buffer;  // what is read into
     std::function<void(std::string line)> on_line;
+    std::function<void()> on_end;
     bool ended = false;
   };
 

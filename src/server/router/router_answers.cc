@@ -28,7 +28,7 @@ const char* state_name(const ModelStatus& m) {
 
 Json status_json(const ModelStatus& m) {
   Json status = {{"value", state_name(m)}};
-  if (m.failed && m.state == ModelState::kUnloaded) {
+  if (m.failed && m.state == ModelState::kUnloaded && !m.wanted) {
     // As shells have it: 128 and the signal.
     constexpr int kSignals = 128;
     status["failed"] = true;

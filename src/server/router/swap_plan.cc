@@ -60,6 +60,7 @@ class Swap {
     if (limits_.max_loaded > 0 && in_memory_ >= limits_.max_loaded) return false;
     // Alone it may have what there is: whether that is enough it finds out itself.
     if (in_memory_ == 0) return true;
+    if (in_memory_ > models_[i].most_beside) return false;
     const std::uint64_t bytes = models_[i].bytes;
     if (limits_.memory_bytes > 0 && bytes_in_memory_ + bytes > limits_.memory_bytes) return false;
     return !limited_by_free_ || bytes_to_come_ + bytes + limits_.reserve_bytes <= free_bytes_;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -21,7 +22,9 @@ struct ModelView {
   std::int64_t loaded_ns = 0;       // when it was loaded
   std::int64_t used_ns = 0;         // when it was last loaded, asked or ready with an answer
   std::uint64_t bytes = 0;          // of memory that it takes when it is loaded
-  bool unload_asked = false;        // it leaves as soon as it answers nothing
+  // It did not fit beside one model more than these.
+  std::int64_t most_beside = std::numeric_limits<std::int64_t>::max();
+  bool unload_asked = false;  // it leaves as soon as it answers nothing
 };
 
 struct SwapLimits {
