@@ -177,6 +177,34 @@ TEST_F(ModelServers, SlowClientsHoldTheirAnswerUp) {
   EXPECT_EQ(reply.body.size(), kPieces * piece.size());
 }
 
+TEST_F(ModelServers, ABusyModelMakesRoomWhenPatienceEnds) {
+  options_.max_loaded = 1;
+  options_.patience_ns = 1;
+  start(std::string("echo serving on http://127.0.0.1:$PORT") + kRest);
+  const auto first = chat("a");
+  const Held busy = shelf_.take();
+  ASSERT_NE(busy.responder, nullptr);
+  const auto second = chat("b");
+  ASSERT_TRUE(becomes("b", "loading"));
+  // It is asked again while it answers, but b has waited long enough by now.
+  const auto third = chat("a");
+  const auto waiting = [&](const std::string& model) {
+    const std::string text = ask("GET", "/metrics").body;
+    return text.find("requests_waiting{model=\"" + model + "\"} 1") != std::string::npos;
+  };
+  EXPECT_TRUE(eventually([&] { return waiting("a") && waiting("b"); }));
+  EXPECT_EQ(shelf_.size(), 0U);
+  busy.responder->send(200, {}, "first");
+  EXPECT_EQ(first->read().body, "first");
+  for (const auto& [client, model] : {std::pair(second.get(), "b"), std::pair(third.get(), "a")}) {
+    const Held held = shelf_.take();
+    ASSERT_NE(held.responder, nullptr);
+    EXPECT_THAT(held.request.body, HasSubstr(model));
+    held.responder->send(200, {}, model);
+    EXPECT_EQ(client->read().body, model);
+  }
+}
+
 TEST_F(ModelServers, RequestsThatWaitTooLongAreTold) {
   options_.wait_ns = 1;
   start("exec sleep 1000");

@@ -64,7 +64,8 @@ ModelPool::ModelPool(Env& env, boost::asio::io_context& context, const ModelRout
       options_(options),
       limits_{.max_loaded = options.max_loaded,
               .idle_ns = options.idle_ns,
-              .memory_bytes = options.memory_bytes},
+              .memory_bytes = options.memory_bytes,
+              .patience_ns = options.patience_ns},
       ticker_(context) {}
 
 void ModelPool::say(const Model& m, const std::string& line) const {

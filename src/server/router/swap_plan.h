@@ -33,8 +33,7 @@ struct SwapLimits {
   std::uint64_t memory_bytes = 0;  // of all models in memory together; 0: no limit
   // Beside what is free, see SwapSnapshot.
   std::uint64_t reserve_bytes = 256ULL << 20;
-  // Who has waited so long for room is not overtaken any more: a model that is always busy takes no
-  // further requests until it has made room.
+  // See ModelRouterOptions.
   std::int64_t patience_ns = 10'000'000'000;
 };
 

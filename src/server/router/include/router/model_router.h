@@ -58,8 +58,11 @@ struct ModelRouterOptions {
   bool look_at_free_memory = true;  // load a model only where the host's free memory holds it
   bool autoload = true;             // false: POST /models/load alone loads
   std::int64_t wait_ns = 600'000'000'000;  // how long a request waits for its model
-  bool page = true;                        // at /, and every model's below /upstream/NAME/
-  std::string version;                     // of this program
+  // Who has waited so long for room is not overtaken any more: the model that has been loaded for
+  // longest takes no further requests until it has made room.
+  std::int64_t patience_ns = 10'000'000'000;
+  bool page = true;     // at /, and every model's below /upstream/NAME/
+  std::string version;  // of this program
   // A line that a model's server wrote to stderr, or what the router says of it. On the router's
   // thread.
   std::function<void(const std::string& model, const std::string& line)> on_line;
