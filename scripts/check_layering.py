@@ -34,6 +34,8 @@ LADDER = {
     "server/page": set(),
     "server/conversations": {"base", "model", "store"},
     "server/batches": {"base", "server/api"},
+    # Joins nothing: it starts servers of one model and passes requests on to them.
+    "server/router": {"base", "server/http", "server/api", "server/page"},
     "server": {"base", "policy", "store", "model", "engine", "libllama", "state", "scheduler",
                "serving",
                "server/http", "server/api", "server/page", "server/conversations",

@@ -43,7 +43,6 @@ constexpr std::string_view kMedia = "requests with images, sound or video are re
 constexpr std::string_view kPage = "the page is part of the server";
 constexpr std::string_view kTools = "the server runs no tools, its clients do";
 constexpr std::string_view kCors = "--cors-origins alone decides who may call";
-constexpr std::string_view kOneModel = "one model is served, and stays loaded";
 constexpr std::string_view kSampler = "there is no such sampler";
 constexpr std::string_view kOtherModel = "download the model and name its file with -m";
 constexpr std::string_view kControl = "control vectors are not applied";
@@ -291,13 +290,12 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      "--hide-slots", "LLAMA_ARG_ENDPOINT_SLOTS"},
     {"--slot-save-path", Meaning::kOwn, Value::kOne, ""},
     {"--media-path", Meaning::kIgnored, Value::kOne, reasons::kMedia},
-    {"--models-dir", Meaning::kRefused, Value::kOne,
-     "it serves one model, which -m names", "LLAMA_ARG_MODELS_DIR"},
+    {"--models-dir", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_MODELS_DIR"},
     {"--models-preset", Meaning::kRefused, Value::kOne,
-     "it serves one model, which -m names", "LLAMA_ARG_MODELS_PRESET"},
-    {"--models-max", Meaning::kIgnored, Value::kOne, reasons::kOneModel, "LLAMA_ARG_MODELS_MAX"},
-    {"--models-autoload,--no-models-autoload", Meaning::kIgnored, Value::kNone,
-     reasons::kOneModel, "LLAMA_ARG_MODELS_AUTOLOAD"},
+     "all models of --models-dir have the options of the command line", "LLAMA_ARG_MODELS_PRESET"},
+    {"--models-max", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_MODELS_MAX"},
+    {"--models-autoload,--no-models-autoload", Meaning::kOff, Value::kNone,
+     "--no-models-autoload", "LLAMA_ARG_MODELS_AUTOLOAD"},
     {"--jinja,--no-jinja", Meaning::kIgnored, Value::kNone, reasons::kAlways, "LLAMA_ARG_JINJA"},
     {"--reasoning-format", Meaning::kRefused, Value::kOne,
      "thoughts come as reasoning_content", "LLAMA_ARG_THINK", "auto|deepseek"},
@@ -320,7 +318,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      "the template decides how a last message is continued", "LLAMA_ARG_PREFILL_ASSISTANT"},
     {"-sps,--slot-prompt-similarity", Meaning::kIgnored, Value::kOne, reasons::kCaching},
     {"--lora-init-without-apply", Meaning::kOwn, Value::kNone, ""},
-    {"--sleep-idle-seconds", Meaning::kIgnored, Value::kOne, reasons::kOneModel},
+    {"--sleep-idle-seconds", Meaning::kOption, Value::kOne, "--models-idle", "", "-1"},
     {"--log-disable", Meaning::kIgnored, Value::kNone, reasons::kLogging},
     {"--log-file", Meaning::kIgnored, Value::kOne, reasons::kLogging, "LLAMA_ARG_LOG_FILE"},
     {"--log-jsonl,--no-log-jsonl", Meaning::kIgnored, Value::kNone,

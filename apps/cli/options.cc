@@ -278,7 +278,7 @@ void Options::add_to(CLI::App& app) const {
   });
 }
 
-Status Options::refuse(std::initializer_list<const void*> fields, std::string_view why) const {
+Status Options::refuse(const std::vector<const void*>& fields, std::string_view why) const {
   for (const Row& row : rows_->rows) {
     const bool named = std::ranges::find(fields, row.field) != fields.end();
     if (named && row.added != nullptr && row.added->count() > 0) {
@@ -286,6 +286,27 @@ Status Options::refuse(std::initializer_list<const void*> fields, std::string_vi
     }
   }
   return {};
+}
+
+Options::Given Options::given_but(const std::vector<const void*>& fields) const {
+  Given out;
+  for (const Row& row : rows_->rows) {
+    const bool named = std::ranges::find(fields, row.field) != fields.end();
+    if (named || row.added == nullptr || row.added->count() == 0) continue;
+    const std::string name = long_name(row.flags);
+    if (row.on != nullptr) {
+      if (*row.on) out.args.push_back(name);
+      continue;
+    }
+    for (const std::string& value : row.added->results()) {
+      if (*row.also.variable != '\0') {
+        out.environment.push_back(fmt::format("{}={}", row.also.variable, value));
+      } else {
+        out.args.push_back(fmt::format("{}={}", name, value));
+      }
+    }
+  }
+  return out;
 }
 
 }  // namespace hcache::cli

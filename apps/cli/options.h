@@ -67,8 +67,15 @@ class Options {
   // kInvalidArgument when the user gave one of the options that fill these fields: `why` says
   // where they would do nothing, "does nothing with --trace FILE". Call it while the App of
   // add_to() lives: that knows what was given.
-  [[nodiscard]] Status refuse(std::initializer_list<const void*> fields,
-                              std::string_view why) const;
+  [[nodiscard]] Status refuse(const std::vector<const void*>& fields, std::string_view why) const;
+  // What the user gave, in words that say the same to another process: arguments, and NAME=VALUE
+  // for options that have a variable, since their values may be secret. Options that fill these
+  // fields are left out. Call it while the App of add_to() lives.
+  struct Given {
+    std::vector<std::string> args;
+    std::vector<std::string> environment;
+  };
+  [[nodiscard]] Given given_but(const std::vector<const void*>& fields) const;
 
  protected:
   template <typename T>

@@ -14,6 +14,7 @@
 #include "commands.h"
 #include "model/tools.h"
 #include "overflow_args.h"
+#include "serve_models.h"
 #include "server/server.h"
 #include "session.h"
 #include "terminal.h"
@@ -67,6 +68,7 @@ struct ServeArgs : Options {
             "all); default: localhost, or all where an API key is asked for");
   std::string log_requests = choice(&log_requests, "--log-requests", "on", "on|off",
                                     "one line to stderr for every request that has ended");
+  ModelsArgs models{this};
   AnswerArgs answers{this};
   OverflowArgs overflow{this, "refuse"};
   int parallel =
@@ -167,6 +169,17 @@ Result<std::vector<http::ApiKey>> api_keys(const ServeArgs& args) {
   return out;
 }
 
+Result<http::Options> http_options(const ServeArgs& args) {
+  http::Options http;
+  http.host = args.host;
+  http.port = static_cast<uint16_t>(args.port);
+  HCACHE_ASSIGN_OR_RETURN(http.api_keys, api_keys(args));
+  http.cors_origins = args.cors;
+  // A page without a key can do nothing.
+  if (args.cors.empty()) http.cors_origins = {http.api_keys.empty() ? "localhost" : "*"};
+  return http;
+}
+
 // Of what weights and arena leave of the free memory. Rounded, so that it reads well; below the
 // least of it a cache in memory is not worth having.
 constexpr uint64_t kDramDivisor = 4;
@@ -204,12 +217,6 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.dram_place = args.dram_place;
   o.runtime.key_quota_bytes = args.quota_per_key;
   o.runtime.saver.flush_interval_ms = args.flush_interval_ns / 1'000'000;
-  o.http.host = args.host;
-  o.http.port = static_cast<uint16_t>(args.port);
-  HCACHE_ASSIGN_OR_RETURN(o.http.api_keys, api_keys(args));
-  o.http.cors_origins = args.cors;
-  // A page without a key can do nothing.
-  if (args.cors.empty()) o.http.cors_origins = {o.http.api_keys.empty() ? "localhost" : "*"};
   o.salt_per_key = !args.shared_keys;
   HCACHE_RETURN_IF_ERROR(args.answers.apply(&o));
   HCACHE_ASSIGN_OR_RETURN(o.sampling, args.sampling.resolved());
@@ -245,44 +252,80 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   return o;
 }
 
+std::string urls_of(const std::string& hosts, uint16_t port) {
+  std::string urls;
+  for (const std::string& host : http::split_hosts(hosts)) {
+    const bool bare = host.find(':') != std::string::npos && !host.starts_with('[');
+    urls += fmt::format("{}http://{}{}{}:{}", urls.empty() ? "" : ", ", bare ? "[" : "", host,
+                        bare ? "]" : "", port);
+  }
+  return urls;
+}
+
+// Says that the server is ready, waits for a signal, and says what follows.
+void wait_for_the_end(const ServeArgs& args, uint16_t port) {
+  fmt::print("hcache: serving on {}\n", urls_of(args.host, port));
+  std::fflush(stdout);
+  while (!interrupted()) Env::real().sleep_ns(kPollNs);
+  fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
+             format_duration(args.grace_ns));
+}
+
+Status serve_models(const ServeArgs& args, const http::Options& http) {
+  HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
+                                     "can't be had with --models-dir, whose files are the models "
+                                     "and their names"));
+  std::vector<const void*> own = args.models.fields();
+  own.insert(own.end(), {&args.host, &args.port, &args.cors, &args.api_keys,
+                         &args.runtime.state.state_dir, &args.runtime.state.stores});
+  ModelServers servers;
+  servers.given = args.given_but(own);
+  servers.api_keys = args.api_keys;
+  servers.state_dir = args.runtime.state.state_dir;
+  servers.stores = args.runtime.state.stores;
+  const std::string default_store = join_path(servers.state_dir, "store");
+  if (servers.stores == std::vector<std::string>{default_store}) servers.stores.clear();
+  servers.ctx = args.runtime.ctx;
+  servers.device = args.runtime.model.device;
+  HCACHE_ASSIGN_OR_RETURN(const auto router,
+                          start_models(args.models, servers, http, !args.no_page));
+  wait_for_the_end(args, router->port());
+  router->stop(args.grace_ns);
+  return {};
+}
+
 Status serve(const ServeArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   if (args.verbose) log::set_level(log::Level::kInfo);
-  HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
-  if (!http::are_loopback_hosts(args.host) && options.http.api_keys.empty()) {
+  HCACHE_ASSIGN_OR_RETURN(const http::Options http, http_options(args));
+  if (!http::are_loopback_hosts(args.host) && http.api_keys.empty()) {
     log::warn(
         "{} can be reached from elsewhere and no API key is set: anyone may use this server "
         "and read what is stored (--api-key)",
         args.host);
   }
+  if (!args.models.dir.empty()) return serve_models(args, http);
+  if (const Status useless = args.refuse(args.models.fields(), "does nothing without --models-dir");
+      !useless.ok()) {
+    fmt::print(stderr, "hcache: {}\n", useless.message());
+  }
+  HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
+  options.http = http;
   ProgressLine line;
   options.runtime.progress = [&line](const std::string& what, double fraction) {
     return line.update(what, fraction);
   };
   tell_places(line, &options.runtime);
-  const auto url = [&](uint16_t port) {
-    std::string urls;
-    for (const std::string& host : http::split_hosts(args.host)) {
-      const bool bare = host.find(':') != std::string::npos && !host.starts_with('[');
-      urls += fmt::format("{}http://{}{}{}:{}", urls.empty() ? "" : ", ", bare ? "[" : "", host,
-                          bare ? "]" : "", port);
-    }
-    return urls;
-  };
   options.on_listening = [&](uint16_t port) {
     fmt::print(stderr, "hcache: listening on {}; requests get 503 until the model is loaded\n",
-               url(port));
+               urls_of(args.host, port));
   };
   ThrottledEnv env(Env::real());
   HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args.runtime.link));
   slow_to(link, env, &options.runtime);
   HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(env, options));
   line.finish();
-  fmt::print("hcache: serving on {}\n", url(server->port()));
-  std::fflush(stdout);
-  while (!interrupted()) Env::real().sleep_ns(kPollNs);
-  fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
-             format_duration(args.grace_ns));
+  wait_for_the_end(args, server->port());
   return server->stop(args.grace_ns);
 }
 

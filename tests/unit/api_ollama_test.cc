@@ -374,7 +374,7 @@ TEST(OllamaAnswers, TellOfTheModel) {
   m.numbers = {{"context_length", 2048}, {"rope.scaling.factor", 0.5}};
   m.chat_template = "{{ messages }}";
   m.thinks = true;
-  const Json tags = ollama_tags_answer(m);
+  const Json tags = ollama_tags_answer({&m, 1});
   expect_documented(tags, "OllamaModels");
   const Json& entry = tags["models"][0];
   EXPECT_EQ(entry["name"], "tiny");
@@ -382,7 +382,7 @@ TEST(OllamaAnswers, TellOfTheModel) {
   EXPECT_EQ(entry["digest"], "abc" + std::string(61, '0'));
   EXPECT_EQ(entry["details"]["parameter_size"], "134.5M");
   EXPECT_EQ(entry["details"]["quantization_level"], "Q4_1");
-  const Json ps = ollama_ps_answer(m);
+  const Json ps = ollama_ps_answer({&m, 1});
   expect_documented(ps, "OllamaRunning");
   EXPECT_EQ(ps["models"][0]["context_length"], 2048);
   const Json show = ollama_show_answer(m);

@@ -233,6 +233,15 @@ TEST(LlamaFlags, OthersAreOptionsOfOurs) {
             "-m a.gguf --n-predict 3");
 }
 
+TEST(LlamaFlags, SeveralModels) {
+  EXPECT_EQ(args_of("--models-dir d --models-max 2 --no-models-autoload --sleep-idle-seconds 60"),
+            "--models-dir d --models-max 2 --no-models-autoload --models-idle 60");
+  EXPECT_EQ(args_of("--models-autoload --sleep-idle-seconds -1"), "");
+  EXPECT_EQ(args_of("", {{"LLAMA_ARG_MODELS_DIR", "d"}, {"LLAMA_ARG_MODELS_AUTOLOAD", "0"}}),
+            "--models-dir d --no-models-autoload");
+  EXPECT_THAT(error_of("--models-preset x.ini"), HasSubstr("command line"));
+}
+
 TEST(LlamaFlags, ValuesThatLookLikeFlagsStayValues) {
   EXPECT_EQ(args_of("-m -np --alias --jinja"), "-m -np --alias --jinja");
 }

@@ -36,6 +36,7 @@ struct SendArgs : Options {
   std::string kind = choice(&kind, "--kind", "plain", "plain|fancy", "which");
   int64_t delay_ns = duration(&delay_ns, "-d,--delay", 90 * kSecond, "before it begins");
   float share = number(&share, "--share", "X", 0.5F, {0, 1}, "of the whole");
+  std::string secret = text(&secret, "--secret", "TEXT", "", "what", {.variable = "HCACHE_SECRET"});
   std::vector<int64_t> sizes = integers(&sizes, "--sizes", "N,...", "1,2", {0}, "of each");
   bool loud = flag(&loud, "--loud", "say it", {.needs = "--folder"});
   bool quiet = flag(&quiet, "--quiet", "don't", {.excludes = "--loud,--not-here"});
@@ -137,6 +138,24 @@ TEST(Options, WhatWouldDoNothingIsRefused) {
   const Status refused = given.refuse({&given.kind, &given.limits.queued}, "does nothing here");
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_EQ(refused.message(), "--queued does nothing here");
+}
+
+TEST(Options, WhatWasGivenCanBeSaidAgain) {
+  CLI::App app;  // asked for what was given
+  SendArgs given;
+  EXPECT_EQ(parse(&app, &given,
+                  {"-d", "2m", "--sizes", "3,4", "--sizes=5", "--share", "0.25", "--folder", "x y",
+                   "--loud", "--secret", "s"}),
+            "");
+  const Options::Given said = given.given_but({&given.share});
+  EXPECT_THAT(said.args,
+              ElementsAre("--delay=2m", "--sizes=3,4", "--sizes=5", "--loud", "--folder=x y"));
+  EXPECT_THAT(said.environment, ElementsAre("HCACHE_SECRET=s"));
+  SendArgs again;
+  EXPECT_EQ(parse(&again, said.args), "");
+  EXPECT_EQ(again.sizes, given.sizes);
+  EXPECT_EQ(again.delay_ns, given.delay_ns);
+  EXPECT_EQ(again.shared.folder, "x y");
 }
 
 TEST(Options, AVerbMayTakeAPartOfAGroup) {

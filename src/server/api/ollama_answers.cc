@@ -68,18 +68,24 @@ Json number_json(double x) { return std::trunc(x) == x ? Json(std::llround(x)) :
 
 }  // namespace
 
-Json ollama_tags_answer(const OllamaModel& model) {
-  Json entry = entry_json(model);
-  entry["modified_at"] = moment_text(model.card.created_s * kNsPerSecond);
-  return {{"models", Json::array({std::move(entry)})}};
+Json ollama_tags_answer(std::span<const OllamaModel> models) {
+  Json list = Json::array();
+  for (const OllamaModel& model : models) {
+    Json& entry = list.emplace_back(entry_json(model));
+    entry["modified_at"] = moment_text(model.card.created_s * kNsPerSecond);
+  }
+  return {{"models", std::move(list)}};
 }
 
-Json ollama_ps_answer(const OllamaModel& model) {
-  Json entry = entry_json(model);
-  entry["expires_at"] = kNever;
-  entry["size_vram"] = model.accelerator_bytes;
-  entry["context_length"] = model.card.context;
-  return {{"models", Json::array({std::move(entry)})}};
+Json ollama_ps_answer(std::span<const OllamaModel> models) {
+  Json list = Json::array();
+  for (const OllamaModel& model : models) {
+    Json& entry = list.emplace_back(entry_json(model));
+    entry["expires_at"] = model.expires_ns == 0 ? kNever : moment_text(model.expires_ns);
+    entry["size_vram"] = model.accelerator_bytes;
+    entry["context_length"] = model.card.context;
+  }
+  return {{"models", std::move(list)}};
 }
 
 Json ollama_show_answer(const OllamaModel& model) {

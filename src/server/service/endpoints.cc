@@ -50,6 +50,7 @@ class EndpointTable final : public Endpoints {
   Result<Json> apply_template(const Call& call) const;
   Result<Json> model(const Call& call) const;
   [[nodiscard]] Json props() const;
+  void health(Responder& responder) const;
 
   Result<Json> store_stat(const Call& call) const;
   Result<Json> store_verify() const;
@@ -154,6 +155,15 @@ Json EndpointTable::props() const {
   props.weights = service_.runtime().card().places;
   props.engine = service_.runtime().card().engine;
   return api::props_answer(props);
+}
+
+// With the number of requests that are not answered yet, those of batches among them.
+void EndpointTable::health(Responder& responder) const {
+  const scheduler::Snapshot now = service_.scheduler().stats();
+  const int64_t requests = now.queued + now.fetching + now.restoring + now.prefill + now.decoding;
+  responder.send(
+      200, {{"Content-Type", "application/json"}, {"HCache-Requests", fmt::to_string(requests)}},
+      R"({"status":"ok"})");
 }
 
 // ---- The store ----------------------------------------------------------------------------------
@@ -298,7 +308,10 @@ void EndpointTable::add_to(http::Router* router) {
               quick([this](Call& call) { return apply_template(call); }));
   router->add("GET", "/props", quick([this](Call&) -> Result<Json> { return props(); }));
   for (const char* path : {"/health", "/v1/health"}) {
-    router->add("GET", path, plain(R"({"status":"ok"})", "application/json"), is_public);
+    router->add(
+        "GET", path,
+        [this](const Request&, const std::shared_ptr<Responder>& responder) { health(*responder); },
+        is_public);
   }
 
   sessions_.add_to(router);

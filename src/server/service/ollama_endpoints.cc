@@ -113,10 +113,14 @@ void OllamaEndpoints::add_to(http::Router* router) {
               }));
   router->add("POST", "/api/generate",
               generate_by(service_, [this](const Json& body) { return generate(body); }));
-  router->add("GET", "/api/tags",
-              quick([this](Call&) -> Result<Json> { return api::ollama_tags_answer(model()); }));
-  router->add("GET", "/api/ps",
-              quick([this](Call&) -> Result<Json> { return api::ollama_ps_answer(model()); }));
+  router->add("GET", "/api/tags", quick([this](Call&) -> Result<Json> {
+                const api::OllamaModel only = model();
+                return api::ollama_tags_answer({&only, 1});
+              }));
+  router->add("GET", "/api/ps", quick([this](Call&) -> Result<Json> {
+                const api::OllamaModel only = model();
+                return api::ollama_ps_answer({&only, 1});
+              }));
   router->add("POST", "/api/show", quick([this](Call& call) { return show(call); }));
   router->add("GET", "/api/version", quick([](Call&) -> Result<Json> {
                 return api::ollama_version_answer(HCACHE_VERSION);

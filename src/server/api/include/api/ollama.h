@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -23,6 +24,7 @@ struct OllamaModel {
   std::string architecture;
   std::string weight_types;       // "Q4_1"
   int64_t accelerator_bytes = 0;  // of the weights
+  int64_t expires_ns = 0;         // when it leaves memory, since 1970-01-01 UTC; 0: never
   // By its keys in the model's file, without the architecture's name before them.
   std::map<std::string, double> numbers;
   std::string chat_template;
@@ -31,9 +33,9 @@ struct OllamaModel {
   model::SamplingOptions sampling;  // of requests that name none
 };
 
-[[nodiscard]] Json ollama_tags_answer(const OllamaModel& model);
-// The model, which is in memory for good.
-[[nodiscard]] Json ollama_ps_answer(const OllamaModel& model);
+[[nodiscard]] Json ollama_tags_answer(std::span<const OllamaModel> models);
+// The models that are in memory.
+[[nodiscard]] Json ollama_ps_answer(std::span<const OllamaModel> models);
 [[nodiscard]] Json ollama_show_answer(const OllamaModel& model);
 [[nodiscard]] Json ollama_version_answer(std::string_view own_version);
 // To a request that only loads the model.
