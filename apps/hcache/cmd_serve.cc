@@ -131,6 +131,10 @@ struct ServeArgs : Options {
            "store, nothing is written to this folder");
   int64_t grace_ns = duration(&grace_ns, "--grace", 10 * kSecond,
                               "time that running requests have to end after SIGTERM");
+  int64_t drain_ns = duration(
+      &drain_ns, "--drain", 0,
+      "time after SIGTERM in which requests are still taken while /health already says 503, so "
+      "that a balancer sends them elsewhere; then --grace begins");
   int64_t ttl_ns = duration(
       &ttl_ns, "--ttl", 0,
       "conversations without a name are forgotten so long after their last turn; 0: never");
@@ -240,6 +244,15 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   return o;
 }
 
+// Until a balancer has noticed; a second signal ends the process.
+void drain(server::Server& server, int64_t ns) {
+  if (ns <= 0) return;
+  server.drain();
+  fmt::print(stderr, "hcache: draining for {}: /health says 503, requests are still served\n",
+             format_duration(ns));
+  Env::real().sleep_ns(ns);
+}
+
 Status serve(const ServeArgs& args) {
   if (args.runtime.model.device == "list") return list_devices();
   if (args.verbose) log::set_level(log::Level::kInfo);
@@ -276,6 +289,7 @@ Status serve(const ServeArgs& args) {
   fmt::print("hcache: serving on {}\n", url(server->port()));
   std::fflush(stdout);
   while (!interrupted()) Env::real().sleep_ns(kPollNs);
+  drain(*server, args.drain_ns);
   fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
              format_duration(args.grace_ns));
   return server->stop(args.grace_ns);

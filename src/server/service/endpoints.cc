@@ -299,7 +299,15 @@ void EndpointTable::add_to(http::Router* router) {
               quick([this](Call& call) { return apply_template(call); }));
   router->add("GET", "/props", quick([this](Call&) -> Result<Json> { return props(); }));
   for (const char* path : {"/health", "/v1/health"}) {
-    router->add("GET", path, plain(R"({"status":"ok"})", "application/json"), is_public);
+    router->add(
+        "GET", path,
+        [this](const Request& request, const std::shared_ptr<Responder>& responder) {
+          if (service_.is_draining()) {
+            return send_status(request, *responder, unavailable("the server is stopping"));
+          }
+          send_json(*responder, {{"status", "ok"}});
+        },
+        is_public);
   }
 
   sessions_.add_to(router);
