@@ -74,12 +74,18 @@ test-page: release build/clients/ready  ## Run the page in a browser (installs D
 	@HCACHE_REQUIRE_BROWSER=1 build/clients/bin/python tests/e2e/page_test.py \
 	  build/release/bin/hcache "$$($(MAKE) -s print-model)"
 
+.PHONY: test-proxy
+test-proxy: release build/clients/ready  ## Run three servers behind HAProxy (installs Debian's haproxy)
+	@scripts/deps.sh haproxy
+	@build/clients/bin/python tests/e2e/proxy_test.py build/release/bin/hcache
+
 .PHONY: test-package test-bench
 test-package: release package  ## Install the package in a folder of its own, serve with it, remove it
 	@scripts/deps.sh fakeroot groff-base qemu-user
 	@$(PYTHON) tests/e2e/package_test.py build/package/hcache_*.deb build/release/bin/hcache \
 	  "$$($(MAKE) -s print-model)"
 test-bench: release peer  ## Run the demo and every script of bench/ once, with tiny settings
+	@scripts/deps.sh haproxy
 	@scripts/build.sh demo hcache
 	@$(PYTHON) tests/e2e/bench_scripts_test.py
 

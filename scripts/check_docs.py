@@ -31,7 +31,8 @@ FOREIGN_FILES = {"compile_commands.json", "CMakeLists.txt", "conversation_trace.
 # Options of programs that are not ours, by program; "" is prose that names one.
 FOREIGN_OPTIONS = {"llama-server", "llama-bench", "docker", "cmake", "ctest", "curl", "sudo", "git",
                    "systemctl", "journalctl", "apt-get", "dpkg", "clang-tidy", "perf", "unshare",
-                   "redis-server", "ninja", "pip", "python3", "numactl", "gcc", "clang", "qemu-x86_64"}
+                   "redis-server", "haproxy", "kubectl", "ninja", "pip", "python3", "numactl", "gcc", "clang",
+                   "qemu-x86_64"}
 
 
 def slugs(document):

@@ -133,6 +133,10 @@ struct ServeArgs : Options {
            "store, nothing is written to this folder");
   int64_t grace_ns = duration(&grace_ns, "--grace", 10 * kSecond,
                               "time that running requests have to end after SIGTERM");
+  int64_t drain_ns = duration(
+      &drain_ns, "--drain", 0,
+      "time after SIGTERM in which requests are still taken while /health already says 503, so "
+      "that a balancer sends them elsewhere; then --grace begins");
   int64_t ttl_ns = duration(
       &ttl_ns, "--ttl", 0,
       "conversations without a name are forgotten so long after their last turn; 0: never");
@@ -262,11 +266,14 @@ std::string urls_of(const std::string& hosts, uint16_t port) {
   return urls;
 }
 
-// Says that the server is ready, waits for a signal, and says what follows.
-void wait_for_the_end(const ServeArgs& args, uint16_t port) {
+// Says that the server is ready, and waits for a signal.
+void wait_for_signal(const ServeArgs& args, uint16_t port) {
   fmt::print("hcache: serving on {}\n", urls_of(args.host, port));
   std::fflush(stdout);
   while (!interrupted()) Env::real().sleep_ns(kPollNs);
+}
+
+void tell_stopping(const ServeArgs& args) {
   fmt::print(stderr, "hcache: stopping; running requests have {}, a second signal ends at once\n",
              format_duration(args.grace_ns));
 }
@@ -275,6 +282,9 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
   HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
                                      "can't be had with --models-dir, whose files are the models "
                                      "and their names"));
+  HCACHE_RETURN_IF_ERROR(args.refuse(
+      {&args.drain_ns, &args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
+      "is for a server of one model, and not for --models-dir"));
   std::vector<const void*> own = args.models.fields();
   own.insert(own.end(), {&args.host, &args.port, &args.cors, &args.api_keys,
                          &args.runtime.state.state_dir, &args.runtime.state.stores});
@@ -289,9 +299,19 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
   servers.device = args.runtime.model.device;
   HCACHE_ASSIGN_OR_RETURN(const auto router,
                           start_models(args.models, servers, http, !args.no_page));
-  wait_for_the_end(args, router->port());
+  wait_for_signal(args, router->port());
+  tell_stopping(args);
   router->stop(args.grace_ns);
   return {};
+}
+
+// Until a balancer has noticed; a second signal ends the process.
+void drain(server::Server& server, int64_t ns) {
+  if (ns <= 0) return;
+  server.drain();
+  fmt::print(stderr, "hcache: draining for {}: /health says 503, requests are still served\n",
+             format_duration(ns));
+  Env::real().sleep_ns(ns);
 }
 
 Status serve(const ServeArgs& args) {
@@ -325,7 +345,9 @@ Status serve(const ServeArgs& args) {
   slow_to(link, env, &options.runtime);
   HCACHE_ASSIGN_OR_RETURN(const auto server, server::Server::start(env, options));
   line.finish();
-  wait_for_the_end(args, server->port());
+  wait_for_signal(args, server->port());
+  drain(*server, args.drain_ns);
+  tell_stopping(args);
   return server->stop(args.grace_ns);
 }
 

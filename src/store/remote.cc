@@ -168,6 +168,17 @@ void Remote::erase(std::span<const ChunkId> ids) {
   tier_->erase(ids);
 }
 
+void Remote::supersede(std::span<const ChunkId> tails) {
+  {
+    MutexLock lock(mutex_);
+    for (const ChunkId& id : tails) {
+      drop(id);
+      drop_kept(id);
+    }
+  }
+  tier_->erase(tails);
+}
+
 // ---- Pages --------------------------------------------------------------------------------------
 
 TierWrite* Remote::kept(const ChunkRecord& record) {
@@ -178,6 +189,19 @@ TierWrite* Remote::kept(const ChunkRecord& record) {
     kept_.back().info = record.info;
   }
   return &kept_[at->second];
+}
+
+void Remote::drop_kept(const ChunkId& id) {
+  const auto at = kept_at_.find(id);
+  if (at == kept_at_.end()) return;
+  const std::size_t index = at->second;
+  for (const TierPage& page : kept_[index].pages) kept_bytes_ -= page.info.bytes;
+  kept_at_.erase(at);
+  if (index + 1 < kept_.size()) {
+    kept_[index] = std::move(kept_.back());
+    kept_at_[kept_[index].info.id] = index;
+  }
+  kept_.pop_back();
 }
 
 void Remote::keep(const ChunkRecord& record) {

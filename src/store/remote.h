@@ -57,6 +57,9 @@ class Remote {
   // Chunks that were deleted: they must not be found there any more.
   void erase(std::span<const ChunkId> ids) HCACHE_EXCLUDES(mutex_);
 
+  // Tails that longer chunks have replaced: they need not be there any more.
+  void supersede(std::span<const ChunkId> tails) HCACHE_EXCLUDES(mutex_);
+
   // Remembers a chunk for the disks, so that what follows it can be saved there.
   void keep(const ChunkRecord& record) HCACHE_EXCLUDES(mutex_);
   // … and a page of it that was read and verified. Beyond a limit pages are dropped.
@@ -74,6 +77,7 @@ class Remote {
       std::vector<ChunkId> ids, std::int64_t deadline_ns);
   void add(ChunkRecord record) HCACHE_EXCLUDES(mutex_);
   void drop(const ChunkId& id) HCACHE_REQUIRES(mutex_);
+  void drop_kept(const ChunkId& id) HCACHE_REQUIRES(mutex_);
   // Null: there are enough.
   [[nodiscard]] TierWrite* kept(const ChunkRecord& record) HCACHE_REQUIRES(mutex_);
 

@@ -74,7 +74,7 @@ void Removal::finish_unpinned() {
   std::vector<ChunkId> ids;
   for (const ChunkRecord& tail : tails) ids.push_back(tail.info.id);
   if (remote_ != nullptr && remote_->writes() != RemoteWrite::kOff && !ids.empty()) {
-    remote_->erase(ids);
+    remote_->supersede(ids);
   }
   const auto erased = erase(std::move(tails));
   if (!erased.ok()) log::warn("removing extended tails: {}", erased.status().to_string());

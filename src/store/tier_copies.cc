@@ -32,7 +32,7 @@ void TierCopies::put(const PutDraft& draft, Source source) {
   if (!remote || draft.superseded.empty()) return;
   std::vector<ChunkId> tails;
   for (const ChunkRecord& tail : draft.superseded) tails.push_back(tail.info.id);
-  remote_->erase(tails);
+  remote_->supersede(tails);
 }
 
 void TierCopies::evicted(std::span<const ChunkRecord> victims) {

@@ -16,73 +16,21 @@ import unittest
 import urllib.request
 
 import serving
-from serving import STATE_COMES_BACK, TEXT, Conversation, Redis, Server, free_port, wait_until
+from serving import (STATE_COMES_BACK, TEXT, Cluster, Conversation, Redis, Server, free_port, remote_of,
+                     settle, wait_until)
 
 PROGRAM = sys.argv.pop(1)
 MODEL = serving.default_model()
 
 
-class Cluster:
-    """Three masters with a replica each."""
-
-    def __init__(self):
-        self.nodes = [Redis("--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
-                            "--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
-                      for _ in range(6)]
-        subprocess.run(
-            ["redis-cli", "--cluster", "create", *(f"127.0.0.1:{n.port}" for n in self.nodes),
-             "--cluster-replicas", "1", "--cluster-yes"],
-            check=True, stdout=subprocess.DEVNULL)
-        for node in self.nodes:
-            wait_until(lambda node=node: "cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster")
-        self.url = f"redis://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
-
-    def wait_for_replicas(self) -> None:
-        for node in self.nodes:
-            if "role:master" in node.ask("INFO", "replication"):
-                node.ask("WAIT", "1", "60000")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for node in self.nodes:
-            node.close()
-
-
-_measured = tempfile.TemporaryDirectory()  # a state folder with this machine's cost profile
-
-
 def state_folder() -> tempfile.TemporaryDirectory:
-    """A fresh one, with the profile: measuring takes longer than the rest of a start."""
-    if not os.listdir(_measured.name):
-        subprocess.run([PROGRAM, "profile", "-m", MODEL, "-t", "1", "--state-dir", _measured.name],
-                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    folder = tempfile.TemporaryDirectory()
-    shutil.copytree(os.path.join(_measured.name, "profiles"),
-                    os.path.join(folder.name, "profiles"))
-    return folder
+    return serving.state_folder(PROGRAM, MODEL)
 
 
 def start(folder: str, url: str, *options: str, timeout: str = "60s") -> Server:
     # Nobody here races with the machine: what is there is to be found.
     return Server(PROGRAM, "-m", MODEL, "--state-dir", folder, "-t", "1", "--remote", url,
                   "--remote-timeout", timeout, *STATE_COMES_BACK, *options)
-
-
-def remote_of(server: Server) -> dict:
-    return server.call("GET", "/v1/store")[1]["tiers"]["remote"]
-
-
-def settle(server: Server) -> None:
-    """Waits until all that is finished is where others see it."""
-    seen = []
-
-    def quiet() -> bool:
-        seen.append(remote_of(server))
-        return (len(seen) > 3 and seen[-1] == seen[-4] and seen[-1]["written_bytes"] > 0 and
-                seen[-1]["backlog_requests"] == 0)
-    wait_until(quiet, "the remote store")
 
 
 class Shared(unittest.TestCase):
@@ -93,7 +41,7 @@ class Shared(unittest.TestCase):
             while not alone.done():
                 alone.step(server)
         moved = Conversation(1)
-        with Cluster() as cluster, state_folder() as a, \
+        with Cluster(replicas=1) as cluster, state_folder() as a, \
                 state_folder() as b, \
                 start(a, cluster.url, "--flush-interval", "100ms") as first, \
                 start(b, cluster.url, "--flush-interval", "100ms") as second:
@@ -133,7 +81,7 @@ class Shared(unittest.TestCase):
                     conversation.step(server)
         talks = [Conversation(n, rounds=4) for n in range(3)]
         errors = []
-        with Cluster() as cluster, state_folder() as a, \
+        with Cluster(replicas=1) as cluster, state_folder() as a, \
                 state_folder() as b, \
                 start(a, cluster.url, "--flush-interval", "100ms") as first, \
                 start(b, cluster.url, "--flush-interval", "100ms") as second:

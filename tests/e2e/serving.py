@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,7 +63,7 @@ class Server:
         return self.log.read()
 
     def call(self, method: str, path: str, body: object = None, headers: dict | None = None):
-        """(status, parsed JSON or text, headers)."""
+        """(status, parsed JSON or text, headers by names in any case)."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method, headers={
             "Content-Type": "application/json", **(headers or {})})
@@ -76,7 +77,7 @@ class Server:
     def _answer(status: int, reply) -> tuple:
         text = reply.read().decode()
         is_json = reply.headers.get("Content-Type", "").startswith("application/json")
-        return status, json.loads(text) if is_json and text else text, dict(reply.headers)
+        return status, json.loads(text) if is_json and text else text, reply.headers
 
     def post(self, path: str, body: object, headers: dict | None = None) -> dict:
         status, answer, _ = self.call("POST", path, body, headers)
@@ -228,3 +229,55 @@ class Redis:
     def close(self) -> None:
         self.kill()
         self.folder.cleanup()
+
+
+class Cluster:
+    """A Redis cluster of three masters."""
+
+    def __init__(self, replicas: int):  # of each
+        self.nodes = [Redis("--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
+                            "--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
+                      for _ in range(3 * (1 + replicas))]
+        subprocess.run(
+            ["redis-cli", "--cluster", "create", *(f"127.0.0.1:{n.port}" for n in self.nodes),
+             "--cluster-replicas", str(replicas), "--cluster-yes"],
+            check=True, stdout=subprocess.DEVNULL)
+        for node in self.nodes:
+            wait_until(lambda node=node: "cluster_state:ok" in node.ask("CLUSTER", "INFO"), "the cluster")
+        self.url = f"redis://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for node in self.nodes:
+            node.close()
+
+
+def remote_of(server: Server) -> dict:
+    return server.call("GET", "/v1/store")[1]["tiers"]["remote"]
+
+
+def settle(server: Server) -> None:
+    """Waits until all that is finished is where others see it."""
+    seen = []
+
+    def quiet() -> bool:
+        seen.append(remote_of(server))
+        return (len(seen) > 3 and seen[-1] == seen[-4] and seen[-1]["written_bytes"] > 0 and
+                seen[-1]["backlog_requests"] == 0 and
+                "\nhcache_saver_backlog_bytes 0\n" in server.call("GET", "/metrics")[1])
+    wait_until(quiet, "the remote store")
+
+
+_measured = tempfile.TemporaryDirectory()  # a state folder with this machine's cost profile
+
+
+def state_folder(program: str, model: str) -> tempfile.TemporaryDirectory:
+    """A fresh one, with the profile for one thread: measuring takes longer than the rest of a start."""
+    if not os.listdir(_measured.name):
+        subprocess.run([program, "profile", "-m", model, "-t", "1", "--state-dir", _measured.name],
+                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tempfile.TemporaryDirectory()
+    shutil.copytree(os.path.join(_measured.name, "profiles"), os.path.join(folder.name, "profiles"))
+    return folder

@@ -117,6 +117,31 @@ TEST(RemoteTier, WhatOneStoreWroteAnotherOneReads) {
   EXPECT_EQ(a.look_up(longer).n_tokens, longer.size());
 }
 
+TEST(RemoteTier, ATailThatGoesLeavesWhatOthersHaveRead) {
+  RedisServer redis;
+  Machine a(redis.url());
+  Machine b(redis.url());
+  const Chain saved = chain(3 * kChunkTokens, 1);
+  ASSERT_OK(a.store().put(saved.chunks().first(2)));
+  ASSERT_TRUE(a.settled());
+  ASSERT_OK(b.store().put(chain(kChunkTokens + 6, 2).chunks()));
+  {
+    const auto in_use = b.store().match(kModel, kSalt, chain(kChunkTokens + 6, 2).tokens());
+    ASSERT_OK(in_use);
+    ASSERT_OK(b.store().put(chain(kChunkTokens + 26, 2).chunks()));
+  }
+  {
+    const Match match = b.look_up(saved.tokens());
+    EXPECT_EQ(read_back(b.store(), match).good, 2U * 4);
+  }
+  // The tail of the one conversation goes with the put that needs what was read of the other.
+  const auto put = b.store().put(saved.chunks().subspan(2));
+  ASSERT_OK(put);
+  EXPECT_EQ(put->chunks_without_parent, 0U);
+  EXPECT_EQ(b.stat().pages_promoted, 2U * 4);
+  EXPECT_EQ(b.store().stat()->chunks, 5U);
+}
+
 TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
   RedisServer redis;
   Machine a(redis.url(), with(&RemoteOptions::write, RemoteWrite::kBack), 2 << 20);

@@ -310,7 +310,12 @@ void EndpointTable::add_to(http::Router* router) {
   for (const char* path : {"/health", "/v1/health"}) {
     router->add(
         "GET", path,
-        [this](const Request&, const std::shared_ptr<Responder>& responder) { health(*responder); },
+        [this](const Request& request, const std::shared_ptr<Responder>& responder) {
+          if (service_.is_draining()) {
+            return send_status(request, *responder, unavailable("the server is stopping"));
+          }
+          health(*responder);
+        },
         is_public);
   }
 

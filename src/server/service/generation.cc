@@ -8,6 +8,7 @@
 
 #include "api/ollama.h"
 #include "base/log.h"
+#include "conversation_key.h"
 #include "endpoint.h"
 #include "messages.h"
 #include "request_log.h"
@@ -48,12 +49,6 @@ api::Outcome api_outcome(const Outcome& o) {
   if (!o.restores.empty()) out.restore = o.restores.back();
   out.preemptions = static_cast<int64_t>(o.preempted_at_s.size());
   return out;
-}
-
-// Tells clients that look at no body what has left the context.
-http::Headers with_dropped(http::Headers headers, int64_t tokens) {
-  if (tokens > 0) headers.emplace_back("X-HCache-Dropped-Tokens", fmt::to_string(tokens));
-  return headers;
 }
 
 api::FinishReason finish_reason(const Outcome& outcome) {
@@ -113,11 +108,16 @@ void Generation::cancel_all() {
 
 Status Generation::prepare() {
   request_.verbose |= service_.options().verbose_answers;
+  conversation_key_ = conversation_key(options_.conversation_key, request_);
   HCACHE_RETURN_IF_ERROR(make_prompts());
   HCACHE_RETURN_IF_ERROR(make_choices());
   api::ReplyContext context;
   context.id = id_ = service_.new_id();
-  if (request_.dialect == api::Dialect::kResponse) response_id_ = "resp_" + context.id;
+  if (request_.dialect == api::Dialect::kResponse) {
+    // What goes on from it is to find the server that knows it.
+    context.id = id_ = keyed_id(conversation_key_, id_);
+    response_id_ = "resp_" + id_;
+  }
   context.created_s = wall_s();
   context.model_name = answered_name();
   // It begins as llama-server's does, which clients know it by.
@@ -360,11 +360,16 @@ void Generation::send(const std::string& events) {
   if (!responder_->write(events)) cancel_all();
 }
 
+http::Headers Generation::told(http::Headers headers) const {
+  headers.emplace_back(kConversationHeader, conversation_key_);
+  if (dropped_ > 0) headers.emplace_back("X-HCache-Dropped-Tokens", fmt::to_string(dropped_));
+  return headers;
+}
+
 void Generation::open_stream() {
   if (!request_.stream || streams_) return;
   streams_ = true;
-  responder_->start_stream(200,
-                           with_dropped(http::stream_headers(builder_->stream_type()), dropped_));
+  responder_->start_stream(200, told(http::stream_headers(builder_->stream_type())));
 }
 
 void Generation::on_progress(size_t index, double fraction) {
@@ -430,7 +435,7 @@ void Generation::end() {
     send(last);
     responder_->finish();
   } else {
-    responder_->send(200, with_dropped({{"Content-Type", "application/json"}}, dropped_),
+    responder_->send(200, told({{"Content-Type", "application/json"}}),
                      api::to_text(builder_->answer()));
   }
 }
@@ -478,8 +483,11 @@ http::Handler generate_by(Service& service, Prepare prepare) {
           if (!prepared.ok()) return send_status(request, *responder, prepared.status());
           const Result<Salt> salt = service.salt_of(request, *prepared);
           if (!salt.ok()) return send_status(request, *responder, salt.status());
+          GenerationOptions options;
+          const std::string* key = request.header("x-hcache-conversation");
+          if (key != nullptr) options.conversation_key = *key;
           std::make_shared<Generation>(service, responder, std::move(*prepared), *salt,
-                                       request.key_name)
+                                       request.key_name, std::move(options))
               ->start();
         });
   };

@@ -24,6 +24,8 @@ namespace hcache::server {
 
 // What is different where nobody waits for the answer.
 struct GenerationOptions {
+  // As the request's header has it; empty: it is told from the request (conversation_key.h).
+  std::string conversation_key;
   bool background = false;  // makes way for other requests
   // Its conversation is remembered only where the request names it.
   bool remember_named_only = false;
@@ -86,6 +88,8 @@ class Generation : public std::enable_shared_from_this<Generation> {
   void on_token(size_t choice, const api::TokenEvent& event);
   void on_done(size_t choice, const scheduler::Outcome& outcome);
   void send(const std::string& events);
+  // With what clients are told that look at no body.
+  [[nodiscard]] http::Headers told(http::Headers headers) const;
   void end();
   void remember(const Choice& choice);
 
@@ -96,6 +100,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   const std::string key_;
   const GenerationOptions options_;
   std::optional<model::ChatPrompt> chat_;
+  std::string conversation_key_;
   std::string id_;           // the answer's, without its protocol's prefix
   std::string response_id_;  // of a response that later ones may go on from
   std::vector<std::string> prompt_texts_;

@@ -76,6 +76,10 @@ class ServerImpl : public Server {
     return {};
   }
 
+  void drain() override {
+    if (service_) service_->drain();
+  }
+
   Status stop(int64_t grace_ns) override {
     if (!service_) {
       if (http_) http_->stop(0);

@@ -47,6 +47,9 @@ class Service {
   Service(const Service&) = delete;
   Service& operator=(const Service&) = delete;
 
+  // From now on /health says that requests are better sent elsewhere.
+  void drain() { draining_.store(true, std::memory_order_relaxed); }
+  [[nodiscard]] bool is_draining() const { return draining_.load(std::memory_order_relaxed); }
   // Accepts nothing more, waits up to grace_ns for what runs, cuts off the rest, and makes all
   // state durable.
   Status stop(int64_t grace_ns);
@@ -132,6 +135,7 @@ class Service {
   store::StoreStat stat_ HCACHE_GUARDED_BY(stat_mutex_);
   int64_t stat_ns_ HCACHE_GUARDED_BY(stat_mutex_) = 0;
   std::atomic<const http::Server*> http_ = nullptr;
+  std::atomic<bool> draining_ = false;
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_template_;
   model::ChatInput template_defaults_;

@@ -65,6 +65,9 @@ class Server {
   static Result<std::unique_ptr<Server>> start(Env& env, ServerOptions options);
   virtual ~Server() = default;  // as stop(0)
 
+  // /health answers with 503 from now on, so that balancers send requests elsewhere; those that
+  // come are still served.
+  virtual void drain() = 0;
   // Accepts nothing more, lets what runs end for grace_ns, cuts off the rest; all state is durable
   // when it returns ok.
   virtual Status stop(int64_t grace_ns) = 0;
