@@ -22,11 +22,14 @@ bool is_hex(std::string_view text) {
       text, [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
-Hasher new_hasher() { return Hasher("hcache conversation key"); }
+constexpr std::string_view kPurpose = "hcache conversation key";
 
-std::string key_of(Hasher hasher) { return to_hex(hasher.finish<KeyId>()).substr(0, kKeyDigits); }
+std::string key_of(Hasher& hasher) { return to_hex(hasher.finish<KeyId>()).substr(0, kKeyDigits); }
 
-std::string key_of_text(std::string_view text) { return key_of(new_hasher().add(text)); }
+std::string key_of_text(std::string_view text) {
+  Hasher hasher(kPurpose);
+  return key_of(hasher.add(text));
+}
 
 // Of a conversation that has only a system message, that one.
 std::string key_of_chat(const std::vector<model::ChatMessage>& messages) {
@@ -37,7 +40,7 @@ std::string key_of_chat(const std::vector<model::ChatMessage>& messages) {
 }
 
 std::string key_of_prompt(const api::Prompt& prompt) {
-  Hasher hasher = new_hasher();
+  Hasher hasher(kPurpose);
   if (prompt.parts.empty()) return key_of(hasher);
   if (const auto* text = std::get_if<std::string>(&prompt.parts.front())) {
     return key_of(hasher.add(std::string_view(*text).substr(0, kPromptBytes)));
