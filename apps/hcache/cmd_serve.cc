@@ -2,7 +2,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -278,16 +280,14 @@ void tell_stopping(const ServeArgs& args) {
              format_duration(args.grace_ns));
 }
 
+// Of a folder, or the one of -m.
 Status serve_models(const ServeArgs& args, const http::Options& http) {
-  HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
-                                     "can't be had with --models-dir, whose files are the models "
-                                     "and their names"));
-  HCACHE_RETURN_IF_ERROR(args.refuse(
-      {&args.drain_ns, &args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
-      "is for a server of one model, and not for --models-dir"));
+  HCACHE_RETURN_IF_ERROR(
+      args.refuse({&args.drain_ns}, "is not known with --models-dir or --models-idle"));
   std::vector<const void*> own = args.models.fields();
-  own.insert(own.end(), {&args.host, &args.port, &args.cors, &args.api_keys,
-                         &args.runtime.state.state_dir, &args.runtime.state.stores});
+  own.insert(own.end(),
+             {&args.host, &args.port, &args.cors, &args.api_keys, &args.runtime.model.path,
+              &args.runtime.state.state_dir, &args.runtime.state.stores});
   ModelServers servers;
   servers.given = args.given_but(own);
   servers.api_keys = args.api_keys;
@@ -297,6 +297,19 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
   if (servers.stores == std::vector<std::string>{default_store}) servers.stores.clear();
   servers.ctx = args.runtime.ctx;
   servers.device = args.runtime.model.device;
+  if (args.models.dir.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(servers.only_path, resolve_model(args.runtime.model.path));
+    const std::set<std::string> aliases(args.answers.aliases.begin(), args.answers.aliases.end());
+    servers.only_name = aliases.empty() ? std::filesystem::path(servers.only_path).stem().string()
+                                        : *aliases.begin();
+  } else {
+    HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
+                                       "can't be had with --models-dir, whose files are the "
+                                       "models and their names"));
+    HCACHE_RETURN_IF_ERROR(args.refuse(
+        {&args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
+        "is for one model, and --models-dir has several"));
+  }
   HCACHE_ASSIGN_OR_RETURN(const auto router,
                           start_models(args.models, servers, http, !args.no_page));
   wait_for_signal(args, router->port());
@@ -324,7 +337,7 @@ Status serve(const ServeArgs& args) {
         "and read what is stored (--api-key)",
         args.host);
   }
-  if (!args.models.dir.empty()) return serve_models(args, http);
+  if (!args.models.dir.empty() || args.models.idle_ns > 0) return serve_models(args, http);
   if (const Status useless = args.refuse(args.models.fields(), "does nothing without --models-dir");
       !useless.ok()) {
     fmt::print(stderr, "hcache: {}\n", useless.message());

@@ -70,12 +70,15 @@ ModelCommand command_of(const ModelServers& servers, const std::string& program,
                         const ModelFile& file) {
   ModelCommand out;
   out.program = program;
-  out.args = {"serve", "--host=127.0.0.1", "--port=0", "--model=" + file.path,
-              "--alias=" + file.name};
-  out.args.push_back("--state-dir=" + join_path(join_path(servers.state_dir, "models"), file.name));
+  out.args = {"serve", "--host=127.0.0.1", "--port=0", "--model=" + file.path};
+  const bool only = !servers.only_path.empty();
+  const std::string state =
+      only ? servers.state_dir : join_path(join_path(servers.state_dir, "models"), file.name);
+  out.args.push_back("--state-dir=" + state);
   for (const std::string& store : servers.stores) {
-    out.args.push_back("--store=" + join_path(store, file.name));
+    out.args.push_back("--store=" + (only ? store : join_path(store, file.name)));
   }
+  if (!only) out.args.push_back("--alias=" + file.name);
   out.args.insert(out.args.end(), servers.given.args.begin(), servers.given.args.end());
   std::vector<std::string> environment = servers.given.environment;
   if (!servers.api_keys.empty()) {
@@ -96,6 +99,10 @@ Result<std::unique_ptr<router::ModelRouter>> start_models(const ModelsArgs& args
   router::ModelRouterOptions o;
   o.http = http;
   o.models_dir = args.dir;
+  if (!servers.only_path.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(const model::ModelInfo info, model::describe_model(servers.only_path));
+    o.only = {.name = servers.only_name, .path = servers.only_path, .bytes = info.n_bytes};
+  }
   o.command = [servers, program = self.string()](const ModelFile& file) {
     return command_of(servers, program, file);
   };
@@ -104,7 +111,7 @@ Result<std::unique_ptr<router::ModelRouter>> start_models(const ModelsArgs& args
   o.idle_ns = args.idle_ns;
   o.memory_bytes = args.memory_bytes;
   o.look_at_free_memory =
-      args.memory_bytes == 0 && (servers.device == "cpu" || servers.device == "none");
+      args.memory_bytes == 0 && !o.only && (servers.device == "cpu" || servers.device == "none");
   o.autoload = !args.no_autoload;
   o.wait_ns = args.wait_ns;
   o.page = page;

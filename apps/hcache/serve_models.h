@@ -27,7 +27,8 @@ struct ModelsArgs : Options {
   bool no_autoload = flag(&no_autoload, "--no-models-autoload",
                           "models are loaded by POST /models/load alone, not by requests");
   int64_t idle_ns = duration(&idle_ns, "--models-idle", 0,
-                             "unload a model that nobody has asked for so long; 0: never");
+                             "unload a model that nobody has asked for so long, the one of -m too: "
+                             "requests load it again; 0: never");
   uint64_t memory_bytes =
       bytes(&memory_bytes, "--models-memory", 0,
             "most memory of all loaded models together, by their files and --ctx; 0: what is free, "
@@ -49,6 +50,9 @@ struct ModelServers {
   std::vector<std::string> stores;    // the user's, each with a folder for every model
   int64_t ctx = 0;                    // tokens
   std::string device;
+  // Instead of --models-dir, with state and names as without a router; empty: there is none.
+  std::string only_path;
+  std::string only_name;
 };
 
 // Starts the router; `http` says where it listens. Errors of ModelRouter::start.

@@ -383,6 +383,30 @@ class Swapping(unittest.TestCase):
             self.assertEqual(talk.cached, talk.returned)
 
 
+    def test_the_only_model_leaves_too(self):
+        with tempfile.TemporaryDirectory() as state, serving.Server(
+                PROGRAM, "-m", str(Path(MODELS.name) / "a.gguf"), "--alias", "it", "--state-dir", state,
+                "-t", "1", "--ctx", "2048", "--sleep-idle-seconds", "1", *STATE_COMES_BACK) as server:
+            def value() -> str:
+                return server.call("GET", "/v1/models")[1]["data"][0]["status"]["value"]
+
+            talk = serving.Conversation(6)
+            talk.step(server, **CHOSEN)  # any name, or none, is its own
+            wait_until(lambda: value() == "unloaded", "its sleep")
+            # What looks at it does not wake it.
+            self.assertTrue(server.call("GET", "/props")[1]["is_sleeping"])
+            self.assertIn("hcache_model_loaded", server.call("GET", "/metrics")[1])
+            self.assertIn("<title>", server.call("GET", "/")[1])
+            self.assertEqual(server.call("GET", "/v1/sessions")[0], 400)
+            self.assertEqual((value(), server.call("GET", "/v1/models")[1]["data"][0]["id"]),
+                             ("unloaded", "it"))
+            talk.step(server, model="whatever", **CHOSEN)
+            self.assertGreater(talk.cached, 50)
+            self.assertEqual(talk.cached, talk.returned)
+            self.assertEqual(server.stop(), 0)
+            # With its state where it is without that option.
+            self.assertTrue(Path(state, "store").is_dir())
+
     def test_a_model_with_a_batch_is_not_idle(self):
         with Router("--models-idle", "5") as server:
             lines = "".join(json.dumps({

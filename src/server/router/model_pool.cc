@@ -75,8 +75,12 @@ void ModelPool::say(const Model& m, const std::string& line) const {
 // ---- The folder ---------------------------------------------------------------------------------
 
 Status ModelPool::scan() {
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<ModelFile> files,
-                          find_models(env_, options_.models_dir));
+  std::vector<ModelFile> files;
+  if (options_.only) {
+    files.push_back(*options_.only);
+  } else {
+    HCACHE_ASSIGN_OR_RETURN(files, find_models(env_, options_.models_dir));
+  }
   for (auto& [name, m] : models_) m->gone = true;
   for (const ModelFile& file : files) add(file);
   for (auto& [name, m] : models_) {

@@ -40,11 +40,8 @@ constexpr int kNotFound = 404;
 constexpr std::int64_t kNsPerSecond = 1'000'000'000;
 constexpr int kUpstreamSegments = 6;  // of the longest path that a model's server knows
 // Paths of the models' servers that their document leaves out, since others mean the same.
-constexpr std::array<std::pair<const char*, const char*>, 4> kMorePaths = {
-    {{"POST", "/chat/completions"},
-     {"POST", "/embeddings"},
-     {"GET", "/lora-adapters"},
-     {"POST", "/lora-adapters"}}};
+constexpr std::array<std::pair<const char*, const char*>, 2> kMorePaths = {
+    {{"POST", "/chat/completions"}, {"POST", "/embeddings"}}};
 // Those of Ollama that would change which models there are.
 constexpr std::array<std::pair<const char*, const char*>, 6> kManaging = {
     {{"POST", "/api/pull"},
@@ -64,6 +61,13 @@ void answer_json(Responder& responder, int status, const Json& json) {
 void answer_status(const Request& request, Responder& responder, const Status& status) {
   const api::ErrorAnswer answer = api::render_error(status, api::error_style(request.path));
   answer_json(responder, answer.http_status, answer.body);
+}
+
+void send_page(const Request& /*request*/, const ResponderPtr& responder) {
+  responder->send(kOk,
+                  {{"Content-Type", "text/html; charset=utf-8"},
+                   {"Content-Security-Policy", std::string(page::page_csp())}},
+                  std::string(page::page_html()));
 }
 
 // A request that is passed on has a connection on either side.
@@ -117,6 +121,7 @@ class ModelRouterImpl final : public ModelRouter {
                                     const std::optional<std::string>& name);
   void refuse_unknown(const Request& request, Responder& responder, const std::string& name);
   [[nodiscard]] std::string names() const;
+  [[nodiscard]] bool only_is_loaded() const;
   [[nodiscard]] std::optional<ModelStatus> status_of(const std::string& name) const;
   void pass_on(Request& request, const ResponderPtr& responder, const std::string& name,
                std::string target, bool observes);
@@ -155,7 +160,10 @@ Status ModelRouterImpl::start() {
   }
   allow_many_files();
   HCACHE_ASSIGN_OR_RETURN(http_, http::Server::start(env_, http_options(), routes()));
-  boost::asio::post(context_, [this] { pool_.watch(); });
+  boost::asio::post(context_, [this] {
+    pool_.watch();
+    if (options_.only) pool_.load(options_.only->name).ignore("then a request loads it");
+  });
   thread_ = std::thread([this] { run_loop(); });
   return {};
 }
@@ -258,7 +266,9 @@ void ModelRouterImpl::add_own_routes(http::Router* router) {
     });
   }
   if (options_.page) {
-    router->add("GET", "/", on_loop(&ModelRouterImpl::index), is_public);
+    router->add("GET", "/",
+                options_.only ? http::Handler(send_page) : on_loop(&ModelRouterImpl::index),
+                is_public);
   }
 }
 
@@ -272,10 +282,7 @@ void ModelRouterImpl::add_upstream_routes(http::Router* router) {
         responder->send(kRedirect, {{"Location", fmt::format("/upstream/{}/", last)}}, "");
         return;
       }
-      responder->send(kOk,
-                      {{"Content-Type", "text/html; charset=utf-8"},
-                       {"Content-Security-Policy", std::string(page::page_csp())}},
-                      std::string(page::page_html()));
+      send_page(request, responder);
     };
     router->add("GET", "/upstream/{upstream}", page, {.is_public = true});
   }
@@ -299,6 +306,12 @@ std::string ModelRouterImpl::names() const {
   return out;
 }
 
+bool ModelRouterImpl::only_is_loaded() const {
+  if (!options_.only) return false;
+  const auto status = status_of(options_.only->name);
+  return status && status->state == ModelState::kLoaded;
+}
+
 std::optional<ModelStatus> ModelRouterImpl::status_of(const std::string& name) const {
   for (ModelStatus& m : pool_.statuses()) {
     if (m.file.name == name) return std::move(m);
@@ -315,6 +328,7 @@ void ModelRouterImpl::refuse_unknown(const Request& request, Responder& responde
 
 std::optional<std::string> ModelRouterImpl::choose(const Request& request, Responder& responder,
                                                    const std::optional<std::string>& name) {
+  if (options_.only) return options_.only->name;
   if (!name) {
     const std::vector<ModelStatus> all = pool_.statuses();
     if (all.size() == 1) return all.front().file.name;
@@ -362,7 +376,10 @@ void ModelRouterImpl::relay(Request& request, const ResponderPtr& responder) {
     return answer_json(*responder, kOk, answer);
   }
   std::string target = request.target;
-  const bool observes = only_observes(request.method, request.path);
+  // At the port of one model its page is at the root, and its properties wake nobody.
+  const bool observes =
+      options_.only ? page_observes(request.method, request.path) || request.path == "/props"
+                    : only_observes(request.method, request.path);
   pass_on(request, responder, *name, std::move(target), observes);
 }
 
@@ -442,12 +459,12 @@ void ModelRouterImpl::show(Request& request, const ResponderPtr& responder) {
 }
 
 void ModelRouterImpl::props(Request& request, const ResponderPtr& responder) {
-  if (request.query_value("model") != nullptr) return relay(request, responder);
+  if (request.query_value("model") != nullptr || only_is_loaded()) return relay(request, responder);
   answer_json(*responder, kOk, router_props_answer(options_));
 }
 
 void ModelRouterImpl::metrics(Request& request, const ResponderPtr& responder) {
-  if (request.query_value("model") != nullptr) return relay(request, responder);
+  if (request.query_value("model") != nullptr || only_is_loaded()) return relay(request, responder);
   responder->send(kOk, {{"Content-Type", "text/plain; version=0.0.4; charset=utf-8"}},
                   router_metrics(pool_.statuses()));
 }

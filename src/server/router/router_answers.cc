@@ -124,7 +124,7 @@ Json router_model_answer(const ModelStatus& m, std::int64_t created_s) {
                 {"owned_by", "hcache"}, {"aliases", Json::array()}, {"tags", Json::array()}};
   entry["meta"] = {{"n_params", m.facts.parameters}, {"size", m.file.bytes}};
   if (m.card.is_object()) {
-    for (const char* field : {"tags", "meta"}) {
+    for (const char* field : {"aliases", "tags", "meta"}) {
       if (m.card.contains(field)) entry[field] = m.card[field];
     }
   }
@@ -157,13 +157,20 @@ Json router_show_answer(const ModelStatus& model, std::int64_t created_s) {
 }
 
 Json router_props_answer(const ModelRouterOptions& options) {
-  return {{"role", "router"},
-          {"max_instances", options.max_loaded},
-          {"models_autoload", options.autoload},
-          {"model_alias", "hcache"},
-          {"model_path", "none"},
-          {"default_generation_settings", {{"params", Json::object()}, {"n_ctx", 0}}},
-          {"build_info", "hcache " + options.version}};
+  Json props = {{"role", "router"},
+                {"max_instances", options.max_loaded},
+                {"models_autoload", options.autoload},
+                {"model_alias", "hcache"},
+                {"model_path", "none"},
+                {"default_generation_settings", {{"params", Json::object()}, {"n_ctx", 0}}},
+                {"build_info", "hcache " + options.version}};
+  if (options.only) {
+    props["role"] = "model";
+    props["model_alias"] = options.only->name;
+    props["model_path"] = options.only->path;
+    props["is_sleeping"] = true;
+  }
+  return props;
 }
 
 std::string router_metrics(std::span<const ModelStatus> models) {

@@ -26,7 +26,7 @@ namespace hcache::router {
                                          std::int64_t created_s);
 // Ollama's description of a model that is not loaded, from its file.
 [[nodiscard]] api::Json router_show_answer(const ModelStatus& model, std::int64_t created_s);
-// GET /props of the router itself, as llama-server's.
+// GET /props of the router itself, as llama-server's, or of its only model while that is unloaded.
 [[nodiscard]] api::Json router_props_answer(const ModelRouterOptions& options);
 // Prometheus' text.
 [[nodiscard]] std::string router_metrics(std::span<const ModelStatus> models);

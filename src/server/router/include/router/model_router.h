@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,9 @@ struct ModelCommand {
 struct ModelRouterOptions {
   http::Options http;
   std::string models_dir;
+  // One model instead of a folder's, whatever its clients call it, and loaded from the beginning:
+  // the port is then that of a server with one model, which leaves memory when it is idle.
+  std::optional<ModelFile> only;
   // The command that serves a model on any free port of 127.0.0.1 and says "serving on http://…"
   // on stdout when it is ready. It wants the same API keys as `http`. SIGTERM ends it, with
   // everything saved.
