@@ -82,6 +82,11 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual(sum(turn["killed"] for turn in found["turns"]), 1)
         self.assertGreater(found["turns"][-1]["dropped"], 0)
 
+    def test_proxy(self):
+        self.run_script("bench/proxy.py", "--quick", "--work", self.work)
+        [row] = self.results("proxy.json")["rows"]
+        self.assertGreater(row["tokens"]["hidden"] + row["tokens"]["kv"] + row["tokens"]["recomputed"], 100)
+
     def test_drafting(self):
         self.run_script("bench/drafting.py", "--quick", "--work", self.work, "--json",
                         self.work / "drafting.json")
