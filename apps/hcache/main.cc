@@ -67,13 +67,17 @@ int run(int argc, char** argv) {
   hcache::cli::Verb verb;
   hcache::cli::add_chat(app, &verb);
   hcache::cli::add_run(app, &verb);
+#ifdef HCACHE_SERVER
   hcache::cli::add_serve(app, &verb);
   hcache::cli::add_batch(app, &verb);
   hcache::cli::add_bench(app, &verb);
   hcache::cli::add_eval(app, &verb);
+#endif
   hcache::cli::add_plan(app, &verb);
+#ifdef HCACHE_SERVER
   hcache::cli::add_profile(app, &verb);
   hcache::cli::add_sim(app, &verb);
+#endif
   hcache::cli::add_model(app, &verb);
   hcache::cli::add_store(app, &verb);
   hcache::cli::add_rpc_serve(app, &verb);
