@@ -306,9 +306,9 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
     HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
                                        "can't be had with --models-dir, whose files are the "
                                        "models and their names"));
-    HCACHE_RETURN_IF_ERROR(args.refuse(
-        {&args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
-        "is for one model, and --models-dir has several"));
+    HCACHE_RETURN_IF_ERROR(
+        args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
+                    "is for one model, and --models-dir has several"));
   }
   HCACHE_ASSIGN_OR_RETURN(const auto router,
                           start_models(args.models, servers, http, !args.no_page));

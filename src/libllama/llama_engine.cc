@@ -243,8 +243,9 @@ void LlamaEngineImpl::find_context() {
     });
     return text.empty() ? otherwise : std::strtof(text.c_str(), nullptr);
   };
-  const auto n_rot = static_cast<int>(number(
-      ".rope.dimension_count", static_cast<float>(info_.n_embd / llama_model_n_head(model))));
+  const int32_t head_dim = info_.n_embd / std::max(llama_model_n_head(model), 1);
+  const auto n_rot =
+      static_cast<int>(number(".rope.dimension_count", static_cast<float>(head_dim)));
   info_.n_ctx_train = static_cast<int32_t>(
       model::extended_context(options_.rope, n_ctx, n_rot, number(".rope.freq_base", kFreqBase),
                               llama_model_rope_freq_scale_train(model)));

@@ -49,9 +49,8 @@ std::vector<float> default_scales(std::span<const Adapter> adapters) {
 
 Salt adapted(const Salt& base, std::span<const Adapter> adapters, std::vector<float> scales) {
   if (none_counts(scales)) return base;
-  return {.id = with_adapters(base.id, adapters, scales),
-          .owner = base.owner,
-          .adapters = std::move(scales)};
+  const SaltId id = with_adapters(base.id, adapters, scales);
+  return {.id = id, .owner = base.owner, .adapters = std::move(scales)};
 }
 
 Fingerprint adapted(const Fingerprint& base, std::span<const Adapter> adapters,
