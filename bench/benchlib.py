@@ -254,3 +254,16 @@ def conclude(args: argparse.Namespace, bars, suffix: str = "") -> None:
                         "details": bars.details})
     missed = [r for r in bars.rows if r["pass"] is False]
     sys.exit(1 if any(r["measured"] is None or not args.quick for r in missed) else 0)
+
+
+class Text:
+    """Messages of about so many tokens each, all different."""
+
+    def __init__(self):
+        self.text = Path(third_party("texts")[0]).read_text(encoding="utf-8")
+        self.at = 0
+
+    def take(self, tokens: int) -> str:
+        n = int(4.2 * tokens)  # bytes of a token of this text and vocabulary, about
+        self.at = (self.at + n) % (len(self.text) - n)
+        return self.text[self.at:self.at + n]

@@ -42,19 +42,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-class Text:
-    """Messages of about so many tokens each, all different."""
-
-    def __init__(self):
-        self.text = Path(lib.third_party("texts")[0]).read_text(encoding="utf-8")
-        self.at = 0
-
-    def take(self, tokens: int) -> str:
-        n = int(4.2 * tokens)  # bytes of a token of this text and vocabulary, about
-        self.at = (self.at + n) % (len(self.text) - n)
-        return self.text[self.at:self.at + n]
-
-
 class Talk:
     """A client that sends the whole conversation every time."""
 
@@ -86,7 +73,7 @@ def start(args, folder: str, context: int) -> servers.Server:
     return servers.hcache(args, Path(folder), context, 4, 256, "--context-overflow", "truncate")
 
 
-def long_conversation(args, text: Text) -> list[dict]:
+def long_conversation(args, text: lib.Text) -> list[dict]:
     turns = []
     with tempfile.TemporaryDirectory(dir=args.work, prefix="overflow-") as folder, \
             start(args, folder, args.context) as server:
@@ -104,7 +91,7 @@ def long_conversation(args, text: Text) -> list[dict]:
     return turns
 
 
-def overflows(args, text: Text) -> list[dict]:
+def overflows(args, text: lib.Text) -> list[dict]:
     pairs = []
     with tempfile.TemporaryDirectory(dir=args.work, prefix="overflow-") as folder, \
             start(args, folder, args.short_context) as server:
@@ -126,7 +113,7 @@ def overflows(args, text: Text) -> list[dict]:
 def main() -> None:
     args = parse()
     lib.Hcache(args)  # makes the folder
-    text = Text()
+    text = lib.Text()
     turns = long_conversation(args, text)
     pairs = overflows(args, text)
     later = [turn for turn in turns if turn["of_held"] is not None]

@@ -100,19 +100,13 @@ class Turns:
 
     def __init__(self, args, first: servers.Server, second: servers.Server):
         self.first, self.second = first, second
-        self.text = Path(lib.third_party("texts")[0]).read_text(encoding="utf-8")
-        self.at = 0
-
-    def take(self, tokens: int) -> str:
-        n = int(4.2 * tokens)  # bytes of a token of this text and vocabulary, about
-        self.at = (self.at + n) % (len(self.text) - n)
-        return self.text[self.at:self.at + n]
+        self.text = lib.Text()
 
     def turn(self, server, messages: list, **fields) -> dict:
         return server.post(CHAT, {"messages": messages, "max_tokens": 8, "temperature": 0, **fields}, 600)
 
     def measure(self, history: int) -> dict:
-        messages = [{"role": "user", "content": self.take(history) + NEW}]
+        messages = [{"role": "user", "content": self.text.take(history) + NEW}]
         begun = self.turn(self.first, messages)
         held = begun["usage"]["total_tokens"] - 1
         messages += [begun["choices"][0]["message"], {"role": "user", "content": "And in two words?"}]

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <utility>
 
 namespace hcache::model {
@@ -105,13 +106,12 @@ Status Adapters::add(const std::string& path, const HParams& hparams, std::span<
                     path, printable(info.architecture), hparams.arch));
   }
   std::map<Device*, std::vector<Part>> parts;
-  size_t n_taken = 0;
+  std::set<const GgufTensor*> taken;
   for (const GgufTensor& a : file->tensors()) {
     if (!a.name.ends_with(kSuffixA)) continue;
     const std::string name = a.name.substr(0, a.name.size() - kSuffixA.size());
     const GgufTensor* b = file->tensor(name + std::string(kSuffixB));
     if (b == nullptr) continue;
-    bool taken = false;
     for (const Slot& slot : slots) {
       // Embeddings are looked up, not multiplied.
       const bool is_it = slot.use != Use::kVector && slot.source->name == name;
@@ -122,22 +122,17 @@ Status Adapters::add(const std::string& path, const HParams& hparams, std::span<
       const auto rank = static_cast<double>(b->ne[0]);
       const double factor = info.alpha == 0 ? 1 : info.alpha / rank;
       parts[slot.device].push_back({&slot, &a, b, static_cast<float>(factor)});
-      taken = true;
+      taken.insert({&a, b});
     }
-    if (taken) n_taken += 2;
   }
-  if (n_taken != file->tensors().size() || n_taken == 0) {
-    const auto odd =
-        std::find_if(file->tensors().begin(), file->tensors().end(), [&](const auto& t) {
-          return std::none_of(parts.begin(), parts.end(), [&](const auto& of_device) {
-            return std::any_of(of_device.second.begin(), of_device.second.end(),
-                               [&](const Part& part) { return part.a == &t || part.b == &t; });
-          });
-        });
+  const auto& tensors = file->tensors();
+  const auto odd = std::find_if(tensors.begin(), tensors.end(),
+                                [&](const GgufTensor& t) { return !taken.contains(&t); });
+  if (odd != tensors.end() || taken.empty()) {
     return unimplemented(
         fmt::format("{}: the adapter changes {}, which our engine can't change in this model; try "
                     "--engine llama",
-                    path, odd == file->tensors().end() ? "nothing" : odd->name));
+                    path, odd == tensors.end() ? "nothing" : odd->name));
   }
   const int adapter = static_cast<int>(infos_.size());
   infos_.push_back(std::move(info));

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/log.h"
+#include "rope.h"
 
 namespace hcache::model {
 namespace {
@@ -160,14 +161,7 @@ Status read_rope(const GgufFile& file, const Keys& keys, const DecoderSpec& spec
       HCACHE_ASSIGN_OR_RETURN(h.rope_beta_slow,
                               keys.number("rope.scaling.yarn_beta_slow", h.rope_beta_slow));
     }
-    const float scale = 1.0F / h.rope_freq_scale;
-    const auto magnitude = [scale](float factor) {
-      return scale <= 1.0F ? 1.0F : (0.1F * factor * logf(scale) + 1.0F);
-    };
-    h.rope_attn_factor = magnitude(1.0F);
-    if (log_factor != 0) h.rope_attn_factor /= magnitude(log_factor);
-    // ggml_rope_ext applies this factor itself.
-    h.rope_attn_factor *= 1.0F / (1.0F + 0.1F * logf(scale));
+    h.rope_attn_factor = yarn_magnitude(h.rope_freq_scale, log_factor);
   }
   HCACHE_ASSIGN_OR_RETURN(const float attn_factor, keys.number("rope.scaling.attn_factor", 1.0F));
   h.rope_attn_factor *= attn_factor;

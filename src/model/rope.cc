@@ -59,6 +59,17 @@ int64_t extended_context(const RopeOverride& rope, int64_t n_ctx, int n_rot, flo
   return static_cast<int64_t>(std::min(most, std::max(1.0, factor) * static_cast<double>(n_ctx)));
 }
 
+float yarn_magnitude(float freq_scale, float log_factor) {
+  const float scale = 1.0F / freq_scale;
+  const auto magnitude = [scale](float by) {
+    return scale <= 1.0F ? 1.0F : (0.1F * by * logf(scale) + 1.0F);
+  };
+  float out = magnitude(1.0F);
+  if (log_factor != 0) out /= magnitude(log_factor);
+  // ggml_rope_ext applies this factor itself.
+  return out * (1.0F / (1.0F + 0.1F * logf(scale)));
+}
+
 Status override_rope(const GgufFile& file, const DecoderSpec& spec, const RopeOverride& rope,
                      HParams& h) {
   if (!rope.any()) return {};
@@ -82,12 +93,7 @@ Status override_rope(const GgufFile& file, const DecoderSpec& spec, const RopeOv
   h.rope_ext_factor =
       rope.ext_factor >= 0 ? rope.ext_factor : (scaling == Scaling::kYarn ? 1.0F : 0.0F);
   h.rope_attn_factor = rope.attn_factor >= 0 ? rope.attn_factor : 1.0F;
-  if (h.rope_ext_factor != 0) {
-    const float factor = 1.0F / h.rope_freq_scale;
-    h.rope_attn_factor = factor <= 1.0F ? 1.0F : (0.1F * logf(factor) + 1.0F);
-    // ggml_rope_ext applies this factor itself.
-    h.rope_attn_factor *= 1.0F / (1.0F + 0.1F * logf(factor));
-  }
+  if (h.rope_ext_factor != 0) h.rope_attn_factor = yarn_magnitude(h.rope_freq_scale, 0);
   HCACHE_ASSIGN_OR_RETURN(const float attn_factor,
                           number_or(file, h.arch + ".rope.scaling.attn_factor", 1.0F));
   h.rope_attn_factor *= attn_factor;

@@ -107,6 +107,9 @@ class ModelRouterImpl final : public ModelRouter {
   void tell_model(Request& request, const ResponderPtr& responder);
   void load(Request& request, const ResponderPtr& responder);
   void unload(Request& request, const ResponderPtr& responder);
+  // What load() and unload() answer: the outcome of `what`.
+  void change(Request& request, const ResponderPtr& responder,
+              Status (ModelPool::*what)(const std::string& name));
   void tags(Request& request, const ResponderPtr& responder);
   void ps(Request& request, const ResponderPtr& responder);
   void show(Request& request, const ResponderPtr& responder);
@@ -418,19 +421,18 @@ void ModelRouterImpl::tell_model(Request& request, const ResponderPtr& responder
 }
 
 void ModelRouterImpl::load(Request& request, const ResponderPtr& responder) {
-  const auto name = choose(request, *responder, model_of(request));
-  if (!name) return;
-  if (const Status status = pool_.load(*name); !status.ok()) {
-    return answer_json(*responder, kBadRequest,
-                       api::error_body(kBadRequest, status.message(), api::ErrorStyle::kOpenAi));
-  }
-  answer_json(*responder, kOk, {{"success", true}});
+  change(request, responder, &ModelPool::load);
 }
 
 void ModelRouterImpl::unload(Request& request, const ResponderPtr& responder) {
+  change(request, responder, &ModelPool::unload);
+}
+
+void ModelRouterImpl::change(Request& request, const ResponderPtr& responder,
+                             Status (ModelPool::*what)(const std::string& name)) {
   const auto name = choose(request, *responder, model_of(request));
   if (!name) return;
-  if (const Status status = pool_.unload(*name); !status.ok()) {
+  if (const Status status = (pool_.*what)(*name); !status.ok()) {
     return answer_json(*responder, kBadRequest,
                        api::error_body(kBadRequest, status.message(), api::ErrorStyle::kOpenAi));
   }
