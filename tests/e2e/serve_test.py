@@ -38,6 +38,7 @@ def request_lines(server: Server) -> list:
             for line in server.errors().splitlines() if " info: request " in line]
 
 
+@serving.not_in_software
 class Protocols(unittest.TestCase):
     """One server for all: they leave nothing behind that another one could see."""
 
@@ -293,7 +294,7 @@ class Returning(unittest.TestCase):
                                                 "temperature": 0})
             self.assertGreaterEqual(again["timings"]["cache_n"], len(chain) - 1)
 
-    @unittest.skipUnless(serving.DEVICE == "cpu", "takes minutes on a device in software")
+    @serving.not_in_software
     def test_twelve_conversations_survive_a_small_arena_and_a_kill(self):
         with tempfile.TemporaryDirectory() as folder, \
                 start(folder, "--ctx", "8192", "--no-store") as server:
@@ -400,6 +401,7 @@ class Returning(unittest.TestCase):
     def test_host_memory_comes_before_the_disk(self):
         self.check_host_memory()
 
+    @serving.not_in_software
     def test_host_memory_may_lie_in_a_file(self):
         with tempfile.TemporaryDirectory() as place:
             self.check_host_memory("--dram-place", place)
@@ -417,6 +419,7 @@ class Returning(unittest.TestCase):
             self.assertGreater(tiers["dram"]["used_bytes"], 0)
 
 
+@serving.not_in_software
 class Isolation(unittest.TestCase):
     def test_keys_share_nothing(self):
         with tempfile.TemporaryDirectory() as folder, \
@@ -489,6 +492,7 @@ class Isolation(unittest.TestCase):
             self.assertGreater(cached(cache_salt="a"), 100)
 
 
+@serving.not_in_software
 class Operating(unittest.TestCase):
     """What llama-server's flags, logs, metrics and browsers get."""
 
@@ -611,6 +615,7 @@ class Operating(unittest.TestCase):
             self.assertEqual(request_lines(server), [])
 
 
+@serving.not_in_software
 class Starting(unittest.TestCase):
     def test_it_listens_while_the_model_loads(self):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as out:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,6 +28,11 @@ def default_model() -> str:
 
 # As --device takes it; another one than the CPU may be a slow one.
 DEVICE = os.environ.get("HCACHE_TEST_DEVICE") or "cpu"
+
+# A device in software (scripts/run_on_lavapipe.sh) takes minutes for what others take seconds: it
+# shows what depends on the device.
+not_in_software = unittest.skipIf("HCACHE_TEST_IN_SOFTWARE" in os.environ,
+                                  "depends on no device, and takes minutes on one in software")
 
 
 def model_for_device(program: str, folder: str) -> str:

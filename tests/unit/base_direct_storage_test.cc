@@ -24,7 +24,8 @@ class DirectStorageTest : public ::testing::Test {
   std::unique_ptr<File> make_file(const std::string& name, unsigned seed) {
     auto file = Env::real().open_file(dir_ / name, {.write = true, .create = true});
     EXPECT_TRUE(file.ok()) << file.status().to_string();
-    EXPECT_TRUE((*file)->write_at(0, content(seed)).ok());
+    const Status written = (*file)->write_at(0, content(seed));
+    EXPECT_TRUE(written.ok()) << written.to_string();
     return std::move(*file);
   }
   static std::vector<std::byte> content(unsigned seed) {

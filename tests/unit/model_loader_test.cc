@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -37,10 +38,22 @@ INSTANTIATE_TEST_SUITE_P(Model, EveryArchitecture, ::testing::ValuesIn(all_cases
                            return name;
                          });
 
+// Which types an architecture is loaded in: the first ones in all, the others in one type of each
+// kind.
+bool is_loaded(std::string_view arch, ggml_type type) {
+  const auto& others = test::kMoreArchitectures;
+  const bool is_other = std::any_of(others.begin(), others.end(),
+                                    [&](const Case& other) { return other.arch == arch; });
+  constexpr std::array kOfEachKind = {GGML_TYPE_F32, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_1,
+                                      GGML_TYPE_Q4_K};
+  return !is_other || std::ranges::find(kOfEachKind, type) != kOfEachKind.end();
+}
+
 TEST_P(EveryArchitecture, LoadsInEveryWeightType) {
   const TempDir dir;
   const auto device = test::open_cpu();
   for (const WeightType& t : weight_types()) {
+    if (!is_loaded(GetParam().arch, t.type)) continue;
     auto options = test::tiny_options(GetParam().arch, GetParam().n_head_kv, t.type);
     if (std::string_view(ggml_type_name(t.type)).starts_with("iq")) {
       // Codebooks are slow to search, the smallest most: one architecture and few weights.
