@@ -14,6 +14,7 @@
 #include "base/memory.h"
 #include "base/units.h"
 #include "commands.h"
+#include "model/pooling.h"
 #include "model/tools.h"
 #include "overflow_args.h"
 #include "serve_models.h"
@@ -129,6 +130,13 @@ struct ServeArgs : Options {
   bool spm_infill = flag(&spm_infill, "--spm-infill",
                          "prompts of /infill begin with what follows the gap, as some models "
                          "learned it");
+  std::string pooling = choice(&pooling, "--pooling", "model", "model|none|mean|cls|last",
+                               "how the rows of a text become its vector in /v1/embeddings; model: "
+                               "as the file says, or mean");
+  int embd_normalize = integer(
+      &embd_normalize, "--embd-normalize", "N", 2, {-1, 100},
+      "how vectors of texts are normalised, unless requests say: -1 not, 0 the largest "
+      "number becomes 32760, 1 by the sum of magnitudes, 2 to length 1, more: by that norm");
   std::string slot_save_path =
       text(&slot_save_path, "--slot-save-path", "DIR", "",
            "allow /slots/ID?action=save|restore|erase, as llama-server's; slots are saved in the "
@@ -231,6 +239,10 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.slots = !args.hide_slots;
   o.verbose_answers = args.verbose;
   o.suffix_first = args.spm_infill;
+  if (args.pooling != "model") {
+    HCACHE_ASSIGN_OR_RETURN(o.pooling, model::pooling_named(args.pooling));
+  }
+  o.embd_normalize = args.embd_normalize;
   o.slot_actions = !args.slot_save_path.empty();
   o.ttl_ns = args.ttl_ns;
   o.batches_dir = join_path(o.runtime.state_dir, "batches");

@@ -10,12 +10,13 @@ constexpr int kNodesPerAdapter = 80;  // per layer
 
 }  // namespace
 
-Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int begin, int end,
-                                     bool kv_only_last, model::LayerPart part) {
+Result<StepOutputs> StepGraphs::run(Stage& stage, const StepState& step, int begin, int end,
+                                    bool kv_only_last, model::LayerPart part) {
   const Key key = {.begin = begin,
                    .end = end,
                    .n_rows = step.n_rows,
                    .n_outputs = step.output_rows.size(),
+                   .n_logits = step.n_logits,
                    .kv_only_last = kv_only_last,
                    .part = part,
                    .capture = !step.capture.empty(),
@@ -37,13 +38,13 @@ Result<ggml_tensor*> StepGraphs::run(Stage& stage, const StepState& step, int be
                    .part = part,
                    .n_x = static_cast<int64_t>(step.x.size()) / model_.hparams().n_embd};
     add_inputs(range);
-    ggml_tensor* logits = build(range);
+    const StepOutputs outputs = build(range);
     HCACHE_RETURN_IF_ERROR(graphs.allocate(*g));
-    last = {std::move(g), key, graphs.n_allocated(), attention, logits};
+    last = {std::move(g), key, graphs.n_allocated(), attention, outputs};
   }
-  ggml_tensor* logits = last.logits;
+  const StepOutputs outputs = last.outputs;
   HCACHE_RETURN_IF_ERROR(graphs.run(*last.graph));
-  return logits;
+  return outputs;
 }
 
 Result<ggml_tensor*> StepGraphs::run_piece(Stage& stage, const StepState& step, int layer,
@@ -121,7 +122,7 @@ void StepGraphs::forget_last() {
   for (Last& last : last_) last.graph.reset();
 }
 
-ggml_tensor* StepGraphs::build(const Range& range) {
+StepOutputs StepGraphs::build(const Range& range) {
   const Graph& g = range.g;
   const StepState& step = range.step;
   if (range.part == model::LayerPart::kFeedForward) {
@@ -139,13 +140,13 @@ ggml_tensor* StepGraphs::build(const Range& range) {
       build_attention_half(range, layer, cur, attention);
       continue;
     }
-    if (last) return build_logits(range, layer, cur, hidden, attention);
+    if (last) return build_last_layer(range, layer, cur, hidden, attention);
     cur = model::build_layer_output(g.ctx, model_, layer, cur, hidden, attention, range.adapters);
     if (layer == range.end - 1) {
       g.add(ggml_cpy(g.ctx, cur, kept_rows(range, step.n_rows)));
     }
   }
-  return nullptr;
+  return {};
 }
 
 ggml_tensor* StepGraphs::kept_rows(const Range& range, int64_t n) {
@@ -169,7 +170,7 @@ void StepGraphs::build_attention_half(const Range& range, int layer, ggml_tensor
   range.g.add(ggml_cpy(ctx, rows, kept_rows(range, n)));
 }
 
-ggml_tensor* StepGraphs::build_feed_forward_half(const Range& range, int layer) {
+StepOutputs StepGraphs::build_feed_forward_half(const Range& range, int layer) {
   ggml_context* ctx = range.g.ctx;
   const bool last = is_last(layer);
   ggml_tensor* rows = kept_rows(
@@ -178,12 +179,9 @@ ggml_tensor* StepGraphs::build_feed_forward_half(const Range& range, int layer) 
                                                last ? range.wanted_adapters : range.adapters);
   if (!last) {
     range.g.add(ggml_cpy(ctx, out, rows));
-    return nullptr;
+    return {};
   }
-  ggml_tensor* logits = model::build_logits(ctx, model_, out, range.wanted_adapters);
-  ggml_set_output(logits);
-  range.g.add(logits);
-  return logits;
+  return build_outputs(range, out);
 }
 
 ggml_tensor* StepGraphs::capture(const Range& range, ggml_type type, ggml_tensor* rows,
@@ -263,18 +261,42 @@ ggml_tensor* StepGraphs::wanted_rows(const Range& range, ggml_tensor* rows) {
 }
 
 // Of the wanted rows alone.
-ggml_tensor* StepGraphs::build_logits(const Range& range, int layer, ggml_tensor* x,
-                                      ggml_tensor* hidden, ggml_tensor* attention) {
+StepOutputs StepGraphs::build_last_layer(const Range& range, int layer, ggml_tensor* x,
+                                         ggml_tensor* hidden, ggml_tensor* attention) {
   ggml_context* ctx = range.g.ctx;
   attention = wanted_rows(range, attention);
   x = wanted_rows(range, x);
   hidden = wanted_rows(range, hidden);
   ggml_tensor* out =
       model::build_layer_output(ctx, model_, layer, x, hidden, attention, range.wanted_adapters);
-  ggml_tensor* logits = model::build_logits(ctx, model_, out, range.wanted_adapters);
-  ggml_set_output(logits);
-  range.g.add(logits);
-  return logits;
+  return build_outputs(range, out);
+}
+
+StepOutputs StepGraphs::build_outputs(const Range& range, ggml_tensor* rows) {
+  ggml_context* ctx = range.g.ctx;
+  const auto n_logits = static_cast<int64_t>(range.step.n_logits);
+  const int64_t n_hidden = rows->ne[1] - n_logits;
+  const auto part_of = [ctx](ggml_tensor* of, int64_t first, int64_t n) {
+    if (of == nullptr || n == of->ne[1]) return of;
+    return ggml_view_2d(ctx, of, of->ne[0], n, of->nb[1], static_cast<size_t>(first) * of->nb[1]);
+  };
+  StepOutputs outputs;
+  if (n_logits > 0) {
+    std::vector<ggml_tensor*> adapters;
+    for (ggml_tensor* scales : range.wanted_adapters) {
+      adapters.push_back(part_of(scales, 0, n_logits));
+    }
+    outputs.logits = model::build_logits(ctx, model_, part_of(rows, 0, n_logits), adapters);
+  }
+  if (n_hidden > 0) {
+    outputs.hidden = model::build_output_norm(ctx, model_, part_of(rows, n_logits, n_hidden));
+  }
+  for (ggml_tensor* output : {outputs.logits, outputs.hidden}) {
+    if (output == nullptr) continue;
+    ggml_set_output(output);
+    range.g.add(output);
+  }
+  return outputs;
 }
 
 }  // namespace hcache::engine

@@ -20,6 +20,12 @@
 
 namespace hcache::engine {
 
+// What a step's graphs end with; nullptr: nobody wants it, or they have not ended.
+struct StepOutputs {
+  ggml_tensor* logits = nullptr;
+  ggml_tensor* hidden = nullptr;
+};
+
 // Threading: the engine's thread.
 class StepGraphs {
  public:
@@ -35,10 +41,10 @@ class StepGraphs {
 
   // Runs layers [begin, end), which are `stage`'s; the step is loaded there. With kv_only_last the
   // last of them computes K and V alone. `part` is kAll, or one half of the one layer of the range,
-  // the attention first. Returns the logits, which are the device's until its next
-  // graph, or nullptr where the range has none.
-  Result<ggml_tensor*> run(Stage& stage, const StepState& step, int begin, int end,
-                           bool kv_only_last, model::LayerPart part);
+  // the attention first. What it makes of the wanted rows is the device's until its next graph;
+  // nothing where the range does not end the model.
+  Result<StepOutputs> run(Stage& stage, const StepState& step, int begin, int end,
+                          bool kv_only_last, model::LayerPart part);
   // A shared layer's piece on one of its devices, see SharedLayers: the device's part of the sum
   // over all, F32 [n_embd, n], or the logits; the device's until its next graph. nullptr with
   // kv_only, which computes no more than the part's K and V. The step is loaded there.
@@ -55,6 +61,7 @@ class StepGraphs {
     int end = 0;
     int n_rows = 0;
     size_t n_outputs = 0;
+    size_t n_logits = 0;
     bool kv_only_last = false;
     model::LayerPart part = model::LayerPart::kAll;
     bool capture = false;
@@ -69,7 +76,7 @@ class StepGraphs {
     Key key;
     uint64_t n_allocated = 0;  // the runner's; another graph has its memory otherwise
     uint64_t attention = 0;    // layouts of the stage's
-    ggml_tensor* logits = nullptr;
+    StepOutputs outputs;
   };
   // What the layers of one graph share.
   struct Range {
@@ -92,18 +99,20 @@ class StepGraphs {
   [[nodiscard]] static size_t most_nodes(Stage& stage, const StepState& step, int n_layers);
   // Parts of the graph for the step's rows: positions, their order, scales of adapters.
   static void add_inputs(Range& range);
-  ggml_tensor* build(const Range& range);
+  StepOutputs build(const Range& range);
   ggml_tensor* build_piece(const Range& range, Piece piece);
   // Adds K and V of a layer, and what is captured of it.
   void build_kv(const Range& range, int layer, ggml_tensor* hidden);
   ggml_tensor* build_attention(const Range& range, int layer, ggml_tensor* hidden);
-  ggml_tensor* build_logits(const Range& range, int layer, ggml_tensor* x, ggml_tensor* hidden,
-                            ggml_tensor* attention);
-  // Of the rows whose logits are wanted.
+  StepOutputs build_last_layer(const Range& range, int layer, ggml_tensor* x, ggml_tensor* hidden,
+                               ggml_tensor* attention);
+  // Of the wanted rows behind the last layer.
+  StepOutputs build_outputs(const Range& range, ggml_tensor* rows);
+  // Of the rows whose logits, or final norm, are wanted.
   static ggml_tensor* wanted_rows(const Range& range, ggml_tensor* rows);
   // The halves of a layer: rows from the stage's rows to these.
   void build_attention_half(const Range& range, int layer, ggml_tensor* x, ggml_tensor* attention);
-  ggml_tensor* build_feed_forward_half(const Range& range, int layer);
+  StepOutputs build_feed_forward_half(const Range& range, int layer);
   // The first n of the rows that the stage keeps between two graphs.
   static ggml_tensor* kept_rows(const Range& range, int64_t n);
   [[nodiscard]] bool is_last(int layer) const { return layer == model_.hparams().n_layer - 1; }

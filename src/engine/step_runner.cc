@@ -50,6 +50,9 @@ Status StepRunner::add_segments(std::span<const BatchItem> items, StepState& ste
     const int64_t first = item.first_pos < 0 ? length : item.first_pos;
     const int64_t end = first + static_cast<int64_t>(item.tokens.size());
     HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(item.seq, first));
+    if (item.hidden && stages_.shares_layers()) {
+      return unimplemented("devices that share every layer give no rows of the final norm");
+    }
     if (item.tokens.empty() || first > length) {
       return invalid_argument(
           fmt::format("sequence {}: a batch item needs tokens that begin at or "
@@ -99,13 +102,26 @@ Status StepRunner::add_rows(std::span<const BatchItem> items, StepState& step) {
     for (int r = 0; r < s.n_rows; ++r) {
       step.positions.push_back(static_cast<int32_t>(s.first_pos + r));
     }
-    if (items[i].output == BatchItem::Output::kAll) {
-      for (int r = 0; r < s.n_rows; ++r) step.output_rows.push_back(s.first_row + r);
-    } else if (items[i].output == BatchItem::Output::kLast) {
-      step.output_rows.push_back(s.first_row + s.n_rows - 1);
+  }
+  add_outputs(items, step);
+  return model_.add_learned_positions(step.positions, step.x.data());
+}
+
+void StepRunner::add_outputs(std::span<const BatchItem> items, StepState& step) {
+  std::vector<int32_t> hidden_rows;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const StepState::Segment& s = step.segments[i];
+    const int end = s.first_row + s.n_rows;
+    int first = s.first_row;
+    if (items[i].output == BatchItem::Output::kNone) first = end;
+    if (items[i].output == BatchItem::Output::kLast) first = end - 1;
+    for (int row = first; row < end; ++row) {
+      step.hidden_outputs.push_back(items[i].hidden);
+      (items[i].hidden ? hidden_rows : step.output_rows).push_back(row);
     }
   }
-  return model_.add_learned_positions(step.positions, step.x.data());
+  step.n_logits = step.output_rows.size();
+  step.output_rows.insert(step.output_rows.end(), hidden_rows.begin(), hidden_rows.end());
 }
 
 void StepRunner::add_adapters(StepState& step) const {
@@ -311,7 +327,7 @@ std::vector<model::LayerPart> StepRunner::parts_of(const StepState& step, int la
 // Layers [next_layer, end), which are all `stage`'s and one where their weights are streamed.
 Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_only_last) {
   const int begin = step.next_layer;
-  ggml_tensor* logits = nullptr;
+  StepOutputs outputs;
   const std::vector<model::LayerPart> parts = parts_of(step, begin, kv_only_last);
   for (const model::LayerPart part : parts) {
     const HeldWeights weights(weights_, begin, part);
@@ -325,20 +341,24 @@ Status StepRunner::run_stage(Stage& stage, StepState& step, int end, bool kv_onl
       step.next_layer = -1;  // no way on from a failure below: some of the rows may be written
     }
     const model::LayerPart built = parts.size() > 1 ? part : model::LayerPart::kAll;
-    HCACHE_ASSIGN_OR_RETURN(logits, graphs_.run(stage, step, begin, end, kv_only_last, built));
+    HCACHE_ASSIGN_OR_RETURN(outputs, graphs_.run(stage, step, begin, end, kv_only_last, built));
   }
   table_.learn(step);
-  fetch_logits(step, stage, logits);
+  fetch(outputs, stage, step);
   step.next_layer = end;
   if (end < model_.hparams().n_layer) stage.set_rows_owner(&step);
   return {};
 }
 
-void StepRunner::fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits) {
-  if (logits == nullptr) return;
-  step.logits.swap(spare_logits_);  // for its memory
-  step.logits.resize(static_cast<size_t>(ggml_nelements(logits)));
-  stage.graphs().get(logits, step.logits.data(), ggml_nbytes(logits));
+void StepRunner::fetch(const StepOutputs& outputs, Stage& stage, StepState& step) {
+  const auto get = [&stage](const ggml_tensor* from, std::vector<float>& to) {
+    if (from == nullptr) return;
+    to.resize(static_cast<size_t>(ggml_nelements(from)));
+    stage.graphs().get(from, to.data(), ggml_nbytes(from));
+  };
+  if (outputs.logits != nullptr) step.logits.swap(spare_logits_);  // for its memory
+  get(outputs.logits, step.logits);
+  get(outputs.hidden, step.hidden);
 }
 
 // Layers [next_layer, end) on the devices that share them. The rows return to the host.
@@ -352,7 +372,7 @@ Status StepRunner::run_shared(StepState& step, int end, bool kv_only_last) {
   step.next_layer = -1;  // as in run_stage()
   HCACHE_ASSIGN_OR_RETURN(ggml_tensor * logits, shared_.run(step, begin, end, kv_only_last));
   table_.learn(step);
-  fetch_logits(step, stages_.of(begin), logits);
+  fetch({.logits = logits}, stages_.of(begin), step);
   step.next_layer = end;
   return {};
 }
@@ -398,10 +418,17 @@ Result<Logits> StepRunner::finish(StepState& step) {
   spare_x_.swap(step.x);
   spare_logits_.swap(logits_);
   logits_.swap(step.logits);
+  hidden_.swap(step.hidden);
   Logits logits;
   const auto n_vocab = static_cast<size_t>(model_.hparams().n_vocab);
-  for (size_t i = 0; i < step.output_rows.size(); ++i) {
-    logits.rows.emplace_back(logits_.data() + i * n_vocab, n_vocab);
+  const auto n_embd = static_cast<size_t>(model_.hparams().n_embd);
+  const float* next_logits = logits_.data();
+  const float* next_hidden = hidden_.data();
+  for (const bool is_hidden : step.hidden_outputs) {
+    const size_t n = is_hidden ? n_embd : n_vocab;
+    const float*& next = is_hidden ? next_hidden : next_logits;
+    logits.rows.emplace_back(next, n);
+    next += n;
   }
   return logits;
 }

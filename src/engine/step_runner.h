@@ -44,6 +44,8 @@ class StepRunner {
  private:
   Status add_segments(std::span<const BatchItem> items, StepState& step, int64_t& n_new_cells);
   Status add_rows(std::span<const BatchItem> items, StepState& step);
+  // Which rows are wanted, and what of them.
+  static void add_outputs(std::span<const BatchItem> items, StepState& step);
   void add_adapters(StepState& step) const;
   Status check_room(const StepState& step) const;
   // The rows' windows are there.
@@ -53,7 +55,7 @@ class StepRunner {
   void observe(const StepState& step, int begin, int end);
   Status run_stage(Stage& stage, StepState& step, int end, bool kv_only_last);
   Status run_shared(StepState& step, int end, bool kv_only_last);
-  void fetch_logits(StepState& step, Stage& stage, const ggml_tensor* logits);
+  void fetch(const StepOutputs& outputs, Stage& stage, StepState& step);
   // What of a layer's weights the step needs; more than one half where they come by halves.
   [[nodiscard]] std::vector<model::LayerPart> parts_of(const StepState& step, int layer,
                                                        bool kv_only) const;
@@ -73,6 +75,7 @@ class StepRunner {
   ObservedRows observed_;
   AttentionScores* scores_ = nullptr;
   std::vector<float> logits_;        // of the step that was finished last
+  std::vector<float> hidden_;        // the same
   std::vector<float> spare_x_;       // memory for another step's rows
   std::vector<float> spare_logits_;  // memory for another step's
 };

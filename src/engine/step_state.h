@@ -42,7 +42,10 @@ struct StepState {
 
   StepRunner* runner = nullptr;  // set once the step has room
   std::vector<Segment> segments;
+  // Rows whose logits are wanted, then those of which the final norm is.
   std::vector<int32_t> output_rows;
+  size_t n_logits = 0;
+  std::vector<bool> hidden_outputs;  // in the order in which the items want them: is it the norm?
   std::vector<int32_t> tokens;
   std::vector<float> x;  // the rows before next_layer, as of when they last left the device
   std::vector<int32_t> positions;
@@ -52,6 +55,7 @@ struct StepState {
   int next_layer = 0;
   bool finished = false;
   std::vector<float> logits;
+  std::vector<float> hidden;
 
   // Of each of the model's adapters one after the other, by how much it counts for each row; empty:
   // none counts for any. And which of them count for some.

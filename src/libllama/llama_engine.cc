@@ -189,6 +189,7 @@ void LlamaEngineImpl::describe() {
   info_.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
   info_.n_layer = llama_model_n_layer(model);
   info_.n_embd = llama_model_n_embd(model);
+  info_.n_embd_out = llama_model_n_embd_out(model);
   info_.n_ctx_train = llama_model_n_ctx_train(model);
   info_.n_params = static_cast<int64_t>(llama_model_n_params(model));
   info_.n_bytes = static_cast<int64_t>(llama_model_size(model));
@@ -215,6 +216,7 @@ Status LlamaEngineImpl::open_context() {
   params.yarn_attn_factor = options_.rope.attn_factor;
   params.yarn_beta_fast = options_.rope.beta_fast;
   params.yarn_beta_slow = options_.rope.beta_slow;
+  params.pooling_type = LLAMA_POOLING_TYPE_NONE;  // whatever the file says: rows are given out
   params.type_k = params.type_v = options_.kv_type;
   params.kv_unified = true;
   params.no_perf = true;
@@ -339,7 +341,8 @@ void LlamaEngineImpl::fill_batch(std::span<const LlamaItem> items) {
       batch_.positions.push_back(static_cast<llama_pos>(length(item.seq) + i));
       batch_.n_seqs.push_back(1);
       batch_.seqs.push_back(item.seq);
-      batch_.wanted.push_back(i >= n - item.n_logits ? 1 : 0);
+      // With hidden rows libllama gives those of all tokens.
+      batch_.wanted.push_back(item.hidden || i >= n - item.n_logits ? 1 : 0);
     }
   }
   for (llama_seq_id& seq : batch_.seqs) batch_.seq_lists.push_back(&seq);
@@ -360,12 +363,13 @@ Status LlamaEngineImpl::compute(std::span<const LlamaItem> items) {
       }
     }
   }
-  // A step of libllama's has the same adapters for all.
+  // A step of libllama's has the same adapters for all, and gives logits alone or hidden rows.
   std::vector<std::vector<LlamaItem>> groups;
   for (const LlamaItem& item : items) {
     const auto& scales = scales_[static_cast<size_t>(item.seq)];
     const auto like = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
-      return scales_[static_cast<size_t>(group.front().seq)] == scales;
+      return scales_[static_cast<size_t>(group.front().seq)] == scales &&
+             group.front().hidden == item.hidden;
     });
     if (like != groups.end()) {
       like->push_back(item);
@@ -402,6 +406,8 @@ Status LlamaEngineImpl::compute_alike(std::span<const LlamaItem> items) {
                              .n_seq_id = batch_.n_seqs.data(),
                              .seq_id = batch_.seq_lists.data(),
                              .logits = batch_.wanted.data()};
+  const bool hidden = items.front().hidden;
+  llama_set_embeddings(context_.get(), hidden);
   const int32_t code = llama_decode(context_.get(), batch);
   if (code != 0) {
     if (code == kNoCells) return resource_exhausted("the cache has no cells for this step");
@@ -412,9 +418,12 @@ Status LlamaEngineImpl::compute_alike(std::span<const LlamaItem> items) {
   for (const LlamaItem& item : items) {
     end += static_cast<int64_t>(item.tokens.size());
     for (int64_t i = end - item.n_logits; i < end; ++i) {
-      const float* row = llama_get_logits_ith(context_.get(), static_cast<int32_t>(i));
-      if (row == nullptr) return internal_error("libllama gives no logits");
-      item.logits->insert(item.logits->end(), row, row + info_.n_vocab);
+      const auto at = static_cast<int32_t>(i);
+      const float* row = hidden ? llama_get_embeddings_ith(context_.get(), at)
+                                : llama_get_logits_ith(context_.get(), at);
+      if (row == nullptr) return internal_error("libllama gives no rows of the step");
+      item.logits->insert(item.logits->end(), row,
+                          row + (hidden ? info_.n_embd_out : info_.n_vocab));
     }
   }
   return {};

@@ -224,11 +224,14 @@ ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer,
   return part.share().index == 0 ? ggml_add(ctx, y, x) : y;
 }
 
+ggml_tensor* build_output_norm(ggml_context* ctx, const Model& model, ggml_tensor* x) {
+  return apply_norm(ctx, model, model.spec().norm, model.weights().output_norm, x);
+}
+
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x,
                           AdapterScales adapters) {
-  const Weights& w = model.weights();
-  x = apply_norm(ctx, model, model.spec().norm, w.output_norm, x);
-  ggml_tensor* logits = apply_linear(ctx, model, w.output, x, adapters);
+  x = build_output_norm(ctx, model, x);
+  ggml_tensor* logits = apply_linear(ctx, model, model.weights().output, x, adapters);
   const HParams& hp = model.hparams();
   if (hp.logit_soft_cap > 0) {
     logits = ggml_tanh(ctx, ggml_scale(ctx, logits, 1.0F / hp.logit_soft_cap));

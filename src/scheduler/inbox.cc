@@ -44,6 +44,9 @@ Status Inbox::check(const Request& request) const {
     return invalid_argument(fmt::format("logits of a prompt of {} tokens are wanted from token {}",
                                         n, request.logits_from));
   }
+  if (request.tells_hidden && (!request.on_prompt_logits || request.max_new_tokens > 0)) {
+    return invalid_argument("a request that is told of hidden rows generates nothing");
+  }
   return {};
 }
 

@@ -168,6 +168,7 @@ std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
     item.tokens =
         rows > chain.size() ? std::span<const int32_t>(task.drafted_run) : chain.first(rows);
     item.logits = part.logits();
+    item.hidden = task.request.tells_hidden;
     items.push_back(item);
   }
   return items;

@@ -274,9 +274,10 @@ void BatchExecutor::plan(std::span<const scheduler::StepItem> items) {
 Result<scheduler::StepOutput> BatchExecutor::step(std::span<const scheduler::StepItem> items) {
   const int64_t start_ns = env_.monotonic_ns();
   if (std::any_of(items.begin(), items.end(), [](const scheduler::StepItem& item) {
-        return item.logits == scheduler::LogitsOf::kAll;
+        return item.logits == scheduler::LogitsOf::kAll || item.hidden;
       })) {
-    return unimplemented("the batch engine gives no logits of prompts; take the ordinary engine");
+    return unimplemented(
+        "the batch engine tells nothing of the tokens of prompts; take the ordinary engine");
   }
   plan(items);
   Status status = append(items);

@@ -510,7 +510,8 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
     batch.push_back({.seq = item.seq,
                      .tokens = item.tokens,
                      .first_pos = -1,
-                     .output = output_of(item.logits)});
+                     .output = output_of(item.logits),
+                     .hidden = item.hidden});
   }
   const int64_t start_ns = env_.monotonic_ns();
   HCACHE_RETURN_IF_ERROR(pipeline_.begin(batch));

@@ -499,6 +499,7 @@ Status LlamaExecutor::compute(std::vector<Part>* parts) {
     items.push_back({.seq = part.seq,
                      .tokens = part.tokens.first(n),
                      .n_logits = std::max<int64_t>(0, part.n_logits - behind),
+                     .hidden = part.hidden,
                      .logits = &logits_[part.item]});
   }
   HCACHE_RETURN_IF_ERROR(engine_.compute(items));
@@ -539,8 +540,8 @@ Result<scheduler::StepOutput> LlamaExecutor::step(std::span<const scheduler::Ste
     const auto n = static_cast<int64_t>(items[i].tokens.size());
     n_rows += n;
     lengths.push_back(engine_.length(items[i].seq));
-    parts.push_back(
-        {i, items[i].seq, items[i].tokens, scheduler::logits_count(items[i].logits, n), n > 1});
+    parts.push_back({i, items[i].seq, items[i].tokens, scheduler::logits_count(items[i].logits, n),
+                     items[i].hidden, n > 1});
   }
   if (n_rows > free_cells()) return resource_exhausted("the cache has no cells for this step");
   logits_.assign(items.size(), {});
@@ -551,10 +552,11 @@ Result<scheduler::StepOutput> LlamaExecutor::step(std::span<const scheduler::Ste
     return computed;
   }
   scheduler::StepOutput output;
-  const auto n_vocab = static_cast<size_t>(engine_.info().n_vocab);
-  for (const std::vector<float>& rows : logits_) {
-    for (size_t at = 0; at < rows.size(); at += n_vocab) {
-      output.logits.push_back(std::span(rows).subspan(at, n_vocab));
+  for (size_t i = 0; i < items.size(); ++i) {
+    const libllama::LlamaModelInfo& info = engine_.info();
+    const auto width = static_cast<size_t>(items[i].hidden ? info.n_embd_out : info.n_vocab);
+    for (size_t at = 0; at < logits_[i].size(); at += width) {
+      output.logits.push_back(std::span(logits_[i]).subspan(at, width));
     }
   }
   output.seconds = seconds_since(env_, start_ns);

@@ -80,6 +80,7 @@ class LlamaExecutor : public scheduler::Executor {
     scheduler::SeqId seq = scheduler::kNoSeq;
     std::span<const int32_t> tokens;  // that are left
     int64_t n_logits = 0;             // of the last so many
+    bool hidden = false;              // the rows behind the final norm instead
     bool of_prompt = false;           // more than a token: no reply goes on with it
   };
 

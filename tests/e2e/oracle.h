@@ -70,6 +70,12 @@ class Oracle {
     return out;
   }
 
+  // append() gives the rows behind the final norm, with pooling_type none.
+  void give_hidden() {
+    hidden_ = true;
+    llama_set_embeddings(context_.get(), true);
+  }
+
   // Logits of each token, appended in one batch.
   std::vector<Row> append(std::span<const int32_t> tokens) {
     std::vector<Row> out;
@@ -84,10 +90,13 @@ class Oracle {
       batch.logits[i] = 1;
     }
     EXPECT_EQ(llama_decode(context_.get(), batch), 0);
-    const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model_.get()));
+    const int width = hidden_ ? llama_model_n_embd_out(model_.get())
+                              : llama_vocab_n_tokens(llama_model_get_vocab(model_.get()));
     for (int32_t i = 0; i < batch.n_tokens; i++) {
-      const float* row = llama_get_logits_ith(context_.get(), i);
-      out.emplace_back(row, row + n_vocab);
+      const float* row = hidden_ ? llama_get_embeddings_ith(context_.get(), i)
+                                 : llama_get_logits_ith(context_.get(), i);
+      EXPECT_NE(row, nullptr);
+      if (row != nullptr) out.emplace_back(row, row + width);
     }
     length_ += batch.n_tokens;
     llama_batch_free(batch);
@@ -98,6 +107,7 @@ class Oracle {
   std::unique_ptr<llama_model, LlamaFree> model_;
   std::unique_ptr<llama_context, LlamaFree> context_;
   int32_t length_ = 0;
+  bool hidden_ = false;
 };
 
 struct Difference {

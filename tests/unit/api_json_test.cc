@@ -2,6 +2,7 @@
 
 #include <random>
 
+#include "api/embeddings.h"
 #include "api/json.h"
 #include "api/request.h"
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <set>
 
+#include "api/embeddings.h"
 #include "api/request.h"
 #include "api_testing.h"
 
@@ -39,7 +40,13 @@ std::vector<Endpoint> endpoints() {
           {"CountTokensRequest", kMessages, status_of(parse_count_tokens)},
           {"LlamaCompletionRequest", R"({"prompt": "x"})", status_of(parse_llama_completion)},
           {"ApplyTemplateRequest", kMessages, status_of(parse_apply_template)},
-          {"EmbeddingRequest", R"({"input": "x"})", status_of(parse_embedding)},
+          {"EmbeddingRequest", R"({"input": "x"})",
+           [](const Json& body) { return parse_embedding(body).status(); }},
+          {"LlamaEmbeddingRequest", R"({"content": "x"})",
+           [](const Json& body) { return parse_llama_embedding(body).status(); }},
+          {"OllamaEmbedRequest", R"({"model": "m", "input": "x"})", status_of(parse_ollama_embed)},
+          {"OllamaEmbeddingsRequest", R"({"model": "m", "prompt": "x"})",
+           status_of(parse_ollama_embeddings)},
           {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
           {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
           {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)},

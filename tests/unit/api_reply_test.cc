@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "api/answers.h"
+#include "api/embeddings.h"
 #include "api/reply.h"
 #include "api_reply_testing.h"
 
@@ -553,15 +554,27 @@ TEST_F(Replies, OtherAnswersAreDocumented) {
   expect_documented(model_answer(card), "Model");
   expect_documented(models_answer(std::vector<ModelCard>{card}), "Models");
   EmbeddingRequest embed;
-  const std::vector<Embedding> vectors = {{{1.0F, -2.0F}, 3}, {{0.0F}, 4}};
-  const Json floats = embeddings_answer(embed, "m", vectors);
+  const std::vector<Embedding> vectors = {{{{1.0F, -2.0F}}, 3}, {{{0.0F}}, 4}};
+  const Json floats = embeddings_answer(embed, "m", vectors, 0);
   expect_documented(floats, "Embeddings");
   EXPECT_EQ(floats["usage"]["total_tokens"], 7);
   EXPECT_EQ(floats["data"][0]["embedding"], Json::array({1.0, -2.0}));
   embed.base64 = true;
-  const Json coded = embeddings_answer(embed, "m", vectors);
+  const Json coded = embeddings_answer(embed, "m", vectors, 0);
   EXPECT_EQ(coded["data"][0]["embedding"], "AACAPwAAAMA=");
   EXPECT_EQ(coded["data"][1]["embedding"], "AAAAAA==");
+  embed.form = EmbeddingForm::kOllama;
+  const Json ollama = embeddings_answer(embed, "m", vectors, 9);
+  expect_documented(ollama, "OllamaEmbedded");
+  EXPECT_EQ(ollama["embeddings"], Json::parse("[[1.0, -2.0], [0.0]]"));
+  EXPECT_EQ(ollama["prompt_eval_count"], 7);
+  embed.form = EmbeddingForm::kOllamaOne;
+  expect_documented(embeddings_answer(embed, "m", vectors, 9), "OllamaEmbedding");
+  embed.form = EmbeddingForm::kLlama;
+  const std::vector<Embedding> by_token = {{{{1.0F}, {2.0F}}, 2}};
+  const Json llama = embeddings_answer(embed, "m", by_token, 9);
+  expect_documented(llama, "LlamaEmbeddings");
+  EXPECT_EQ(llama[0]["embedding"], Json::parse("[[1.0], [2.0]]"));
   expect_documented(count_tokens_answer(5), "TokenCount");
   expect_documented(input_tokens_answer(5), "InputTokens");
   expect_documented(detokenize_answer("x"), "Text");

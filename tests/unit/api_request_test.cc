@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 
+#include "api/embeddings.h"
 #include "api/request.h"
 #include "api_testing.h"
 
@@ -526,6 +527,52 @@ TEST(Embedding, Inputs) {
   EXPECT_TRUE(r->base64);
   EXPECT_EQ(parse_embedding(json(R"({"input": "a", "encoding_format": "hex"})")).status().message(),
             "encoding_format: 'hex' is none of float, base64");
+}
+
+TEST(Embedding, LlamaServersForms) {
+  const auto r = parse_llama_embedding(json(R"({"content": ["a", [1, 2]], "embd_normalize": -1})"));
+  ASSERT_TRUE(r.ok()) << r.status().to_string();
+  EXPECT_EQ(r->inputs.size(), 2U);
+  EXPECT_EQ(r->normalize, kNotNormalized);
+  EXPECT_EQ(parse_llama_embedding(json(R"({"input": "a"})"), 1)->normalize, 1);
+  EXPECT_EQ(parse_llama_embedding(json("{}")).status().message(),
+            "content: missing, and so is input");
+}
+
+TEST(Embedding, OllamasForms) {
+  const auto several = parse_ollama_embed(json(R"({"model": "m", "input": ["a", "b"]})"));
+  ASSERT_TRUE(several.ok()) << several.status().to_string();
+  EXPECT_EQ(several->inputs.size(), 2U);
+  EXPECT_TRUE(several->truncate);
+  EXPECT_FALSE(
+      parse_ollama_embed(json(R"({"model": "m", "input": "a", "truncate": false})"))->truncate);
+  const auto one = parse_ollama_embeddings(json(R"({"model": "m", "prompt": "a"})"));
+  ASSERT_TRUE(one.ok()) << one.status().to_string();
+  EXPECT_EQ(one->normalize, kNotNormalized);
+  EXPECT_EQ(parse_ollama_embeddings(json(R"({"model": "m"})")).status().message(),
+            "prompt: missing");
+}
+
+TEST(Embedding, VectorsAreCutAndNormalised) {
+  EmbeddingRequest r;
+  const auto shaped = [&](int normalize, int64_t dimensions = 0) {
+    r.normalize = normalize;
+    r.dimensions = dimensions;
+    std::vector<float> v = {3, -4, 5};
+    EXPECT_TRUE(shape_embedding(r, &v).ok());
+    return v;
+  };
+  EXPECT_EQ(shaped(kNotNormalized), (std::vector<float>{3, -4, 5}));
+  EXPECT_EQ(shaped(kNotNormalized, 2), (std::vector<float>{3, -4}));
+  EXPECT_EQ(shaped(kEuclidean, 2), (std::vector<float>{0.6F, -0.8F}));
+  EXPECT_EQ(shaped(kMaxNormalized, 2), (std::vector<float>{24570, -32760}));
+  EXPECT_EQ(shaped(1), (std::vector<float>{0.25F, -4.0F / 12, 5.0F / 12}));
+  std::vector<float> zeros = {0, 0};
+  EXPECT_TRUE(shape_embedding(r, &zeros).ok());
+  EXPECT_EQ(zeros, (std::vector<float>{0, 0}));
+  r.dimensions = 3;
+  EXPECT_EQ(shape_embedding(r, &zeros).message(),
+            "dimensions: 3, but the model's vectors have 2 numbers");
 }
 
 TEST(SlotFile, IsANameAndNoPath) {

@@ -96,6 +96,44 @@ TEST_P(InvarianceTest, ASequenceAnswersTheSameAloneAndBesideSevenOthers) {
   EXPECT_TRUE(same_kv(read_kv(*engine, seq), expected_kv));
 }
 
+// Rows behind the final norm and logits of one step: each as in a step of its own.
+TEST_P(InvarianceTest, FinalNormsComeBesideLogits) {
+  const model::Model& model = GetParam().get();
+  const std::unique_ptr<Engine> engine = make_engine(model, small_arena(1024, 256));
+  const Tokens tokens = random_tokens(model, 30, 4);
+  const auto rows_of = [&](std::initializer_list<std::pair<Output, bool>> wanted) {
+    std::vector<BatchItem> items;
+    for (const auto& [output, hidden] : wanted) {
+      items.push_back({.seq = new_sequence(*engine),
+                       .tokens = tokens,
+                       .first_pos = -1,
+                       .output = output,
+                       .hidden = hidden});
+    }
+    const auto made = engine->decode(items);
+    EXPECT_TRUE(made.ok()) << made.status().to_string();
+    std::vector<Row> rows;
+    for (const auto& row : made->rows) rows.emplace_back(row.begin(), row.end());
+    for (const BatchItem& item : items) HCACHE_EXPECT_OK(engine->release_sequence(item.seq));
+    return rows;
+  };
+  const std::vector<Row> logits = rows_of({{Output::kAll, false}});
+  const std::vector<Row> hidden = rows_of({{Output::kAll, true}});
+  ASSERT_EQ(hidden.size(), tokens.size());
+  EXPECT_EQ(hidden.front().size(), static_cast<size_t>(model.hparams().n_embd));
+
+  const std::vector<Row> mixed = rows_of({{Output::kLast, false},
+                                          {Output::kAll, true},
+                                          {Output::kNone, true},
+                                          {Output::kAll, false},
+                                          {Output::kLast, true}});
+  std::vector<Row> expected = {logits.back()};
+  expected.insert(expected.end(), hidden.begin(), hidden.end());
+  expected.insert(expected.end(), logits.begin(), logits.end());
+  expected.push_back(hidden.back());
+  EXPECT_TRUE(same_rows(mixed, expected));
+}
+
 TEST_P(InvarianceTest, LayersMayBeCutAnywhere) {
   const model::Model& model = GetParam().get();
   const std::unique_ptr<Engine> engine = make_engine(model, small_arena(512));

@@ -1,5 +1,6 @@
 hcache_test(model_device_test unit/model_device_test.cc LIBS hcache_model)
 hcache_test(model_weight_plan_test unit/model_weight_plan_test.cc LIBS hcache_model)
+hcache_test(model_pooling_test unit/model_pooling_test.cc LIBS hcache_model_tools)
 # These look behind the public headers.
 foreach(test weight_types loader corrupt split tools placement shares)
   hcache_test(model_${test}_test unit/model_${test}_test.cc LIBS hcache_model_tools)

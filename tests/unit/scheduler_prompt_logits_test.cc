@@ -61,6 +61,27 @@ TEST(SchedulerPromptLogits, NeedNoAnswerBehindThem) {
   EXPECT_EQ(record.outcome.finish_reason, "length");
 }
 
+TEST(SchedulerPromptLogits, MayBeHiddenRowsInstead) {
+  Bench bench;
+  std::vector<int64_t> rows;
+  const Bench::Tweak hidden = [&](Request& request) {
+    request.tells_hidden = true;
+    request.logits_from = 100;
+    request.on_prompt_logits = [&](int64_t position, std::span<const float> row) {
+      ASSERT_EQ(row.size(), 1U);
+      EXPECT_EQ(row[0], static_cast<float>(position + 1));
+      rows.push_back(position);
+    };
+  };
+  const Record& beside = bench.submit(tokens(150, 2), 5);
+  bench.submit(tokens(150), 0, hidden);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(rows.size(), 50U);
+  EXPECT_EQ(rows.front(), 100);
+  EXPECT_EQ(beside.answer, bench.expected(beside));
+  EXPECT_EQ(bench.refusal(tokens(50), 1, hidden).code(), Code::kInvalidArgument);
+}
+
 TEST(SchedulerPromptLogits, AreComputedThoughTheArenaHasTheirRows) {
   Bench bench;
   bench.submit(tokens(150), 0);

@@ -548,6 +548,12 @@ class FakeExecutor final : public Executor {
     return row;
   }
 
+  // A row of another width: the chain's length.
+  std::span<const float> add_hidden(const Sequence& sequence) {
+    logits_.push_back({static_cast<float>(sequence.tokens.size())});
+    return logits_.back();
+  }
+
   StepOutput run(std::span<const StepItem> items, int64_t rows) {
     StepOutput output;
     std::vector<int64_t> shape;
@@ -559,7 +565,7 @@ class FakeExecutor final : public Executor {
         sequence.chain.push_back(item.tokens[i]);
         const bool last = i + 1 == item.tokens.size();
         if (item.logits == LogitsOf::kAll || (last && item.logits == LogitsOf::kLast)) {
-          output.logits.push_back(add_logits(sequence));
+          output.logits.push_back(item.hidden ? add_hidden(sequence) : add_logits(sequence));
         }
       }
       shape.push_back(static_cast<int64_t>(item.tokens.size()));

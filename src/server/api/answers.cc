@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "reply_base.h"
@@ -74,25 +73,6 @@ Json param_of(const Status& status) {
   return std::all_of(path.begin(), path.end(), in_path) ? Json(path) : Json(nullptr);
 }
 
-// The bytes of little-endian floats.
-std::string base64(std::span<const float> values) {
-  static_assert(std::endian::native == std::endian::little);
-  static constexpr char kDigits[] =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
-  const size_t size = values.size_bytes();
-  std::string out;
-  out.reserve((size + 2) / 3 * 4);
-  for (size_t i = 0; i < size; i += 3) {
-    uint32_t three = 0;
-    for (size_t k = 0; k < 3; k++) three = three << 8U | (i + k < size ? bytes[i + k] : 0U);
-    for (size_t k = 0; k < 4; k++) {
-      out += i + k <= size ? kDigits[three >> (18 - 6 * k) & 63U] : '=';
-    }
-  }
-  return out;
-}
-
 }  // namespace
 
 ErrorStyle error_style(std::string_view path) {
@@ -152,23 +132,6 @@ Json models_answer(std::span<const ModelCard> models) {
   Json data = Json::array();
   for (const ModelCard& model : models) data.push_back(model_answer(model));
   return {{"object", "list"}, {"data", std::move(data)}};
-}
-
-Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_name,
-                       std::span<const Embedding> embeddings) {
-  Json data = Json::array();
-  int64_t tokens = 0;
-  for (size_t i = 0; i < embeddings.size(); i++) {
-    const Embedding& e = embeddings[i];
-    data.push_back({{"object", "embedding"},
-                    {"index", i},
-                    {"embedding", request.base64 ? Json(base64(e.values)) : Json(e.values)}});
-    tokens += e.tokens;
-  }
-  return {{"object", "list"},
-          {"data", std::move(data)},
-          {"model", model_name},
-          {"usage", {{"prompt_tokens", tokens}, {"total_tokens", tokens}}}};
 }
 
 Json count_tokens_answer(int64_t tokens) { return {{"input_tokens", tokens}}; }

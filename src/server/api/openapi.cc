@@ -30,6 +30,9 @@ std::string make_document() {
   schemas["InfillRequest"] = request_schema(infill_fields);
   schemas["ApplyTemplateRequest"] = request_schema(apply_template_fields);
   schemas["EmbeddingRequest"] = request_schema(embedding_fields);
+  schemas["LlamaEmbeddingRequest"] = request_schema(llama_embedding_fields);
+  schemas["OllamaEmbedRequest"] = request_schema(ollama_embed_fields);
+  schemas["OllamaEmbeddingsRequest"] = request_schema(ollama_embeddings_fields);
   schemas["TokenizeRequest"] = request_schema(tokenize_fields);
   schemas["DetokenizeRequest"] = request_schema(detokenize_fields);
   schemas["SlotFileRequest"] = request_schema(slot_file_fields);

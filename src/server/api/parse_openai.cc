@@ -1,4 +1,4 @@
-// OpenAI: /v1/chat/completions, /v1/completions, /v1/embeddings.
+// OpenAI: /v1/chat/completions, /v1/completions.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -172,19 +172,6 @@ void completion_fields(Fields& f, GenerationRequest* r) {
   cache_fields(f, r);
 }
 
-void embedding_fields(Fields& f, EmbeddingRequest* r) {
-  f.text("model", &r->model_name, "The model; it must be the one that is served.");
-  f.required().value("input", prompts_schema(), "Text or token ids, one or several.",
-                     [&](const Json& value, const std::string& path) {
-                       return read_prompts(value, path, &r->inputs);
-                     });
-  std::string format = "float";
-  f.one_of("encoding_format", &format, {"float", "base64"}, "How the numbers are written.");
-  r->base64 = format == "base64";
-  std::string user;
-  f.text("user", &user, "Who asks.");
-}
-
 Result<GenerationRequest> parse_chat_completion(const Json& body, const Defaults& defaults) {
   return read_request(body, defaults, chat_completion_fields);
 }
@@ -197,12 +184,6 @@ Result<model::ChatInput> parse_apply_template(const Json& body) {
   GenerationRequest r;
   HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { apply_template_fields(f, &r); }));
   return *std::move(r.chat);
-}
-
-Result<EmbeddingRequest> parse_embedding(const Json& body) {
-  EmbeddingRequest r;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { embedding_fields(f, &r); }));
-  return r;
 }
 
 }  // namespace hcache::api

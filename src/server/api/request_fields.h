@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "api/embeddings.h"
 #include "api/request.h"
 #include "fields.h"
 
@@ -68,6 +69,9 @@ void llama_generation_fields(Fields& f, GenerationRequest* r);
 void infill_fields(Fields& f, InfillRequest* r);
 void apply_template_fields(Fields& f, GenerationRequest* r);
 void embedding_fields(Fields& f, EmbeddingRequest* r);
+void llama_embedding_fields(Fields& f, EmbeddingRequest* r);
+void ollama_embed_fields(Fields& f, EmbeddingRequest* r);
+void ollama_embeddings_fields(Fields& f, EmbeddingRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);
 void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
 void slot_file_fields(Fields& f, std::string* filename);

@@ -109,12 +109,6 @@ api::ModelCard model_card(Service& service) {
   return card;
 }
 
-Status no_embeddings() {
-  return unimplemented(
-      "embeddings need the last layer's hidden states, which the engine does not give out; serve "
-      "an embedding model with llama-server --embeddings");
-}
-
 Result<store::Store*> store_of(Service& service) {
   if (service.store() == nullptr) {
     return failed_precondition("this server saves nothing: it was started with --no-store");

@@ -63,8 +63,6 @@ class PacedStream {
 [[nodiscard]] uint64_t page_bytes(const store::Match& match);
 
 [[nodiscard]] api::ModelCard model_card(Service& service);
-// Why there are no embeddings.
-[[nodiscard]] Status no_embeddings();
 
 // kFailedPrecondition with --no-store.
 [[nodiscard]] Result<store::Store*> store_of(Service& service);

@@ -7,6 +7,7 @@
 #include "api/answers.h"
 #include "api/request.h"
 #include "batch_endpoints.h"
+#include "embedding_endpoints.h"
 #include "generation.h"
 #include "ollama_endpoints.h"
 #include "page/page.h"
@@ -41,7 +42,6 @@ class EndpointTable final : public Endpoints {
   http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
   http::Handler generate(Parse parse);
 
-  Result<Json> embeddings(const Call& call) const;
   Result<api::GenerationRequest> infill(const Json& body) const;
   Result<int64_t> count_tokens(const model::ChatInput& chat) const;
   Result<Json> input_tokens(const Call& call, Parse parse) const;
@@ -62,6 +62,7 @@ class EndpointTable final : public Endpoints {
   SlotEndpoints slots_{service_, *transfers_};
   BatchEndpoints batches_{service_, *transfers_};
   OllamaEndpoints ollama_{service_};
+  EmbeddingEndpoints embeddings_{service_};
 };
 
 http::Handler EndpointTable::generate(Parse parse) {
@@ -77,11 +78,6 @@ Result<api::GenerationRequest> EndpointTable::infill(const Json& body) const {
 }
 
 // ---- Without generation -------------------------------------------------------------------------
-
-Result<Json> EndpointTable::embeddings(const Call& call) const {
-  HCACHE_RETURN_IF_ERROR(api::parse_embedding(call.body).status());
-  return no_embeddings();
-}
 
 Result<int64_t> EndpointTable::count_tokens(const model::ChatInput& chat) const {
   HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.render(chat));
@@ -283,9 +279,6 @@ void EndpointTable::add_to(http::Router* router) {
                 HCACHE_ASSIGN_OR_RETURN(const int64_t tokens, count_tokens(chat));
                 return api::count_tokens_answer(tokens);
               }));
-  for (const char* path : {"/v1/embeddings", "/embeddings"}) {
-    router->add("POST", path, quick([this](Call& call) { return embeddings(call); }));
-  }
   for (const char* path : {"/v1/models", "/models"}) {
     router->add("GET", path, quick([this](Call&) -> Result<Json> {
                   const api::ModelCard card = model_card(service_);
@@ -323,6 +316,7 @@ void EndpointTable::add_to(http::Router* router) {
   slots_.add_to(router);
   batches_.add_to(router);
   ollama_.add_to(router);
+  embeddings_.add_to(router);
   router->add("GET", "/v1/store", slow([this](Call& call) { return store_stat(call); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));

@@ -11,6 +11,7 @@
 #include "conversation_key.h"
 #include "endpoint.h"
 #include "messages.h"
+#include "prompt_tokens.h"
 #include "request_log.h"
 
 namespace hcache::server {
@@ -183,24 +184,7 @@ Result<std::vector<int32_t>> Generation::prompt_tokens(const api::Prompt& prompt
         service_.conversations().tokenise(salt_.id, std::get<std::string>(prompt.parts[0]), first));
     return std::move(whole.tokens);
   }
-  std::vector<int32_t> tokens;
-  for (const api::Prompt::Part& part : prompt.parts) {
-    if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
-      tokens.insert(tokens.end(), ids->begin(), ids->end());
-      continue;
-    }
-    const model::EncodeOptions options = {.add_special = tokens.empty(), .parse_special = true};
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> added,
-                            service_.tokenizer().encode(std::get<std::string>(part), options));
-    tokens.insert(tokens.end(), added.begin(), added.end());
-  }
-  for (const int32_t token : tokens) {
-    if (token < 0 || token >= service_.tokenizer().n_vocab()) {
-      return invalid_argument(fmt::format("prompt: token {} is not in the vocabulary of {} tokens",
-                                          token, service_.tokenizer().n_vocab()));
-    }
-  }
-  return tokens;
+  return server::prompt_tokens(service_.tokenizer(), prompt);
 }
 
 Status Generation::add_biases() {

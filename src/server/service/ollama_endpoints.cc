@@ -125,9 +125,6 @@ void OllamaEndpoints::add_to(http::Router* router) {
   router->add("GET", "/api/version", quick([](Call&) -> Result<Json> {
                 return api::ollama_version_answer(HCACHE_VERSION);
               }));
-  for (const char* path : {"/api/embed", "/api/embeddings"}) {
-    router->add("POST", path, quick([](Call&) -> Result<Json> { return no_embeddings(); }));
-  }
   for (const char* path :
        {"/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/{digest}"}) {
     router->add("POST", path, refuse_managing);

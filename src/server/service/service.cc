@@ -22,6 +22,11 @@ constexpr int64_t kStatNs = 5 * kNsPerSecond;
 // Separates the parts of a salt, none of which can contain it.
 constexpr char kSaltSeparator = '\x1f';
 
+Result<model::Pooling> pooling_of(const std::string& path) {
+  HCACHE_ASSIGN_OR_RETURN(const std::optional<model::Pooling> known, model::pooling_of_file(path));
+  return known.value_or(model::Pooling::kMean);
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Service>> Service::open(Env& env, const ServerOptions& options) {
@@ -47,6 +52,7 @@ Status Service::init() {
   HCACHE_ASSIGN_OR_RETURN(tokenizer_, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(chat_template_,
                           model::ChatTemplate::create(*tokenizer_, options_.chat_template));
+  pooling_ = options_.pooling ? *options_.pooling : pooling_of(path);
   serving::ServingOptions serving;
   serving.runtime = options_.runtime;
   serving.scheduler = options_.scheduler;

@@ -30,6 +30,7 @@
 #include "http/server.h"
 #include "metrics.h"
 #include "model/chat.h"
+#include "model/pooling.h"
 #include "model/tokenizer.h"
 #include "policy/truncation.h"
 #include "scheduler/scheduler.h"
@@ -69,6 +70,8 @@ class Service {
     return serving_->batch_report();
   }
   [[nodiscard]] int64_t context() const { return serving_->context(); }
+  // How the rows of a text become its vector; why they can't.
+  [[nodiscard]] const Result<model::Pooling>& pooling() const { return pooling_; }
   // Where the messages of a truncated conversation begin.
   [[nodiscard]] policy::NextMessage next_message() const;
   // What is held behind each cut of a truncated conversation; empty: nothing of it is, or can be,
@@ -139,6 +142,7 @@ class Service {
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_template_;
   model::ChatInput template_defaults_;
+  Result<model::Pooling> pooling_ = model::Pooling::kMean;
   std::unique_ptr<serving::Serving> serving_;
   std::unique_ptr<AdapterScales> adapters_;
   std::unique_ptr<Conversations> conversations_;

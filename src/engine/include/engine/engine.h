@@ -77,6 +77,9 @@ struct BatchItem {
   // that the restorer has reserved (recomputation); the rest of the sequence is left as it is.
   int64_t first_pos = -1;
   enum class Output { kNone, kLast, kAll } output = Output::kLast;  // rows whose logits are wanted
+  // Instead of the logits what the output matrix would make them of: the rows behind the final
+  // norm.
+  bool hidden = false;
 };
 
 // What the capture tap copies of a layer (a mask).
@@ -152,7 +155,8 @@ struct AttentionScores {
 
 // Rows of logits, valid until the engine finishes its next step.
 struct Logits {
-  std::vector<std::span<const float>> rows;  // n_vocab each, in the order of the wanted outputs
+  // In the order of the wanted outputs: n_vocab numbers each, n_embd of an item's `hidden`.
+  std::vector<std::span<const float>> rows;
 };
 
 struct StepState;

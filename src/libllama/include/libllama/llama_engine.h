@@ -44,6 +44,7 @@ struct LlamaModelInfo {
   int32_t n_vocab = 0;
   int32_t n_layer = 0;
   int32_t n_embd = 0;
+  int32_t n_embd_out = 0;  // of the rows behind the final norm, where that is another number
   int32_t n_ctx_train = 0;
   int64_t n_params = 0;
   int64_t n_bytes = 0;
@@ -67,8 +68,11 @@ struct StateLayout {
 struct LlamaItem {
   int32_t seq = -1;
   std::span<const int32_t> tokens;
-  int64_t n_logits = 0;                  // of the last so many
-  std::vector<float>* logits = nullptr;  // gets their rows behind what it has, n_vocab numbers each
+  int64_t n_logits = 0;  // of the last so many
+  // The rows behind the final norm instead of logits. Such items are a step of their own.
+  bool hidden = false;
+  // Gets the rows behind what it has, n_vocab numbers each, n_embd_out of hidden ones.
+  std::vector<float>* logits = nullptr;
 };
 
 class LlamaEngine {

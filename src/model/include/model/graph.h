@@ -59,6 +59,9 @@ ggml_tensor* build_attention_output(ggml_context* ctx, const Model& part, int la
 ggml_tensor* build_feed_forward(ggml_context* ctx, const Model& part, int layer, ggml_tensor* x,
                                 AdapterScales adapters = {});
 
+// The final norm, F32 [n_embd, n]: what the output matrix sees, and what stands for the tokens
+// where vectors are wanted of a text.
+ggml_tensor* build_output_norm(ggml_context* ctx, const Model& model, ggml_tensor* x);
 // Final norm and output matrix: logits F32 [n_vocab, n].
 ggml_tensor* build_logits(ggml_context* ctx, const Model& model, ggml_tensor* x,
                           AdapterScales adapters = {});

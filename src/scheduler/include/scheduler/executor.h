@@ -51,11 +51,14 @@ struct StepItem {
   SeqId seq = kNoSeq;
   std::span<const int32_t> tokens;  // appended; at least one
   LogitsOf logits = LogitsOf::kNone;
+  // Instead of those logits what the output matrix would make them of: the rows behind the final
+  // norm.
+  bool hidden = false;
 };
 
 struct StepOutput {
-  // One row per token whose logits were wanted, in the order of the items and of their tokens;
-  // valid until the next step ends.
+  // One row per token whose logits (or final norm) were wanted, in the order of the items and of
+  // their tokens; valid until the next step ends.
   std::vector<std::span<const float>> logits;
   double seconds = 0;  // that the step took
 };

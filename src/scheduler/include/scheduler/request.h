@@ -121,6 +121,9 @@ struct Request {
   // ends before that token.
   std::function<void(int64_t position, std::span<const float> logits)> on_prompt_logits;
   int64_t logits_from = 0;
+  // It gets the rows behind the final norm instead, which stand for the text where a vector is
+  // wanted of it. Takes max_new_tokens 0.
+  bool tells_hidden = false;
   // May be empty. Once, before the first next(): the prompt is computed, and where it came from is
   // known.
   std::function<void(const Outcome&)> on_first;

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "http/server.h"
+#include "model/pooling.h"
 #include "model/sampler.h"
 #include "policy/restore_plan.h"
 #include "scheduler/scheduler.h"
@@ -44,11 +45,14 @@ struct ServerOptions {
   bool page = true;                 // at /
   bool verbose_answers = false;     // OpenAI's chats have llama-server's own answer beside theirs
   bool suffix_first = false;        // prompts of /infill begin with what follows the gap
-  int intake_threads = 1;           // that parse and tokenise
-  bool log_requests = false;        // one line per request that ended, whatever the log's level
-  std::string batches_dir;          // of files and batches; empty: this server takes none
-  uint64_t batch_quota_bytes = 0;   // of that folder; 0: no limit
-  int64_t batch_ttl_ns = 0;         // of ended batches and of files; 0: never
+  std::optional<model::Pooling>
+      pooling;                     // of embeddings; absent: as the model's file says, or the mean
+  int embd_normalize = 2;          // of requests that do not say (api/embeddings.h)
+  int intake_threads = 1;          // that parse and tokenise
+  bool log_requests = false;       // one line per request that ended, whatever the log's level
+  std::string batches_dir;         // of files and batches; empty: this server takes none
+  uint64_t batch_quota_bytes = 0;  // of that folder; 0: no limit
+  int64_t batch_ttl_ns = 0;        // of ended batches and of files; 0: never
   int batch_parallel = 0;  // most of their requests in flight; 0: as many as a step has sequences
   // Called with the port once it is open, before the model is loaded. May be empty.
   std::function<void(uint16_t port)> on_listening;

@@ -48,13 +48,6 @@ struct ModelCard {
 [[nodiscard]] Json models_answer(std::span<const ModelCard> models);
 [[nodiscard]] Json model_answer(const ModelCard& model);
 
-struct Embedding {
-  std::vector<float> values;
-  int64_t tokens = 0;  // of the input
-};
-[[nodiscard]] Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_name,
-                                     std::span<const Embedding> embeddings);
-
 [[nodiscard]] Json count_tokens_answer(int64_t tokens);  // Anthropic's
 [[nodiscard]] Json input_tokens_answer(int64_t tokens);  // OpenAI's
 [[nodiscard]] Json tokenize_answer(const TokenizeRequest& request,

@@ -168,13 +168,6 @@ void apply_template_args(const model::ChatInput& defaults, model::ChatInput* cha
 // its own, and its stop strings.
 void apply_prompt(const model::ChatPrompt& prompt, GenerationRequest* request);
 
-struct EmbeddingRequest {
-  std::string model_name;
-  std::vector<Prompt> inputs;
-  bool base64 = false;  // the floats as little-endian bytes
-};
-[[nodiscard]] Result<EmbeddingRequest> parse_embedding(const Json& body);
-
 struct TokenizeRequest {
   Prompt content;
   bool add_special = false;
