@@ -25,6 +25,8 @@ class Cli(unittest.TestCase):
         self.folder = tempfile.TemporaryDirectory(prefix="hcache-cli-")
         self.addCleanup(self.folder.cleanup)
         self.state = os.path.join(self.folder.name, "state")
+        serving.lend_profiles(self.state)
+        self.addCleanup(serving.keep_profiles, self.state)
         self.rpc_ports = set()  # of its servers, which may share one without an error
 
     def hcache(self, *args, code=0, stdin="", **environment):
@@ -71,11 +73,12 @@ class Cli(unittest.TestCase):
         self.hcache("plan", "--hardware", "abacus", "--model", "llama2-7b", code=3)
 
     def test_a_plan_says_what_it_assumes(self):
-        plan = ["plan", "-m", MODEL, "--state-dir", self.state, "--ctx", "256"]
+        state = ["--state-dir", os.path.join(self.folder.name, "unmeasured")]
+        plan = ["plan", "-m", MODEL, *state, "--ctx", "256"]
         self.assertIn("1.0 GB/s, assumed", self.hcache(*plan))
         self.assertTrue(json.loads(self.hcache(*plan, "--json"))["rows"][0]["link_assumed"])
         self.assertIn("19.0 MB/s\n", self.hcache(*plan, "--link", "19MB/s"))
-        self.hcache("profile", "-m", MODEL, "--state-dir", self.state, "--ctx", "256")
+        self.hcache("profile", "-m", MODEL, *state, "--ctx", "256")
         self.assertNotIn("assumed", self.hcache(*plan))
 
     def test_how_much_of_attention_counts(self):

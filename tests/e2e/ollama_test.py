@@ -160,8 +160,7 @@ class Ollama(unittest.TestCase):
         self.refused(400, "POST", "/api/show", {})
         self.refused(404, "GET", "/api/none")
         self.refused(405, "GET", "/api/chat")
-        for path in ("/api/embed", "/api/embeddings", "/api/pull", "/api/push", "/api/create",
-                     "/api/copy", "/api/blobs/sha256:0"):
+        for path in ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/sha256:0"):
             self.refused(501, "POST", path, {"model": "tiny"})
         self.refused(501, "DELETE", "/api/delete", {"model": "tiny"})
         too_long = self.refused(400, "POST", "/api/chat", {

@@ -49,10 +49,35 @@ def two_layers(program: str, folder: str) -> str:
     return path
 
 
+# What programs of this process have measured of the machine: measuring takes longer than the rest of
+# a start.
+_profiles = tempfile.TemporaryDirectory()
+
+
+def _add_profiles(source: str, target: str) -> None:
+    for profile in Path(source).glob("*"):
+        if not os.path.exists(os.path.join(target, profile.name)):
+            os.makedirs(target, exist_ok=True)
+            shutil.copy(profile, target)
+
+
+def lend_profiles(state_dir: str) -> None:
+    """Before a program starts on that folder."""
+    _add_profiles(_profiles.name, os.path.join(state_dir, "profiles"))
+
+
+def keep_profiles(state_dir: str) -> None:
+    """After it has ended."""
+    _add_profiles(os.path.join(state_dir, "profiles"), _profiles.name)
+
+
 class Server:
     """`hcache serve` on a port of its own."""
 
     def __init__(self, program: str, *options: str, env: dict | None = None):
+        self.state_dir = options[options.index("--state-dir") + 1] if "--state-dir" in options else None
+        if self.state_dir:
+            lend_profiles(self.state_dir)
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         self.process = subprocess.Popen(
             [program, "serve", "--port", "0", *options], stdout=subprocess.PIPE, stderr=self.log,
@@ -125,6 +150,8 @@ class Server:
 
     def _close(self) -> None:
         self.process.stdout.close()
+        if self.state_dir:
+            keep_profiles(self.state_dir)
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""
@@ -276,14 +303,12 @@ def settle(server: Server) -> None:
     wait_until(quiet, "the remote store")
 
 
-_measured = tempfile.TemporaryDirectory()  # a state folder with this machine's cost profile
-
-
 def state_folder(program: str, model: str) -> tempfile.TemporaryDirectory:
-    """A fresh one, with the profile for one thread: measuring takes longer than the rest of a start."""
-    if not os.listdir(_measured.name):
-        subprocess.run([program, "profile", "-m", model, "-t", "1", "--state-dir", _measured.name],
-                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """A fresh one, with the profile for one thread, for servers that start at the same time."""
     folder = tempfile.TemporaryDirectory()
-    shutil.copytree(os.path.join(_measured.name, "profiles"), os.path.join(folder.name, "profiles"))
+    lend_profiles(folder.name)
+    if not os.listdir(_profiles.name):
+        subprocess.run([program, "profile", "-m", model, "-t", "1", "--state-dir", folder.name],
+                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        keep_profiles(folder.name)
     return folder
