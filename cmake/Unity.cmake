@@ -10,9 +10,15 @@ function(hcache_unity directory)
       get_target_property(folder ${target} SOURCE_DIR)
       list(FILTER sources INCLUDE REGEX "\\.cc$")
       list(TRANSFORM sources PREPEND ${folder}/ REGEX "^[^/]")
-      execute_process(
-        COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/scripts/unity_groups.py 8 ${sources}
-        OUTPUT_VARIABLE rows OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+      # Starting the script for each of the many programs with one source takes longer than all else
+      # that is done here.
+      list(LENGTH sources n_sources)
+      set(rows "0=${sources}")
+      if(n_sources GREATER 1)
+        execute_process(
+          COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/scripts/unity_groups.py 8 ${sources}
+          OUTPUT_VARIABLE rows OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+      endif()
       string(REPLACE "\n" ";" rows "${rows}")
       foreach(row ${rows})
         string(REGEX MATCH "^([0-9]+)=(.*)$" _ ${row})

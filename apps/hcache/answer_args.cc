@@ -21,6 +21,7 @@ Status AnswerArgs::apply(server::ServerOptions* options) const {
   if (!chat_template_file.empty()) {
     HCACHE_ASSIGN_OR_RETURN(o.chat_template, read_whole_file(Env::real(), chat_template_file));
   }
+  o.ignored_lines = ignore_lines;
   o.template_args = template_args;
   if (reasoning != "auto") o.thinking = reasoning == "on";
   if (seed >= 0) o.seed = static_cast<uint32_t>(seed);

@@ -27,6 +27,11 @@ struct AnswerArgs : Options {
       text(&template_args, "--chat-template-kwargs", "JSON", "",
            "variables of the chat template for requests that do not set them: "
            "{\"enable_thinking\": false}");
+  std::vector<std::string> ignore_lines =
+      texts(&ignore_lines, "--ignore-line", "PATTERN,...", "", "",
+            "leave out of system prompts the lines that a pattern with * and ? matches, such as "
+            "\"Today's date is *\": what differs from request to request at a prompt's beginning "
+            "keeps all saved state of it from being used");
   std::string reasoning = choice(
       &reasoning, "--reasoning", "auto", "auto|on|off",
       "whether the model thinks before it answers, where its chat template has a switch for it and "

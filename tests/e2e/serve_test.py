@@ -153,6 +153,19 @@ class Protocols(unittest.TestCase):
         self.assertEqual(count["input_tokens"], usage["input_tokens"] +
                          usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
 
+    def test_an_agents_header_keeps_nothing_from_coming_back(self):
+        # Claude Code begins its system prompt so, with other numbers in every request.
+        system = serving.TEXT[3000:5000]
+        cached = []
+        for number in ("a5145", "0f3c2"):
+            header = f"x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch={number};"
+            answer = self.server.post("/v1/messages", {
+                "system": [{"type": "text", "text": header}, {"type": "text", "text": system}],
+                "messages": [{"role": "user", "content": "Who waved?"}], "max_tokens": 4})
+            cached.append(answer["usage"]["cache_read_input_tokens"])
+        self.assertEqual(cached[0], 0)
+        self.assertGreater(cached[1], 300)
+
     def test_what_llama_servers_clients_ask_for(self):
         messages = [{"role": "user", "content": serving.TEXT[:1500]}]
         tokens = self.server.post("/v1/chat/completions/input_tokens",

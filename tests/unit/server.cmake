@@ -2,3 +2,5 @@ hcache_test(server_observing_test unit/server_observing_test.cc LIBS hcache_serv
 target_include_directories(server_observing_test PRIVATE ${CMAKE_SOURCE_DIR}/src/server/service)
 hcache_test(server_conversation_key_test unit/server_conversation_key_test.cc LIBS hcache_server hcache_api)
 target_include_directories(server_conversation_key_test PRIVATE ${CMAKE_SOURCE_DIR}/src/server/service)
+hcache_test(server_ignored_lines_test unit/server_ignored_lines_test.cc LIBS hcache_server hcache_text)
+target_include_directories(server_ignored_lines_test PRIVATE ${CMAKE_SOURCE_DIR}/src/server/service)

@@ -109,6 +109,7 @@ std::vector<policy::HeldRows> Service::cuts_of(std::span<const int32_t> tokens) 
 
 Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {
   api::apply_template_args(template_defaults_, &chat);
+  ignored_lines_.drop_from(&chat);
   return chat_template_->prompt(chat);
 }
 

@@ -28,6 +28,7 @@
 #include "events.h"
 #include "http/message.h"
 #include "http/server.h"
+#include "ignored_lines.h"
 #include "metrics.h"
 #include "model/chat.h"
 #include "model/pooling.h"
@@ -60,7 +61,8 @@ class Service {
   [[nodiscard]] const std::string& model_name() const { return model_name_; }
   [[nodiscard]] const model::Tokenizer& tokenizer() const { return *tokenizer_; }
   [[nodiscard]] const model::ChatTemplate& chat_template() const { return *chat_template_; }
-  // A conversation in the model's words, with the variables that the server was started with.
+  // A conversation in the model's words, with the variables that the server was started with and
+  // without the lines that are no part of a prompt.
   [[nodiscard]] Result<model::ChatPrompt> render(model::ChatInput chat) const;
   [[nodiscard]] scheduler::Scheduler& scheduler() { return serving_->scheduler(); }
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
@@ -142,6 +144,7 @@ class Service {
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<model::ChatTemplate> chat_template_;
   model::ChatInput template_defaults_;
+  const IgnoredLines ignored_lines_{options_.ignored_lines};
   Result<model::Pooling> pooling_ = model::Pooling::kMean;
   std::unique_ptr<serving::Serving> serving_;
   std::unique_ptr<AdapterScales> adapters_;
