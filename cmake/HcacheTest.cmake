@@ -20,7 +20,7 @@ if(HCACHE_SANITIZE)
   set(HCACHE_TEST_TIMEOUT 1800)
 endif()
 if(HCACHE_VULKAN)
-  set(HCACHE_TEST_TIMEOUT 3600)  # a software device compiles its shaders on first use
+  set(HCACHE_TEST_TIMEOUT 1200)  # a software device compiles its shaders on first use
 endif()
 
 add_custom_target(device_tests)

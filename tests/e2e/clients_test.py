@@ -59,7 +59,7 @@ class Clients(unittest.TestCase):
         self.assertEqual(len(answer.data[0].embedding), 576)
         plain = self.openai.embeddings.create(model="tiny", input="A lamp at noon.",
                                               encoding_format="float")
-        for coded, number in zip(answer.data[0].embedding, plain.data[0].embedding):
+        for coded, number in zip(answer.data[0].embedding, plain.data[0].embedding, strict=True):
             self.assertAlmostEqual(coded, number, places=6)
 
     def test_openai_stream(self):

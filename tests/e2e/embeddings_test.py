@@ -30,7 +30,7 @@ def embed(server: serving.Server, texts: object, **fields) -> list:
 
 
 def cosine(a: list, b: list) -> float:
-    return sum(x * y for x, y in zip(a, b)) / math.sqrt(
+    return sum(x * y for x, y in zip(a, b, strict=True)) / math.sqrt(
         sum(x * x for x in a) * sum(y * y for y in b))
 
 
@@ -175,7 +175,7 @@ class Options(unittest.TestCase):
         for engine in ("own", "llama"):
             with tempfile.TemporaryDirectory() as folder, start(folder, "--engine", engine) as server:
                 vectors.append(embed(server, TEXTS))
-        for own, llamas in zip(*vectors):
+        for own, llamas in zip(*vectors, strict=True):
             self.assertGreater(cosine(own, llamas), 0.999)
 
 
