@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
 #include "base/sync.h"
 #include "batch_executor.h"
 #include "engine_executor.h"
@@ -121,7 +122,13 @@ Status ServingImpl::open_all() {
     limits_ = llama_->limits();
     scheduler::SchedulerOptions scheduler = options_.scheduler;
     // Guesses that do not come true could not be taken back.
-    if (runtime_->llama()->engine->layout().snapshots) scheduler.draft.most = 0;
+    if (runtime_->llama()->engine->layout().snapshots && scheduler.draft.most > 0) {
+      log::warn(
+          "--draft-max {} does nothing: this model's state can't be taken back to before a "
+          "guess",
+          scheduler.draft.most);
+      scheduler.draft.most = 0;
+    }
     HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*llama_, scheduler));
     return {};
   }

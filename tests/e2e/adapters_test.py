@@ -63,6 +63,8 @@ class OwnEngine(Case):
             for lora in ({0: 1}, {1: 1}, {0: 1, 1: -0.5}):
                 changed = self.answer(server, lora)
                 texts.add(changed["content"])
+                self.assertEqual(changed["generation_settings"]["lora"],
+                                 [{"id": i, "scale": scale} for i, scale in lora.items()])
                 self.assertEqual(changed["timings"]["cache_n"], 0)
                 again = self.answer(server, lora)
                 self.assertEqual(again["content"], changed["content"])

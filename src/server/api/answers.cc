@@ -164,6 +164,7 @@ Json props_answer(const ServerProps& props) {
   return {
       {"default_generation_settings", {{"n_ctx", props.context}, {"params", std::move(params)}}},
       {"total_slots", props.slots},
+      {"is_sleeping", false},  // one that sleeps is answered for by the router
       {"model_alias", props.model_name},
       {"model_path", props.model_path},
       {"modalities", {{"vision", false}, {"audio", false}}},

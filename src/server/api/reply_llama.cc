@@ -27,6 +27,11 @@ Json settings_json(const GenerationRequest& request) {
   out["ignore_eos"] = request.ignore_eos;
   out["stream"] = request.stream;
   out["n_probs"] = request.top_logprobs;
+  if (request.adapters) {
+    for (const AdapterScale& adapter : *request.adapters) {
+      out["lora"].push_back({{"id", adapter.id}, {"scale", adapter.scale}});
+    }
+  }
   out["timings_per_token"] = request.timings_per_token;
   out["post_sampling_probs"] = request.sampled_probs;
   return out;
