@@ -1,15 +1,15 @@
-#include "prompt_tokens.h"
+#include "api/prompt_tokens.h"
 
 #include <fmt/format.h>
 
 #include <variant>
 
-namespace hcache::server {
+namespace hcache::api {
 
 Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
-                                           const api::Prompt& prompt) {
+                                           const Prompt& prompt) {
   std::vector<int32_t> tokens;
-  for (const api::Prompt::Part& part : prompt.parts) {
+  for (const Prompt::Part& part : prompt.parts) {
     if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
       tokens.insert(tokens.end(), ids->begin(), ids->end());
       continue;
@@ -28,4 +28,21 @@ Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
   return tokens;
 }
 
-}  // namespace hcache::server
+Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
+                                           const TokenizeRequest& request) {
+  std::vector<int32_t> tokens;
+  for (const Prompt::Part& part : request.content.parts) {
+    if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
+      tokens.insert(tokens.end(), ids->begin(), ids->end());
+      continue;
+    }
+    const model::EncodeOptions options = {.add_special = request.add_special && tokens.empty(),
+                                          .parse_special = request.parse_special};
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> added,
+                            tokenizer.encode(std::get<std::string>(part), options));
+    tokens.insert(tokens.end(), added.begin(), added.end());
+  }
+  return tokens;
+}
+
+}  // namespace hcache::api
