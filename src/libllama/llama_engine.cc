@@ -167,7 +167,12 @@ Status LlamaEngineImpl::open_context() {
     return resource_exhausted(fmt::format("no context of {} tokens for {} sequences: {}",
                                           options_.cells, params.n_seq_max, log.text("no reason")));
   }
-  if (memory() == nullptr) return unimplemented("the model keeps no state between tokens");
+  if (memory() == nullptr) {
+    return unimplemented(
+        "the model keeps no state between tokens, so it can't write text; an encoder gives "
+        "vectors: "
+        "`hcache serve -m FILE`");
+  }
   find_context();
   lengths_.assign(params.n_seq_max, 0);
   scales_.resize(params.n_seq_max);

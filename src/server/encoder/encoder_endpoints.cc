@@ -96,12 +96,16 @@ void EncoderEndpoints::fail(const Asked& asked, const Status& status) const {
   asked.responder->send(answer.http_status, headers, api::to_text(answer.body));
 }
 
-Status EncoderEndpoints::check_length(const std::vector<int32_t>& text, const std::string& name,
-                                      Asked* asked) const {
+Status EncoderEndpoints::check_text(const std::vector<int32_t>& text, const std::string& name,
+                                    Asked* asked) const {
   asked->longest = static_cast<int64_t>(text.size());
   if (text.empty()) return invalid_argument(name + ": it has no tokens");
   const int64_t most = queue_.encoder().options().max_text_tokens;
-  if (static_cast<int64_t>(text.size()) <= most) return {};
+  if (static_cast<int64_t>(text.size()) <= most) {
+    const auto known = [&](int32_t token) { return token >= 0 && token < tokenizer_.n_vocab(); };
+    if (std::ranges::all_of(text, known)) return {};
+    return data_loss(name + ": the vocabulary in the model's file makes tokens that it has not");
+  }
   return out_of_range(
       fmt::format("{}: {} tokens, and this model takes {} at most (what it was trained for, or "
                   "--ctx where that is less); send it in parts",
@@ -160,7 +164,7 @@ Result<EncoderEndpoints::Texts> EncoderEndpoints::texts_of(const api::EmbeddingR
       text.resize(most);
       text.back() = end;
     }
-    HCACHE_RETURN_IF_ERROR(check_length(text, fmt::format("input[{}]", texts.size()), asked));
+    HCACHE_RETURN_IF_ERROR(check_text(text, fmt::format("input[{}]", texts.size()), asked));
     texts.push_back(std::move(text));
   }
   if (texts.empty()) return invalid_argument("input: expected at least one text");
@@ -214,7 +218,7 @@ void EncoderEndpoints::rerank(const AskedPtr& asked) {
     if (!pair.ok()) return fail(*asked, pair.status());
     const char* field = request->tei ? "texts" : "documents";
     const Status status =
-        check_length(*pair, fmt::format("{}[{}] with the query", field, texts.size()), asked.get());
+        check_text(*pair, fmt::format("{}[{}] with the query", field, texts.size()), asked.get());
     if (!status.ok()) return fail(*asked, status);
     tokens.push_back(static_cast<int64_t>(pair->size()));
     texts.push_back(std::move(*pair));

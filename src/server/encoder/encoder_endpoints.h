@@ -67,9 +67,10 @@ class EncoderEndpoints {
   // The texts' rows, and of them what `make` makes.
   void submit(const AskedPtr& asked, Texts texts, Make make);
   void fail(const Asked& asked, const Status& status) const;
-  // kOutOfRange: a text is too long; `name` is its place in the request.
-  [[nodiscard]] Status check_length(const std::vector<int32_t>& text, const std::string& name,
-                                    Asked* asked) const;
+  // Whether the encoder takes it, so that it can't fail the others of its batch. kOutOfRange: it is
+  // too long; `name` is its place in the request.
+  [[nodiscard]] Status check_text(const std::vector<int32_t>& text, const std::string& name,
+                                  Asked* asked) const;
   [[nodiscard]] bool ranks() const;
 
   void add_quick(http::Router* router);
