@@ -36,6 +36,8 @@ LADDER = {
     "server/batches": {"base", "server/api"},
     # Joins nothing: it starts servers of one model and passes requests on to them.
     "server/router": {"base", "server/http", "server/api", "server/page"},
+    # A model that makes vectors needs nothing of what conversations need.
+    "server/encoder": {"base", "model", "libllama", "ggml", "server/http", "server/api"},
     "server": {"base", "policy", "store", "model", "engine", "libllama", "state", "scheduler",
                "serving",
                "server/http", "server/api", "server/page", "server/conversations",

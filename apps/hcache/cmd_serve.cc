@@ -14,12 +14,14 @@
 #include "base/memory.h"
 #include "base/units.h"
 #include "commands.h"
+#include "encoder/encoder_server.h"
 #include "model/pooling.h"
 #include "model/tools.h"
 #include "overflow_args.h"
 #include "serve_models.h"
 #include "server/server.h"
 #include "session.h"
+#include "state/llama_runtime.h"
 #include "terminal.h"
 
 namespace hcache::cli {
@@ -130,9 +132,12 @@ struct ServeArgs : Options {
   bool spm_infill = flag(&spm_infill, "--spm-infill",
                          "prompts of /infill begin with what follows the gap, as some models "
                          "learned it");
-  std::string pooling = choice(&pooling, "--pooling", "model", "model|none|mean|cls|last",
+  std::string pooling = choice(&pooling, "--pooling", "model", "model|none|mean|cls|last|rank",
                                "how the rows of a text become its vector in /v1/embeddings; model: "
-                               "as the file says, or mean");
+                               "as the file says, or mean; rank: as --reranking");
+  bool reranking = flag(&reranking, "--reranking,--rerank",
+                        "rank documents at /v1/rerank, and write no text; files that say so of "
+                        "themselves need no option");
   int embd_normalize = integer(
       &embd_normalize, "--embd-normalize", "N", 2, {-1, 100},
       "how vectors of texts are normalised, unless requests say: -1 not, 0 the largest "
@@ -331,12 +336,83 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
 }
 
 // Until a balancer has noticed; a second signal ends the process.
-void drain(server::Server& server, int64_t ns) {
+template <typename AnyServer>
+void drain(AnyServer& server, int64_t ns) {
   if (ns <= 0) return;
   server.drain();
   fmt::print(stderr, "hcache: draining for {}: /health says 503, requests are still served\n",
              format_duration(ns));
   Env::real().sleep_ns(ns);
+}
+
+// The pooling of a model that makes vectors or ranks and no text; what --pooling says otherwise.
+struct EncoderChoice {
+  bool encodes = false;
+  std::optional<model::Pooling> pooling;  // absent: as the model's file says
+};
+
+Result<EncoderChoice> encoder_choice(const ServeArgs& args, const std::string& path) {
+  EncoderChoice choice;
+  if (args.pooling != "model") {
+    HCACHE_ASSIGN_OR_RETURN(choice.pooling, model::pooling_named(args.pooling));
+  }
+  if (args.reranking) {
+    if (choice.pooling && choice.pooling != model::Pooling::kRank) {
+      return invalid_argument(
+          fmt::format("--reranking and --pooling {} contradict each other", args.pooling));
+    }
+    choice.pooling = model::Pooling::kRank;
+  }
+  choice.encodes = choice.pooling == model::Pooling::kRank;
+  // What is wrong with the file is told where it is loaded.
+  if (const auto facts = model::encoder_facts(path); facts.ok()) {
+    choice.encodes = choice.encodes || facts->encodes || facts->pooling == model::Pooling::kRank;
+  }
+  return choice;
+}
+
+Status serve_encoder(const ServeArgs& args, const http::Options& http, const std::string& path,
+                     const EncoderChoice& choice) {
+  constexpr std::string_view kNotHere = "is not known for a model that makes vectors or ranks";
+  HCACHE_RETURN_IF_ERROR(
+      args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters}, kNotHere));
+  HCACHE_ASSIGN_OR_RETURN(const model::RopeOverride rope, args.runtime.rope.resolved());
+  if (rope.any()) return invalid_argument(fmt::format("--rope-scaling and its like: {}", kNotHere));
+  const model::Offload offload = offload_options(args.runtime.model);
+  HCACHE_ASSIGN_OR_RETURN(
+      const model::OpenDevices devices,
+      model::open_devices(args.runtime.model.device, args.runtime.model.threads, offload));
+  HCACHE_ASSIGN_OR_RETURN(const libllama::LlamaOptions placed,
+                          state::llama_placement(devices, offload));
+  ProgressLine line;
+  encoder::EncoderServerOptions o;
+  o.model_path = path;
+  o.encoder.devices = placed.devices;
+  o.encoder.gpu_layers = placed.gpu_layers;
+  o.encoder.device_parts = placed.device_parts;
+  o.encoder.n_threads = placed.n_threads;
+  o.encoder.pooling = choice.pooling;
+  o.encoder.max_text_tokens = args.runtime.ctx;
+  o.encoder.max_batch_tokens = args.runtime.batch;
+  o.encoder.progress = [&line](float part) { return line.update("loading the model", part); };
+  o.http = http;
+  o.aliases = {args.answers.aliases.begin(), args.answers.aliases.end()};
+  o.tags = {args.tags.begin(), args.tags.end()};
+  o.embd_normalize = args.embd_normalize;
+  o.max_queued = args.scheduler.max_queued;
+  o.log_requests = args.log_requests == "on";
+  o.version = HCACHE_VERSION;
+  o.on_listening = [&](uint16_t port) {
+    fmt::print(stderr, "hcache: listening on {}; requests get 503 until the model is loaded\n",
+               urls_of(args.host, port));
+  };
+  HCACHE_ASSIGN_OR_RETURN(const auto server, encoder::EncoderServer::start(Env::real(), o));
+  line.finish();
+  wait_for_signal(args, server->port());
+  drain(*server, args.drain_ns);
+  tell_stopping(args);
+  server->stop(args.grace_ns);
+  return {};
 }
 
 Status serve(const ServeArgs& args) {
@@ -354,6 +430,9 @@ Status serve(const ServeArgs& args) {
       !useless.ok()) {
     fmt::print(stderr, "hcache: {}\n", useless.message());
   }
+  HCACHE_ASSIGN_OR_RETURN(const std::string path, resolve_model(args.runtime.model.path));
+  HCACHE_ASSIGN_OR_RETURN(const EncoderChoice choice, encoder_choice(args, path));
+  if (choice.encodes) return serve_encoder(args, http, path, choice);
   HCACHE_ASSIGN_OR_RETURN(server::ServerOptions options, server_options(args));
   options.http = http;
   ProgressLine line;

@@ -8,36 +8,18 @@
 #include <numeric>
 #include <utility>
 
+#include "loaded_model.h"
 #include "model/llama_log.h"
 #include "state_rows.h"
 
 namespace hcache::libllama {
 namespace {
 
-struct ModelFree {
-  void operator()(llama_model* model) const { llama_model_free(model); }
-};
-struct ContextFree {
-  void operator()(llama_context* context) const { llama_free(context); }
-};
-
 constexpr float kFreqBase = 10000;  // of files that don't name one
 constexpr int32_t kMostStates = 16;
 constexpr int32_t kMostSequences = 256;  // libllama's limit
 // What llama_decode() answers where no cells are left.
 constexpr int32_t kNoCells = 1;
-
-// The caller's function for progress, as libllama calls it.
-struct Loading {
-  const std::function<bool(float)>* progress = nullptr;
-  bool cancelled = false;
-
-  static bool report(float fraction, void* loading) {
-    auto* self = static_cast<Loading*>(loading);
-    self->cancelled = *self->progress && !(*self->progress)(fraction);
-    return !self->cancelled;
-  }
-};
 
 llama_rope_scaling_type scaling_type(model::RopeOverride::Scaling scaling) {
   switch (scaling) {
@@ -47,16 +29,6 @@ llama_rope_scaling_type scaling_type(model::RopeOverride::Scaling scaling) {
     case model::RopeOverride::Scaling::kFile: break;
   }
   return LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED;
-}
-
-// What `write`, a function of libllama's, puts into a buffer of so many bytes.
-template <typename Write>
-std::string written(const Write& write) {
-  constexpr size_t kLongest = 256;
-  std::string text(kLongest, '\0');
-  const int32_t n = write(text.data(), text.size());
-  text.resize(static_cast<size_t>(std::clamp<int32_t>(n, 0, kLongest - 1)));
-  return text;
 }
 
 class LlamaEngineImpl final : public LlamaEngine {
@@ -103,7 +75,6 @@ class LlamaEngineImpl final : public LlamaEngine {
   [[nodiscard]] Status check_kind(const std::string& path) const;
   // Computes one token, so that the caches show how they are laid out.
   Status probe();
-  void describe();
   void fill_batch(std::span<const LlamaItem> items);
   // Computes items whose sequences have the same adapters; their lengths stay as they are.
   Status compute_alike(std::span<const LlamaItem> items);
@@ -120,8 +91,8 @@ class LlamaEngineImpl final : public LlamaEngine {
   const LlamaOptions options_;
   LlamaModelInfo info_;
   StateLayout layout_;
-  std::unique_ptr<llama_model, ModelFree> model_;
-  std::unique_ptr<llama_context, ContextFree> context_;
+  ModelPtr model_;
+  ContextPtr context_;
   std::unique_ptr<StateRows> rows_;
   std::vector<llama_adapter_lora*> adapters_;  // the model's, which frees them
   std::vector<int64_t> lengths_;
@@ -130,25 +101,12 @@ class LlamaEngineImpl final : public LlamaEngine {
 };
 
 Status LlamaEngineImpl::open(const std::string& path) {
-  const model::ErrorLog log;
-  std::vector<ggml_backend_dev_t> devices = options_.devices;
-  devices.push_back(nullptr);  // ends the list
-  std::vector<float> parts = options_.device_parts;
-  parts.resize(std::max(parts.size(), llama_max_devices()));
-  llama_model_params params = llama_model_default_params();
-  params.devices = devices.data();
-  params.n_gpu_layers = options_.devices.empty() ? 0 : options_.gpu_layers;
-  if (!options_.device_parts.empty()) params.tensor_split = parts.data();
-  Loading loading{&options_.progress};
-  params.progress_callback = Loading::report;
-  params.progress_callback_user_data = &loading;
-  model_.reset(llama_model_load_from_file(path.c_str(), params));
-  if (loading.cancelled) return cancelled(fmt::format("{}: loading was cancelled", path));
-  if (!model_) {
-    return data_loss(fmt::format("{}: llama.cpp can't load it: {}", path, log.text("no reason")));
-  }
+  HCACHE_ASSIGN_OR_RETURN(model_, load_model(path, {.devices = options_.devices,
+                                                    .gpu_layers = options_.gpu_layers,
+                                                    .device_parts = options_.device_parts,
+                                                    .progress = options_.progress}));
   HCACHE_RETURN_IF_ERROR(check_kind(path));
-  describe();
+  info_ = describe(*model_);
   HCACHE_RETURN_IF_ERROR(open_adapters());
   return open_context().with_context(path);
 }
@@ -177,22 +135,6 @@ Status LlamaEngineImpl::check_kind(const std::string& path) const {
   if (llama_model_has_encoder(model_.get())) return not_served("it has an encoder");
   if (!llama_model_has_decoder(model_.get())) return not_served("it has no decoder");
   return {};
-}
-
-void LlamaEngineImpl::describe() {
-  const llama_model* model = model_.get();
-  info_.description =
-      written([&](char* to, size_t size) { return llama_model_desc(model, to, size); });
-  info_.architecture = written([&](char* to, size_t size) {
-    return llama_model_meta_val_str(model, "general.architecture", to, size);
-  });
-  info_.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-  info_.n_layer = llama_model_n_layer(model);
-  info_.n_embd = llama_model_n_embd(model);
-  info_.n_embd_out = llama_model_n_embd_out(model);
-  info_.n_ctx_train = llama_model_n_ctx_train(model);
-  info_.n_params = static_cast<int64_t>(llama_model_n_params(model));
-  info_.n_bytes = static_cast<int64_t>(llama_model_size(model));
 }
 
 Status LlamaEngineImpl::open_context() {
@@ -225,7 +167,12 @@ Status LlamaEngineImpl::open_context() {
     return resource_exhausted(fmt::format("no context of {} tokens for {} sequences: {}",
                                           options_.cells, params.n_seq_max, log.text("no reason")));
   }
-  if (memory() == nullptr) return unimplemented("the model keeps no state between tokens");
+  if (memory() == nullptr) {
+    return unimplemented(
+        "the model keeps no state between tokens, so it can't write text; an encoder gives "
+        "vectors: "
+        "`hcache serve -m FILE`");
+  }
   find_context();
   lengths_.assign(params.n_seq_max, 0);
   scales_.resize(params.n_seq_max);

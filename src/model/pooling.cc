@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "gguf_file.h"
@@ -16,6 +18,25 @@ constexpr int64_t kFileCls = 2;
 constexpr int64_t kFileLast = 3;
 constexpr int64_t kFileRank = 4;
 
+// Architectures of llama.cpp's that know no order of tokens in which one follows from those before.
+constexpr std::string_view kEncoders[] = {
+    "bert",         "modern-bert", "nomic-bert",      "nomic-bert-moe", "neo-bert", "jina-bert-v2",
+    "jina-bert-v3", "eurobert",    "gemma-embedding", "llama-embed",    "t5encoder"};
+
+Result<std::optional<Pooling>> pooling_in(const GgufFile& file, const std::string& architecture) {
+  const std::string key = architecture + ".pooling_type";
+  HCACHE_ASSIGN_OR_RETURN(const auto number, file.integer(key));
+  if (!number) return std::optional<Pooling>();
+  switch (*number) {
+    case kFileNone: return std::optional(Pooling::kNone);
+    case kFileMean: return std::optional(Pooling::kMean);
+    case kFileCls: return std::optional(Pooling::kFirst);
+    case kFileLast: return std::optional(Pooling::kLast);
+    case kFileRank: return std::optional(Pooling::kRank);
+    default: return data_loss(fmt::format("{}: {} is {}, not 0 to 4", file.path(), key, *number));
+  }
+}
+
 }  // namespace
 
 Result<Pooling> pooling_named(std::string_view name) {
@@ -23,23 +44,28 @@ Result<Pooling> pooling_named(std::string_view name) {
   if (name == "mean") return Pooling::kMean;
   if (name == "cls") return Pooling::kFirst;
   if (name == "last") return Pooling::kLast;
-  return invalid_argument(fmt::format("'{}' is none of none, mean, cls, last", name));
+  if (name == "rank") return Pooling::kRank;
+  return invalid_argument(fmt::format("'{}' is none of none, mean, cls, last, rank", name));
 }
 
 Result<std::optional<Pooling>> pooling_of_file(const std::string& path) {
+  HCACHE_ASSIGN_OR_RETURN(const EncoderFacts facts, encoder_facts(path));
+  return facts.pooling;
+}
+
+Result<EncoderFacts> encoder_facts(const std::string& path) {
   HCACHE_ASSIGN_OR_RETURN(const auto file, GgufFile::open(path));
-  HCACHE_ASSIGN_OR_RETURN(const auto architecture, file->string("general.architecture"));
-  const std::string key = architecture.value_or("") + ".pooling_type";
-  HCACHE_ASSIGN_OR_RETURN(const auto number, file->integer(key));
-  if (!number) return std::optional<Pooling>();
-  switch (*number) {
-    case kFileNone: return std::optional(Pooling::kNone);
-    case kFileMean: return std::optional(Pooling::kMean);
-    case kFileCls: return std::optional(Pooling::kFirst);
-    case kFileLast: return std::optional(Pooling::kLast);
-    case kFileRank: return unimplemented(fmt::format("{}: the model ranks texts", path));
-    default: return data_loss(fmt::format("{}: {} is {}, not 0 to 4", path, key, *number));
-  }
+  HCACHE_ASSIGN_OR_RETURN(const auto named, file->string("general.architecture"));
+  const std::string architecture = named.value_or("");
+  EncoderFacts facts;
+  HCACHE_ASSIGN_OR_RETURN(facts.pooling, pooling_in(*file, architecture));
+  HCACHE_ASSIGN_OR_RETURN(const auto causal, file->boolean(architecture + ".attention.causal"));
+  // Models of diffusion are not causal either, but say nothing of pooling.
+  facts.encodes = std::ranges::find(kEncoders, architecture) != std::end(kEncoders) ||
+                  (!causal.value_or(true) && facts.pooling);
+  facts.has_head =
+      file->tensor("cls.weight") != nullptr || file->tensor("cls.output.weight") != nullptr;
+  return facts;
 }
 
 void Pooler::take(int64_t row, std::span<const float> values) {
@@ -55,6 +81,7 @@ void Pooler::take(int64_t row, std::span<const float> values) {
     case Pooling::kLast:
       if (row == n_rows_ - 1) rows_.emplace_back(values.begin(), values.end());
       break;
+    case Pooling::kRank: break;
   }
 }
 

@@ -26,8 +26,8 @@ CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_confor
            "response_headers_conformance", "response_schema_conformance")
 # Answers of 500 and above that the document promises.
 REFUSED = dict.fromkeys((
-    "infill", "slotAction", "ollamaGenerate", "ollamaPull", "ollamaPush", "ollamaCreate", "ollamaCopy",
-    "ollamaDelete", "ollamaUploadBlob"), 501)
+    "rerank", "llamaRerank", "infill", "slotAction", "ollamaGenerate", "ollamaPull", "ollamaPush",
+    "ollamaCreate", "ollamaCopy", "ollamaDelete", "ollamaUploadBlob"), 501)
 ENDLESS = {"followEvents"}
 # Numbers that decide how long an answer takes, and how large they may be here.
 TOKENS = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict",

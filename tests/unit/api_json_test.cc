@@ -5,6 +5,7 @@
 #include "api/embeddings.h"
 #include "api/json.h"
 #include "api/request.h"
+#include "api/rerank.h"
 
 namespace hcache::api {
 namespace {
@@ -106,6 +107,7 @@ TEST(ParseBody, SurvivesAnything) {
     check(parse_llama_completion(*json).status());
     check(parse_apply_template(*json).status());
     check(parse_embedding(*json).status());
+    check(parse_rerank(*json).status());
     check(parse_tokenize(*json).status());
     check(parse_detokenize(*json).status());
   }

@@ -7,6 +7,7 @@
 
 #include "api/embeddings.h"
 #include "api/request.h"
+#include "api/rerank.h"
 #include "api_testing.h"
 
 namespace hcache::api {
@@ -47,6 +48,7 @@ std::vector<Endpoint> endpoints() {
           {"OllamaEmbedRequest", R"({"model": "m", "input": "x"})", status_of(parse_ollama_embed)},
           {"OllamaEmbeddingsRequest", R"({"model": "m", "prompt": "x"})",
            status_of(parse_ollama_embeddings)},
+          {"RerankRequest", R"({"query": "x", "documents": ["x"]})", status_of(parse_rerank)},
           {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
           {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
           {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)},

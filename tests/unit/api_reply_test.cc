@@ -3,6 +3,7 @@
 #include "api/answers.h"
 #include "api/embeddings.h"
 #include "api/reply.h"
+#include "api/rerank.h"
 #include "api_reply_testing.h"
 
 namespace hcache::api {
@@ -544,6 +545,25 @@ TEST(Errors, StyleFollowsThePath) {
   EXPECT_EQ(error_style("/v1/messages/count_tokens"), ErrorStyle::kAnthropic);
   EXPECT_EQ(error_style("/v1/messagesx"), ErrorStyle::kOpenAi);
   EXPECT_EQ(error_style("/v1/chat/completions"), ErrorStyle::kOpenAi);
+}
+
+TEST_F(Replies, RanksAreBestFirst) {
+  RerankRequest request;
+  request.documents = {"a", "b", "c", "d"};
+  const std::vector<Rank> ranks = {{0.5, 3}, {2, 4}, {0.5, 5}, {-1, 6}};
+  const Json jina = rerank_answer(request, "m", ranks);
+  expect_documented(jina, "Ranks");
+  EXPECT_EQ(jina["usage"]["total_tokens"], 18);
+  EXPECT_EQ(jina["results"], Json::parse(R"([{"index": 1, "relevance_score": 2.0},
+      {"index": 0, "relevance_score": 0.5}, {"index": 2, "relevance_score": 0.5},
+      {"index": 3, "relevance_score": -1.0}])"));
+  request.tei = true;
+  request.return_text = true;
+  request.top_n = 2;
+  const Json tei = rerank_answer(request, "m", ranks);
+  expect_documented(tei, "TextRanks");
+  EXPECT_EQ(tei, Json::parse(R"([{"index": 1, "score": 2.0, "text": "b"},
+      {"index": 0, "score": 0.5, "text": "a"}])"));
 }
 
 TEST_F(Replies, OtherAnswersAreDocumented) {

@@ -6,6 +6,7 @@
 
 #include "api/embeddings.h"
 #include "api/request.h"
+#include "api/rerank.h"
 #include "api_testing.h"
 
 namespace hcache::api {
@@ -629,6 +630,27 @@ TEST(Requests, ThePromptsGrammarAndStopsAreTakenOver) {
   apply_prompt(prompt, &r);
   EXPECT_EQ(r.sampling.grammar, "root ::= \"x\"");
   EXPECT_TRUE(r.sampling.grammar_scope.lazy());
+}
+
+TEST(Requests, RankDocumentsOrTexts) {
+  const RerankRequest jina =
+      parse_rerank(json(R"({"query": "q", "documents": ["a", "b"], "top_n": 1})")).value();
+  EXPECT_EQ(jina.query, "q");
+  EXPECT_EQ(jina.documents, (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(jina.top_n, 1);
+  EXPECT_FALSE(jina.tei);
+  const RerankRequest tei =
+      parse_rerank(json(R"({"query": "q", "texts": ["a"], "return_text": true})")).value();
+  EXPECT_TRUE(tei.tei);
+  EXPECT_TRUE(tei.return_text);
+  EXPECT_FALSE(tei.top_n);
+  for (const char* bad :
+       {R"({"documents": ["a"]})", R"({"query": "q"})", R"({"query": "q", "documents": []})",
+        R"({"query": ["q"], "documents": ["a"]})", R"({"query": "q", "documents": "a"})",
+        R"({"query": "q", "documents": [1]})",
+        R"({"query": "q", "documents": ["a"], "top_n": 0})"}) {
+    EXPECT_EQ(parse_rerank(json(bad)).code(), Code::kInvalidArgument) << bad;
+  }
 }
 
 }  // namespace

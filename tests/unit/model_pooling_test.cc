@@ -32,7 +32,9 @@ TEST(Pooling, OfTheLastRowNeedsThatRowAlone) {
 
 TEST(Pooling, HasNames) {
   EXPECT_EQ(pooling_named("cls").value(), Pooling::kFirst);
-  EXPECT_EQ(pooling_named("rank").status().message(), "'rank' is none of none, mean, cls, last");
+  EXPECT_EQ(pooling_named("rank").value(), Pooling::kRank);
+  EXPECT_EQ(pooling_named("sum").status().message(),
+            "'sum' is none of none, mean, cls, last, rank");
 }
 
 TEST(Pooling, IsWhatTheFileSays) {
@@ -47,9 +49,19 @@ TEST(Pooling, IsWhatTheFileSays) {
   EXPECT_EQ(of(1).value(), Pooling::kMean);
   EXPECT_EQ(of(2).value(), Pooling::kFirst);
   EXPECT_EQ(of(3).value(), Pooling::kLast);
-  EXPECT_EQ(of(4).code(), Code::kUnimplemented);
+  EXPECT_EQ(of(4).value(), Pooling::kRank);
   EXPECT_EQ(of(5).code(), Code::kDataLoss);
   EXPECT_EQ(pooling_of_file(dir.file("none")).code(), Code::kNotFound);
+}
+
+TEST(Pooling, OfADecoderMakesItNoEncoder) {
+  const test::TempDir dir;
+  auto options = test::tiny_options("qwen3", 2, GGML_TYPE_F32);
+  options.extra_integers = {{"qwen3.pooling_type", 3}};
+  const EncoderFacts facts = encoder_facts(test::make_tiny(dir, options)).value();
+  EXPECT_FALSE(facts.encodes);
+  EXPECT_EQ(facts.pooling, Pooling::kLast);
+  EXPECT_FALSE(facts.has_head);
 }
 
 }  // namespace

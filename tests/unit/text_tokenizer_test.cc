@@ -141,8 +141,15 @@ TEST(Tokenizer, ErrorsSayWhatIsWrong) {
   }
   {
     const Gguf ctx = tiny_vocab();
-    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "bert");
+    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "unheard-of");
     EXPECT_EQ(Tokenizer::load(TempFile(ctx).path()).code(), Code::kUnimplemented);
+  }
+  {
+    // llama.cpp would end the process: BERT's texts end with a token that is not there.
+    const Gguf ctx = tiny_vocab();
+    gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "bert");
+    gguf_set_val_u32(ctx.get(), "tokenizer.ggml.seperator_token_id", 1 << 20);
+    EXPECT_EQ(Tokenizer::load(TempFile(ctx).path()).code(), Code::kDataLoss);
   }
   {
     // llama.cpp would end the process.

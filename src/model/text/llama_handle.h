@@ -24,6 +24,7 @@ struct Tokenizer::Impl {
   const llama_vocab* vocab = nullptr;
   int32_t n_vocab = 0;
   std::string chat_template;
+  std::string pair_template;  // with {query} and {document}; empty: there is none
 };
 
 }  // namespace hcache::model

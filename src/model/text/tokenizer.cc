@@ -53,6 +53,26 @@ Utf8Prefix utf8_prefix(std::string_view s) {
   return {need, have};
 }
 
+// A template with both texts in their places.
+std::string filled(std::string_view text, std::string_view query, std::string_view document) {
+  constexpr std::string_view kQuery = "{query}";
+  constexpr std::string_view kDocument = "{document}";
+  std::string out;
+  while (!text.empty()) {
+    if (text.starts_with(kQuery)) {
+      out += query;
+      text.remove_prefix(kQuery.size());
+    } else if (text.starts_with(kDocument)) {
+      out += document;
+      text.remove_prefix(kDocument.size());
+    } else {
+      out += text.front();
+      text.remove_prefix(1);
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 std::string take_valid_utf8(std::string& bytes) {
@@ -100,8 +120,18 @@ Result<std::unique_ptr<Tokenizer>> Tokenizer::load(const std::string& gguf_path)
   if (llama_vocab_get_add_eos(impl->vocab) && llama_vocab_eos(impl->vocab) < 0) {
     return data_loss(fmt::format("{}: unsound vocabulary: it asks for an EOS it lacks", gguf_path));
   }
+  if (llama_vocab_type(impl->vocab) == LLAMA_VOCAB_TYPE_WPM) {
+    for (const int32_t token : {llama_vocab_bos(impl->vocab), llama_vocab_sep(impl->vocab)}) {
+      if (token < 0 || token >= impl->n_vocab) {
+        return data_loss(fmt::format(
+            "{}: unsound vocabulary: it lacks what texts begin and end with", gguf_path));
+      }
+    }
+  }
   const char* chat = llama_model_chat_template(impl->model.get(), nullptr);
   if (chat != nullptr) impl->chat_template = chat;
+  const char* pair = llama_model_chat_template(impl->model.get(), "rerank");
+  if (pair != nullptr) impl->pair_template = pair;
   return std::unique_ptr<Tokenizer>(new Tokenizer(std::move(impl)));
 }
 
@@ -142,6 +172,33 @@ Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, EncodeOpti
   } catch (const std::exception& e) {
     return invalid_argument(fmt::format("can't tokenize the text: {}", e.what()));
   }
+}
+
+bool Tokenizer::adds_end() const {
+  const llama_vocab* vocab = impl_->vocab;
+  return llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_eos(vocab);
+}
+
+Result<std::vector<int32_t>> Tokenizer::encode_pair(std::string_view query,
+                                                    std::string_view document) const {
+  if (!impl_->pair_template.empty()) {
+    return encode(filled(impl_->pair_template, query, document), {.parse_special = true});
+  }
+  const llama_vocab* vocab = impl_->vocab;
+  const int32_t end = llama_vocab_eos(vocab) >= 0 ? llama_vocab_eos(vocab) : llama_vocab_sep(vocab);
+  std::vector<int32_t> tokens;
+  const auto add_one = [&](bool wanted, int32_t token) {
+    if (wanted && token >= 0) tokens.push_back(token);
+  };
+  add_one(llama_vocab_get_add_bos(vocab), llama_vocab_bos(vocab));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> first, encode(query));
+  tokens.insert(tokens.end(), first.begin(), first.end());
+  add_one(llama_vocab_get_add_eos(vocab), end);
+  add_one(llama_vocab_get_add_sep(vocab), llama_vocab_sep(vocab));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> second, encode(document));
+  tokens.insert(tokens.end(), second.begin(), second.end());
+  add_one(llama_vocab_get_add_eos(vocab), end);
+  return tokens;
 }
 
 std::string Tokenizer::piece(int32_t token, bool special) const {

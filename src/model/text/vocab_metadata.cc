@@ -16,9 +16,9 @@ namespace hcache::model {
 namespace {
 
 constexpr uint64_t kMaxTokens = 1U << 24;  // far above any real vocabulary
-// Of decoders; `test` is that of llama.cpp's random models, whose tokens are numbers.
-constexpr std::string_view kKinds[] = {"gpt2",   "llama",     "gemma4",     "t5",  "rwkv",
-                                       "plamo2", "hybriddna", "whitespace", "test"};
+// `bert` is that of encoders, `test` that of llama.cpp's random models, whose tokens are numbers.
+constexpr std::string_view kKinds[] = {"gpt2", "llama",  "gemma4",    "t5",         "bert",
+                                       "rwkv", "plamo2", "hybriddna", "whitespace", "test"};
 
 bool is_text_key(std::string_view key) {
   return key == "general.name" || key.starts_with("tokenizer.");

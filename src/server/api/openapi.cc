@@ -33,6 +33,7 @@ std::string make_document() {
   schemas["LlamaEmbeddingRequest"] = request_schema(llama_embedding_fields);
   schemas["OllamaEmbedRequest"] = request_schema(ollama_embed_fields);
   schemas["OllamaEmbeddingsRequest"] = request_schema(ollama_embeddings_fields);
+  schemas["RerankRequest"] = request_schema(rerank_fields);
   schemas["TokenizeRequest"] = request_schema(tokenize_fields);
   schemas["DetokenizeRequest"] = request_schema(detokenize_fields);
   schemas["SlotFileRequest"] = request_schema(slot_file_fields);

@@ -8,6 +8,7 @@
 
 #include "api/embeddings.h"
 #include "api/request.h"
+#include "api/rerank.h"
 #include "fields.h"
 
 namespace hcache::api {
@@ -72,6 +73,7 @@ void embedding_fields(Fields& f, EmbeddingRequest* r);
 void llama_embedding_fields(Fields& f, EmbeddingRequest* r);
 void ollama_embed_fields(Fields& f, EmbeddingRequest* r);
 void ollama_embeddings_fields(Fields& f, EmbeddingRequest* r);
+void rerank_fields(Fields& f, RerankRequest* r);
 void tokenize_fields(Fields& f, TokenizeRequest* r);
 void detokenize_fields(Fields& f, std::vector<int32_t>* tokens);
 void slot_file_fields(Fields& f, std::string* filename);

@@ -40,8 +40,11 @@ constexpr int kNotFound = 404;
 constexpr std::int64_t kNsPerSecond = 1'000'000'000;
 constexpr int kUpstreamSegments = 6;  // of the longest path that a model's server knows
 // Paths of the models' servers that their document leaves out, since others mean the same.
-constexpr std::array<std::pair<const char*, const char*>, 2> kMorePaths = {
-    {{"POST", "/chat/completions"}, {"POST", "/embeddings"}}};
+constexpr std::array<std::pair<const char*, const char*>, 4> kMorePaths = {
+    {{"POST", "/chat/completions"},
+     {"POST", "/embeddings"},
+     {"POST", "/reranking"},
+     {"POST", "/v1/reranking"}}};
 // Those of Ollama that would change which models there are.
 constexpr std::array<std::pair<const char*, const char*>, 6> kManaging = {
     {{"POST", "/api/pull"},

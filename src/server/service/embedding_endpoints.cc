@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "api/embeddings.h"
+#include "api/prompt_tokens.h"
 #include "base/log.h"
 #include "model/pooling.h"
-#include "prompt_tokens.h"
 #include "request_log.h"
 
 namespace hcache::server {
@@ -65,7 +65,7 @@ class EmbeddingJob : public std::enable_shared_from_this<EmbeddingJob> {
     }
     for (const api::Prompt& input : request_.inputs) {
       HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
-                              prompt_tokens(service_.tokenizer(), input));
+                              api::prompt_tokens(service_.tokenizer(), input));
       if (tokens.empty()) {
         return invalid_argument(fmt::format("input[{}]: it has no tokens", texts_.size()));
       }
@@ -191,6 +191,13 @@ http::Handler embed_by(Service& service, Parse parse) {
   };
 }
 
+void refuse_to_rank(const http::Request& request,
+                    const std::shared_ptr<http::Responder>& responder) {
+  send_status(request, *responder,
+              unimplemented("this model writes text and ranks none; start `hcache serve -m FILE` "
+                            "with the file of a reranker"));
+}
+
 }  // namespace
 
 void EmbeddingEndpoints::add_to(http::Router* router) {
@@ -202,6 +209,9 @@ void EmbeddingEndpoints::add_to(http::Router* router) {
     router->add("POST", path, embed_by(service_, [normalize](const Json& body) {
                   return api::parse_llama_embedding(body, normalize);
                 }));
+  }
+  for (const char* path : {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}) {
+    router->add("POST", path, refuse_to_rank);
   }
   router->add("POST", "/api/embed", embed_by(service_, api::parse_ollama_embed));
   router->add("POST", "/api/embeddings", embed_by(service_, api::parse_ollama_embeddings));

@@ -13,10 +13,10 @@
 #include "api/json.h"
 #include "base/ids.h"
 #include "base/status.h"
+#include "base/work_queue.h"
 #include "http/message.h"
 #include "http/router.h"
 #include "service.h"
-#include "work_queue.h"
 
 namespace hcache::server {
 

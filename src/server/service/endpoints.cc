@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "api/answers.h"
+#include "api/prompt_tokens.h"
 #include "api/request.h"
 #include "batch_endpoints.h"
 #include "embedding_endpoints.h"
@@ -96,18 +97,8 @@ Result<Json> EndpointTable::input_tokens(const Call& call, Parse parse) const {
 
 Result<Json> EndpointTable::tokenize(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const api::TokenizeRequest request, api::parse_tokenize(call.body));
-  std::vector<int32_t> tokens;
-  for (const api::Prompt::Part& part : request.content.parts) {
-    if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
-      tokens.insert(tokens.end(), ids->begin(), ids->end());
-      continue;
-    }
-    const model::EncodeOptions options = {.add_special = request.add_special && tokens.empty(),
-                                          .parse_special = request.parse_special};
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> added,
-                            service_.tokenizer().encode(std::get<std::string>(part), options));
-    tokens.insert(tokens.end(), added.begin(), added.end());
-  }
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
+                          api::prompt_tokens(service_.tokenizer(), request));
   return api::tokenize_answer(request, service_.tokenizer(), tokens);
 }
 

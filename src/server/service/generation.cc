@@ -7,11 +7,11 @@
 #include <limits>
 
 #include "api/ollama.h"
+#include "api/prompt_tokens.h"
 #include "base/log.h"
 #include "conversation_key.h"
 #include "endpoint.h"
 #include "messages.h"
-#include "prompt_tokens.h"
 #include "request_log.h"
 
 namespace hcache::server {
@@ -184,7 +184,7 @@ Result<std::vector<int32_t>> Generation::prompt_tokens(const api::Prompt& prompt
         service_.conversations().tokenise(salt_.id, std::get<std::string>(prompt.parts[0]), first));
     return std::move(whole.tokens);
   }
-  return server::prompt_tokens(service_.tokenizer(), prompt);
+  return api::prompt_tokens(service_.tokenizer(), prompt);
 }
 
 Status Generation::add_biases() {

@@ -24,6 +24,9 @@ constexpr char kSaltSeparator = '\x1f';
 
 Result<model::Pooling> pooling_of(const std::string& path) {
   HCACHE_ASSIGN_OR_RETURN(const std::optional<model::Pooling> known, model::pooling_of_file(path));
+  if (known == model::Pooling::kRank) {
+    return unimplemented(fmt::format("{}: the model ranks texts and makes no vectors", path));
+  }
   return known.value_or(model::Pooling::kMean);
 }
 

@@ -23,6 +23,7 @@
 #include "api/answers.h"
 #include "api/request.h"
 #include "base/env.h"
+#include "base/work_queue.h"
 #include "batches.h"
 #include "conversations.h"
 #include "events.h"
@@ -37,7 +38,6 @@
 #include "scheduler/scheduler.h"
 #include "server/server.h"
 #include "serving/serving.h"
-#include "work_queue.h"
 
 namespace hcache::server {
 

@@ -19,14 +19,24 @@ enum class Pooling : uint8_t {
   kMean,
   kFirst,  // "cls"
   kLast,
+  kRank,  // scores that the model's own head makes of them, no vector
 };
 
-// "none", "mean", "cls" or "last".
+// "none", "mean", "cls", "last" or "rank".
 [[nodiscard]] Result<Pooling> pooling_named(std::string_view name);
 
 // What a model's file asks for, by its key <architecture>.pooling_type; nullopt: nothing.
-// Errors of opening the file; kUnimplemented: it makes ranks, not vectors.
+// Errors of opening the file.
 [[nodiscard]] Result<std::optional<Pooling>> pooling_of_file(const std::string& path);
+
+// What a file says of a model that makes vectors or ranks.
+struct EncoderFacts {
+  bool encodes = false;  // all of a text at once, and writes none
+  std::optional<Pooling> pooling;
+  bool has_head = false;  // the matrix that makes ranks
+};
+// Errors of opening the file.
+[[nodiscard]] Result<EncoderFacts> encoder_facts(const std::string& path);
 
 // Takes a text's rows one by one, in order.
 class Pooler {

@@ -28,7 +28,7 @@ class Tokenizer {
   static constexpr int32_t kNoToken = -1;
 
   // kNotFound for a missing file, kDataLoss for a damaged or lying one, kUnimplemented for a kind
-  // of vocabulary other than gpt2 (BPE) and llama (SPM), kFailedPrecondition for a model that has
+  // of vocabulary that is not known here, kFailedPrecondition for a model that has
   // no vocabulary (synthetic weights): those take token ids only.
   static Result<std::unique_ptr<Tokenizer>> load(const std::string& gguf_path);
   ~Tokenizer();
@@ -58,6 +58,12 @@ class Tokenizer {
 
   [[nodiscard]] Result<std::vector<int32_t>> encode(std::string_view text,
                                                     EncodeOptions options = {}) const;
+  // A query and a document as the model's file wants them side by side: by its template for it,
+  // or between the special tokens that its texts have.
+  [[nodiscard]] Result<std::vector<int32_t>> encode_pair(std::string_view query,
+                                                         std::string_view document) const;
+  // Whether encode(add_special) puts a token at the end.
+  [[nodiscard]] bool adds_end() const;
   // The bytes of one token, which need not be whole UTF-8 characters. Control tokens have none
   // unless `special`. Empty outside the vocabulary.
   [[nodiscard]] std::string piece(int32_t token, bool special = false) const;

@@ -10,7 +10,7 @@
 
 #include "base/sync.h"
 
-namespace hcache::server {
+namespace hcache {
 
 class WorkQueue {
  public:
@@ -62,4 +62,4 @@ class WorkQueue {
   std::vector<std::thread> threads_;
 };
 
-}  // namespace hcache::server
+}  // namespace hcache

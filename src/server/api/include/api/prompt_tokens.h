@@ -8,11 +8,15 @@
 #include "base/status.h"
 #include "model/tokenizer.h"
 
-namespace hcache::server {
+namespace hcache::api {
 
 // The first part has what a text of this model begins with, if it is a text. kInvalidArgument: a
 // token id that is not in the vocabulary.
 [[nodiscard]] Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
-                                                         const api::Prompt& prompt);
+                                                         const Prompt& prompt);
 
-}  // namespace hcache::server
+// Of /tokenize.
+[[nodiscard]] Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
+                                                         const TokenizeRequest& request);
+
+}  // namespace hcache::api

@@ -1,0 +1,2 @@
+hcache_test(libllama_encoder_test unit/libllama_encoder_test.cc
+  LIBS hcache_libllama hcache_text hcache_model_tools hcache::llama)
