@@ -145,10 +145,12 @@ TEST(Tokenizer, ErrorsSayWhatIsWrong) {
     EXPECT_EQ(Tokenizer::load(TempFile(ctx).path()).code(), Code::kUnimplemented);
   }
   {
-    // llama.cpp would end the process: BERT's texts end with a token that is not there.
+    // llama.cpp would end the process: BERT's texts end with a token that is not there, 102 where
+    // the file names none.
     const Gguf ctx = tiny_vocab();
+    const char* few[] = {"a", "b", "c"};
     gguf_set_val_str(ctx.get(), "tokenizer.ggml.model", "bert");
-    gguf_set_val_u32(ctx.get(), "tokenizer.ggml.seperator_token_id", 1 << 20);
+    gguf_set_arr_str(ctx.get(), "tokenizer.ggml.tokens", few, 3);
     EXPECT_EQ(Tokenizer::load(TempFile(ctx).path()).code(), Code::kDataLoss);
   }
   {
