@@ -74,9 +74,11 @@ def keep_profiles(state_dir: str) -> None:
 class Server:
     """`hcache serve` on a port of its own."""
 
+    state_dir: str | None = None
+
     def __init__(self, program: str, *options: str, env: dict | None = None):
-        self.state_dir = options[options.index("--state-dir") + 1] if "--state-dir" in options else None
-        if self.state_dir:
+        if "--state-dir" in options:
+            self.state_dir = options[options.index("--state-dir") + 1]
             lend_profiles(self.state_dir)
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         self.process = subprocess.Popen(
