@@ -34,20 +34,10 @@ def cosine(a: list, b: list) -> float:
         sum(x * x for x in a) * sum(y * y for y in b))
 
 
-class Embeddings(unittest.TestCase):
-    """One server for all: they leave nothing behind that another one could see."""
-
+class Embeddings(serving.OneServer):
     @classmethod
-    def setUpClass(cls):
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.server = start(cls.folder.name)
-
-    @classmethod
-    def tearDownClass(cls):
-        with cls.server:
-            code = cls.server.stop()
-        cls.folder.cleanup()
-        assert code == 0
+    def start(cls, folder: str) -> serving.Server:
+        return start(folder)
 
     def refused(self, path: str, body: dict, status: int = 400) -> str:
         code, answer, _ = self.server.call("POST", path, body)

@@ -23,20 +23,10 @@ def start(folder: str, *options: str) -> serving.Server:
                           "--alias", "tiny", *options)
 
 
-class Ollama(unittest.TestCase):
-    """One server for all: they leave nothing behind that another one could see."""
-
+class Ollama(serving.OneServer):
     @classmethod
-    def setUpClass(cls):
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.server = start(cls.folder.name)
-
-    @classmethod
-    def tearDownClass(cls):
-        with cls.server:
-            code = cls.server.stop()
-        cls.folder.cleanup()
-        assert code == 0
+    def start(cls, folder: str) -> serving.Server:
+        return start(folder)
 
     def refused(self, status: int, method: str, path: str, body: object = None) -> str:
         """The error's text, which is all that its body holds."""

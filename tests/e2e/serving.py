@@ -173,6 +173,26 @@ class Server:
         self.log.close()
 
 
+class OneServer(unittest.TestCase):
+    """One server for all cases: they leave nothing behind that another one could see."""
+
+    @classmethod
+    def start(cls, folder: str) -> Server:
+        raise NotImplementedError
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.server = cls.start(cls.folder.name)
+
+    @classmethod
+    def tearDownClass(cls):
+        with cls.server:
+            code = cls.server.stop()
+        cls.folder.cleanup()
+        assert code == 0
+
+
 class Conversation:
     """A client that resends everything that was said, as chat clients do."""
 
