@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "api/answers.h"
-#include "base/log.h"
 #include "encode_queue.h"
 #include "encoder_endpoints.h"
+#include "http/access_log.h"
 #include "model/tokenizer.h"
 
 namespace hcache::encoder {
@@ -42,10 +42,7 @@ Status EncoderServerImpl::listen() {
         .content_type = "application/json",
         .content = api::to_text(api::error_body(status, message, api::error_style(path)))};
   };
-  http.access_log = [](const http::AccessRecord& r) {
-    log::info("http {} {} {} {} B {:.3f} s key={} peer={}", r.method, r.path, r.status, r.bytes,
-              r.seconds, r.key_name, r.peer);
-  };
+  http.access_log = http::log_access;
   HCACHE_ASSIGN_OR_RETURN(http_, http::Server::start(env_, std::move(http)));
   if (options_.on_listening) options_.on_listening(http_->port());
   return {};

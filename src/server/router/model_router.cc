@@ -19,6 +19,7 @@
 #include "api/answers.h"
 #include "api/ollama.h"
 #include "base/log.h"
+#include "http/access_log.h"
 #include "model_choice.h"
 #include "model_pool.h"
 #include "page/page.h"
@@ -152,10 +153,7 @@ http::Options ModelRouterImpl::http_options() const {
         .content_type = "application/json",
         .content = api::to_text(api::error_body(status, message, api::error_style(path)))};
   };
-  http.access_log = [](const http::AccessRecord& r) {
-    log::info("http {} {} {} {} B {:.3f} s key={} peer={}", r.method, r.path, r.status, r.bytes,
-              r.seconds, r.key_name, r.peer);
-  };
+  http.access_log = http::log_access;
   return http;
 }
 

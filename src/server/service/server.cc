@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "api/answers.h"
-#include "base/log.h"
 #include "base/sync.h"
 #include "endpoints.h"
+#include "http/access_log.h"
 #include "service.h"
 
 namespace hcache::server {
@@ -112,10 +112,7 @@ class ServerImpl : public Server {
           .content_type = "application/json",
           .content = api::to_text(loading ? *loading : api::error_body(status, message, style))};
     };
-    http.access_log = [](const http::AccessRecord& r) {
-      log::info("http {} {} {} {} B {:.3f} s key={} peer={}", r.method, r.path, r.status, r.bytes,
-                r.seconds, r.key_name, r.peer);
-    };
+    http.access_log = http::log_access;
     HCACHE_ASSIGN_OR_RETURN(http_, http::Server::start(env, std::move(http)));
     if (options.on_listening) options.on_listening(http_->port());
     return {};
