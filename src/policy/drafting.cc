@@ -85,22 +85,23 @@ double StepPace::at(int64_t rows) const {
   return below_s / (0.5 + 0.5 * below) * (0.5 + 0.5 * r);
 }
 
-int32_t draft_length(const std::function<double(int64_t rows)>& step_s, int64_t others,
-                     double probability, int32_t most) {
-  const auto beside = static_cast<double>(others);
-  double best_rate = kWorthIt * (beside + 1) / step_s(others + 1);
-  int32_t best = 0;
+DraftLength draft_length(const DraftCosts& costs, double probability, const DraftLimits& limits) {
+  const auto beside = static_cast<double>(costs.others);
+  const int32_t least = std::min(limits.least, limits.most);
+  double best_rate = least > 0 ? 0 : kWorthIt * (beside + 1) / costs.step_s(costs.others + 1);
+  DraftLength best;
   double tokens = 1;  // expected, of this sequence
   double chance = 1;  // that a draft comes true so far
-  for (int32_t length = 1, next = 1; length <= most; ++length) {
+  for (int32_t length = 1, next = std::max(1, least); length <= limits.most; ++length) {
     chance *= probability;
     tokens += chance;
-    if (length != next && length != most) continue;
+    if (length != next && length != limits.most) continue;
     next = std::max(next + 1, next + next / 2);  // every length up to 3, then fewer
-    const double rate = (beside + tokens) / step_s(others + 1 + length);
+    const double step_s = costs.step_s(costs.others + 1 + length) + length * costs.token_s;
+    const double rate = (beside + tokens) / step_s;
     if (rate <= best_rate) continue;
     best_rate = rate;
-    best = length;
+    best = {length, rate};
   }
   return best;
 }

@@ -8,9 +8,10 @@
 
 namespace hcache::scheduler {
 
-Core::Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox)
+Core::Core(Executor& executor, const SchedulerOptions& options, Drafter* drafter, Inbox& inbox)
     : executor_(executor),
       options_(options),
+      drafter_(drafter),
       inbox_(inbox),
       residents_(executor, options.flush_wait_s, options.evict,
                  [this](const Resident& resident) { return demand_of(resident); }) {}
@@ -75,11 +76,12 @@ void Core::forget(const ForgottenChain& chain) {
   int64_t keep = chain.keep;
   for (const TaskList* list : {&queue_, &active_}) {
     for (const auto& task : *list) {
-      if (task->request.salt != chain.salt) continue;
+      if (task->request.salt.id != chain.salt) continue;
       keep = std::max(keep, common_prefix(task->chain, chain.tokens));
     }
   }
   residents_.forget(chain.salt, chain.tokens, keep);
+  if (drafter_ != nullptr) drafter_->forget(chain.salt, chain.tokens, keep);
 }
 
 void Core::end_all(const Status& reason) {
@@ -120,6 +122,7 @@ void Core::end(Task& task, const Status& status, std::string finish_reason, bool
 
 void Core::leave_sequence(Task& task, bool keep_state) {
   if (task.seq == kNoSeq) return;
+  if (drafter_ != nullptr) drafter_->ended(task.id);
   if (const Status dropped = drop_ahead(task); !dropped.ok()) keep_state = false;
   if (keep_state && !task.in_restore() && task.computed > 0) {
     Resident resident;

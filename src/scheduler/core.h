@@ -18,6 +18,7 @@
 #include "inbox.h"
 #include "policy/batching.h"
 #include "residents.h"
+#include "scheduler/drafter.h"
 #include "scheduler/scheduler.h"
 #include "task.h"
 
@@ -25,7 +26,8 @@ namespace hcache::scheduler {
 
 class Core {
  public:
-  Core(Executor& executor, const SchedulerOptions& options, Inbox& inbox);
+  // drafter: may be null.
+  Core(Executor& executor, const SchedulerOptions& options, Drafter* drafter, Inbox& inbox);
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
@@ -115,9 +117,14 @@ class Core {
   [[nodiscard]] bool is_full(const Task& task) const;
   [[nodiscard]] policy::BatchSnapshot snapshot_batch(size_t most_requests);
   void note_decoding(std::span<const StepRows> parts);
-  // What may follow the task's chain, where so many sequences decode.
-  [[nodiscard]] std::vector<int32_t> draft_for(const Task& task, int64_t decoding,
-                                               int64_t free_cells) const;
+  // Guesses what follows the chains of those that are ready, where so many sequences decode.
+  void draft(int64_t decoding, int64_t free_cells);
+  // How many tokens may be drafted for a task.
+  [[nodiscard]] int32_t most_drafted(const Task& task, int64_t decoding, int64_t free_cells) const;
+  // How many the drafting model is to guess.
+  [[nodiscard]] policy::DraftLength model_length(const Task& task, int64_t decoding,
+                                                 const policy::DraftLimits& limits) const;
+  [[nodiscard]] policy::DraftCosts draft_costs(int64_t decoding) const;
   [[nodiscard]] static std::vector<StepItem> items_of(std::span<const StepRows> parts);
   void run(std::span<const StepRows> parts);
   // False: it failed, and that has been dealt with.
@@ -154,6 +161,7 @@ class Core {
 
   Executor& executor_;
   const SchedulerOptions options_;
+  Drafter* const drafter_;
   Inbox& inbox_;
   Residents residents_;
   policy::LoadTimer load_timer_;

@@ -19,7 +19,7 @@ namespace hcache::scheduler {
 
 // A chain whose rows are to be dropped; see Scheduler::forget().
 struct ForgottenChain {
-  Salt salt;
+  SaltId salt;
   std::vector<int32_t> tokens;
   int64_t keep = 0;
 };

@@ -103,10 +103,10 @@ bool Residents::free_slot(SeqId pinned) {
   return true;
 }
 
-void Residents::forget(const Salt& salt, std::span<const int32_t> tokens, int64_t keep) {
+void Residents::forget(const SaltId& salt, std::span<const int32_t> tokens, int64_t keep) {
   for (size_t i = residents_.size(); i-- > 0;) {
     Resident& resident = residents_[i];
-    if (resident.salt != salt || common_prefix(resident.tokens, tokens) <= keep) continue;
+    if (resident.salt.id != salt || common_prefix(resident.tokens, tokens) <= keep) continue;
     // A cut can't be taken back.
     if (keep > 0 && keep >= resident.held.cut_at &&
         executor_.trim(resident.seq, resident.held.rows(keep)).ok()) {

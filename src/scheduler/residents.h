@@ -64,7 +64,7 @@ class Residents {
   bool free_slot(SeqId pinned = kNoSeq);
   // Of every sequence with this salt: drops the rows in common with `tokens` from the keep-th on,
   // and those behind them.
-  void forget(const Salt& salt, std::span<const int32_t> tokens, int64_t keep);
+  void forget(const SaltId& salt, std::span<const int32_t> tokens, int64_t keep);
   void release_all();
 
   [[nodiscard]] const std::vector<Resident>& all() const { return residents_; }

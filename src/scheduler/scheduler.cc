@@ -62,7 +62,8 @@ std::string_view eviction_reason_name(EvictionReason reason) {
 }
 
 Result<std::unique_ptr<Scheduler>> Scheduler::create(Executor& executor,
-                                                     const SchedulerOptions& options) {
+                                                     const SchedulerOptions& options,
+                                                     Drafter* drafter) {
   const ExecutorLimits& limits = executor.limits();
   HCACHE_RETURN_IF_ERROR(check(options, limits));
   SchedulerOptions cut = options;
@@ -70,7 +71,7 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Executor& executor,
   cut.batch.max_sequences =
       std::min({options.batch.max_sequences, limits.max_sequences, cut.batch.max_step_tokens});
   auto inbox = std::make_unique<Inbox>(executor, cut);
-  auto core = std::make_unique<Core>(executor, cut, *inbox);
+  auto core = std::make_unique<Core>(executor, cut, drafter, *inbox);
   return std::unique_ptr<Scheduler>(new Scheduler(std::move(inbox), std::move(core)));
 }
 
@@ -86,7 +87,7 @@ Result<RequestId> Scheduler::submit(Request request, double* retry_after_s) {
   return inbox_->submit(std::move(request), retry_after_s);
 }
 void Scheduler::cancel(RequestId id) { inbox_->cancel(id); }
-void Scheduler::forget(const Salt& salt, std::vector<int32_t> tokens, int64_t keep) {
+void Scheduler::forget(const SaltId& salt, std::vector<int32_t> tokens, int64_t keep) {
   inbox_->forget({salt, std::move(tokens), keep});
 }
 void Scheduler::drain() { inbox_->drain(); }

@@ -86,15 +86,15 @@ policy::BatchSnapshot Core::snapshot_batch(size_t most_requests) {
   for (const bool background : {false, true}) {
     for (const auto& task : active_) {
       if (!task->steps() || task->request.background != background) continue;
-      const bool decodes = task->phase == Phase::kDecoding;
-      if (decodes) batch.reserve_cells += headroom(*task);
-      if (task->stepping > 0 || ready_.size() == most_requests) continue;
-      ready_.push_back(task.get());
-      task->draft.clear();
-      if (decodes) task->draft = draft_for(*task, decoding, batch.free_cells);
-      const auto drafted = static_cast<int64_t>(task->draft.size());
-      batch.ready.push_back({task->end_of_run() - task->computed + drafted, decodes});
+      if (task->phase == Phase::kDecoding) batch.reserve_cells += headroom(*task);
+      if (task->stepping == 0 && ready_.size() < most_requests) ready_.push_back(task.get());
     }
+  }
+  draft(decoding, batch.free_cells);
+  for (const Task* task : ready_) {
+    const auto drafted = static_cast<int64_t>(task->draft.size());
+    batch.ready.push_back(
+        {task->end_of_run() - task->computed + drafted, task->phase == Phase::kDecoding});
   }
   return batch;
 }
@@ -131,23 +131,72 @@ void Core::note_decoding(std::span<const StepRows> parts) {
   }
 }
 
-std::vector<int32_t> Core::draft_for(const Task& task, int64_t decoding, int64_t free_cells) const {
+int32_t Core::most_drafted(const Task& task, int64_t decoding, int64_t free_cells) const {
   // Of the cells most stay for what comes for sure.
   constexpr int64_t kShareOfCells = 4;
-  policy::DraftLimits limits = options_.draft;
+  if (task.phase != Phase::kDecoding || task.length() - task.computed != 1) return 0;
   const int64_t until_cut = policy::next_cut(task.held, task.limits) - task.length();
-  limits.most = static_cast<int32_t>(
-      std::min<int64_t>({limits.most, task.request.max_draft, task.remaining_new() - 1, until_cut,
-                         free_cells / (kShareOfCells * decoding) - 1,
+  return static_cast<int32_t>(
+      std::min<int64_t>({options_.draft.most, task.request.max_draft, task.remaining_new() - 1,
+                         until_cut, free_cells / (kShareOfCells * decoding) - 1,
                          int64_t{options_.batch.max_step_tokens} / decoding - 1}));
-  if (limits.most < 1 || task.length() - task.computed != 1) return {};
-  policy::Draft draft = policy::look_up(task.chain, limits);
-  if (draft.tokens.empty()) return {};
-  const int32_t length =
-      policy::draft_length([this](int64_t rows) { return executor_.step_s(rows); }, decoding - 1,
-                           task.acceptance.probability(draft.matched), limits.most);
-  draft.tokens.resize(static_cast<size_t>(length));
-  return std::move(draft.tokens);
+}
+
+policy::DraftLength Core::model_length(const Task& task, int64_t decoding,
+                                       const policy::DraftLimits& limits) const {
+  // As sure as a copy behind so many tokens, before anything is known.
+  constexpr int32_t kTrust = 4;
+  if (!drafter_->ready(task.id)) return {};
+  policy::DraftCosts costs = draft_costs(decoding);
+  costs.token_s = drafter_->step_s(decoding) / static_cast<double>(decoding);
+  return policy::draft_length(costs, task.modelled.probability(kTrust), limits);
+}
+
+policy::DraftCosts Core::draft_costs(int64_t decoding) const {
+  return {.step_s = [this](int64_t rows) { return executor_.step_s(rows); },
+          .token_s = 0,
+          .others = decoding - 1};
+}
+
+void Core::draft(int64_t decoding, int64_t free_cells) {
+  std::vector<Drafter::Wanted> wanted;
+  std::vector<Task*> modelled;
+  for (Task* task : ready_) {
+    const int32_t most = std::max(most_drafted(*task, decoding, free_cells), 0);
+    if (std::exchange(task->drafted_at, task->length()) == task->length()) {
+      // The step is being planned once more.
+      task->draft.resize(std::min(task->draft.size(), static_cast<size_t>(most)));
+      continue;
+    }
+    task->draft.clear();
+    if (most < 1) continue;
+    policy::DraftLimits limits = options_.draft;
+    limits.most = most;
+    policy::Draft copy = policy::look_up(task->chain, limits);
+    const policy::DraftLength length =
+        copy.tokens.empty() ? policy::DraftLength()
+                            : policy::draft_length(draft_costs(decoding),
+                                                   task->copied.probability(copy.matched), limits);
+    const policy::DraftLength model =
+        drafter_ == nullptr ? policy::DraftLength() : model_length(*task, decoding, limits);
+    task->drafted_by_model = model.rate > length.rate;
+    if (drafter_ != nullptr && (task->drafted_by_model || !drafter_->ready(task->id))) {
+      modelled.push_back(task);
+      wanted.push_back({.request = task->id,
+                        .salt = task->request.salt,
+                        .save = task->request.save,
+                        .chain = task->chain,
+                        .most = task->drafted_by_model ? model.tokens : 0});
+    }
+    if (task->drafted_by_model) continue;
+    copy.tokens.resize(static_cast<size_t>(length.tokens));
+    task->draft = std::move(copy.tokens);
+  }
+  if (wanted.empty()) return;
+  std::vector<std::vector<int32_t>> drafts = drafter_->draft(wanted);
+  for (size_t i = 0; i < modelled.size(); ++i) {
+    if (modelled[i]->drafted_by_model) modelled[i]->draft = std::move(drafts[i]);
+  }
 }
 
 std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
@@ -272,7 +321,8 @@ void Core::deliver_draft(Task& task, std::span<const std::span<const float>> log
     chain_computed(task, logits[row]);
     if (task.ended()) return;
   }
-  task.acceptance.note(static_cast<int32_t>(drafted - task.ahead), task.ahead == 0);
+  policy::Acceptance& acceptance = task.drafted_by_model ? task.modelled : task.copied;
+  acceptance.note(static_cast<int32_t>(drafted - task.ahead), task.ahead == 0);
   if (const Status dropped = drop_ahead(task); !dropped.ok()) {
     log::warn("request {}: its sequence is given up: {}", task.id, dropped.to_string());
     preempt(task, /*keep_state=*/false);

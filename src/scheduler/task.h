@@ -39,7 +39,10 @@ struct Task {
   std::vector<int32_t> draft;
   std::vector<int32_t> drafted_run;
   int64_t ahead = 0;
-  policy::Acceptance acceptance;
+  // Of the draft: the length of the chain that it stands behind, and whether a model made it.
+  int64_t drafted_at = -1;
+  bool drafted_by_model = false;
+  policy::Acceptance copied, modelled;  // drafts of either kind
   int64_t told = 0;  // tokens of the prompt whose logits were told, and those before logits_from
 
   SavedPrefixRef saved;          // as last looked up; null: nothing, or not looked up yet

@@ -96,8 +96,11 @@ class ServingImpl : public Serving {
 
   // ---- The engine's thread
   Status open_all();
+  Status open_draft(const scheduler::SchedulerOptions& scheduler);
   void work();
   void run_calls() HCACHE_EXCLUDES(mutex_);
+
+  void let_go();  // of the runtime; whoever owns the engine
 
   Env& env_;
   const ServingOptions options_;
@@ -105,6 +108,7 @@ class ServingImpl : public Serving {
   std::unique_ptr<EngineExecutor> executor_;  // or
   std::unique_ptr<BatchExecutor> batch_;      // or
   std::unique_ptr<LlamaExecutor> llama_;
+  std::unique_ptr<DraftModel> draft_;  // null: none
   std::unique_ptr<scheduler::Scheduler> scheduler_;
   scheduler::ExecutorLimits limits_;
   std::atomic<bool> stop_ = false;
@@ -129,7 +133,9 @@ Status ServingImpl::open_all() {
           scheduler.draft.most);
       scheduler.draft.most = 0;
     }
-    HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*llama_, scheduler));
+    HCACHE_RETURN_IF_ERROR(open_draft(scheduler));
+    HCACHE_ASSIGN_OR_RETURN(scheduler_,
+                            scheduler::Scheduler::create(*llama_, scheduler, draft_.get()));
     return {};
   }
   if (runtime_->batch() != nullptr) {
@@ -148,7 +154,19 @@ Status ServingImpl::open_all() {
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   limits_ = executor_->limits();
-  HCACHE_ASSIGN_OR_RETURN(scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler));
+  HCACHE_RETURN_IF_ERROR(open_draft(options_.scheduler));
+  HCACHE_ASSIGN_OR_RETURN(
+      scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler, draft_.get()));
+  return {};
+}
+
+Status ServingImpl::open_draft(const scheduler::SchedulerOptions& scheduler) {
+  if (!options_.draft || scheduler.draft.most == 0) return {};
+  DraftOptions draft = *options_.draft;
+  draft.max_sequences = options_.max_sequences;
+  Result<std::unique_ptr<DraftModel>> opened = DraftModel::open(env_, draft);
+  if (!opened.ok()) return opened.status().with_context("the model that drafts");
+  draft_ = std::move(*opened);
   return {};
 }
 
@@ -214,6 +232,10 @@ void ServingImpl::stop(int64_t grace_ns) {
   scheduler_->wake();
   thread_.join();
   // The engine's owner is this thread from here on.
+  let_go();
+}
+
+void ServingImpl::let_go() {
   scheduler_.reset();
   executor_.reset();
   batch_.reset();
@@ -223,11 +245,10 @@ void ServingImpl::stop(int64_t grace_ns) {
 Status ServingImpl::close() {
   stop(0);
   if (!runtime_) return {};
-  scheduler_.reset();
-  executor_.reset();
-  batch_.reset();
-  llama_.reset();
-  return runtime_->close();
+  let_go();
+  const Status drafts = draft_ ? std::exchange(draft_, nullptr)->close() : Status();
+  HCACHE_RETURN_IF_ERROR(runtime_->close());
+  return drafts;
 }
 
 }  // namespace

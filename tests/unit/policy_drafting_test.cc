@@ -79,15 +79,35 @@ TEST(DraftLength, WeighsTokensAgainstTime) {
   const auto flat = [](int64_t) { return 1.0; };
   const auto linear = [](int64_t rows) { return static_cast<double>(rows); };
   const auto cpu = [](int64_t rows) { return 0.5 + 0.5 * static_cast<double>(rows); };
-  EXPECT_EQ(draft_length(flat, 0, 0.5, 20), 20);
-  EXPECT_EQ(draft_length(linear, 0, 0.99, 20), 0);
-  EXPECT_EQ(draft_length(cpu, 0, 0.4, 20), 0);
-  EXPECT_GT(draft_length(cpu, 0, 0.95, 64), 2);
-  EXPECT_LT(draft_length(cpu, 0, 0.95, 64), 20);
-  EXPECT_GT(draft_length(cpu, 0, 0.999, 300), draft_length(cpu, 0, 0.95, 300));
+  const auto length = [](const auto& step_s, int64_t others, double probability, int32_t most) {
+    return draft_length({.step_s = step_s, .others = others}, probability, {.most = most}).tokens;
+  };
+  EXPECT_EQ(length(flat, 0, 0.5, 20), 20);
+  EXPECT_EQ(length(linear, 0, 0.99, 20), 0);
+  EXPECT_EQ(length(cpu, 0, 0.4, 20), 0);
+  EXPECT_GT(length(cpu, 0, 0.95, 64), 2);
+  EXPECT_LT(length(cpu, 0, 0.95, 64), 20);
+  EXPECT_GT(length(cpu, 0, 0.999, 300), length(cpu, 0, 0.95, 300));
   // Beside others a row costs as much and brings less of the whole.
-  EXPECT_LE(draft_length(cpu, 7, 0.9, 64), draft_length(cpu, 0, 0.9, 64));
-  EXPECT_EQ(draft_length(flat, 0, 1.0, 0), 0);
+  EXPECT_LE(length(cpu, 7, 0.9, 64), length(cpu, 0, 0.9, 64));
+  EXPECT_EQ(length(flat, 0, 1.0, 0), 0);
+}
+
+TEST(DraftLength, CountsWhatAModelTakesToGuess) {
+  const auto flat = [](int64_t) { return 1.0; };
+  const auto length = [&](double token_s, int32_t least = 0) {
+    return draft_length({.step_s = flat, .token_s = token_s}, 0.9, {.most = 20, .least = least});
+  };
+  EXPECT_EQ(length(0).tokens, 20);
+  EXPECT_GT(length(0.1).tokens, 2);
+  EXPECT_LT(length(0.1).tokens, length(0.01).tokens);
+  EXPECT_LT(length(0.1).rate, length(0.01).rate);
+  EXPECT_EQ(length(1).tokens, 0);
+  EXPECT_EQ(length(1).rate, 0);
+  // Asked for, it is done all the same.
+  EXPECT_EQ(length(1, 4).tokens, 4);
+  EXPECT_EQ(length(0.01, 4).tokens, length(0.01).tokens);
+  EXPECT_EQ(length(1, 40).tokens, 20);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "patience.h"
+#include "scheduler/drafter.h"
 #include "scheduler/scheduler.h"
 
 namespace hcache::scheduler::testing {
@@ -111,6 +112,7 @@ struct FakeOptions {
       .arena_cells = 1024, .context = 512, .max_step_rows = 64, .max_sequences = 16};
   double step_s = 1e-3;  // of a step, and of each of its rows
   double row_s = 1e-4;
+  bool tells_pace = false;  // of its steps; else all take the same
   int64_t slice_rows = 32;
   double restore_row_s = 2e-5;
   double stalled_share = 0;  // of the restores' time: the machine runs something else
@@ -119,8 +121,11 @@ struct FakeOptions {
   // Of the new tokens, that are computed while a restore waits; one that is alone is followed by as
   // many as a step holds.
   int64_t follow_rows = 0;
-  size_t memory = 0;   // see answer_hash()
-  int64_t window = 0;  // sequences can't be cut back by more rows than that; 0: they can
+  size_t memory = 0;  // see answer_hash()
+  // A model that drafts: its logits are one for each token, and one in so many is wrong.
+  bool drafts = false;
+  uint64_t wrong_every = 0;  // 0: none is
+  int64_t window = 0;        // sequences can't be cut back by more rows than that; 0: they can
   double flush_s = 1e-3;
   bool saving = true;
   bool flush_hangs = false;
@@ -400,6 +405,9 @@ class FakeExecutor final : public Executor {
     return sequence.durable;
   }
 
+  [[nodiscard]] double step_s(int64_t rows) const override {
+    return options_.tells_pace ? cost_s(rows) : 1;
+  }
   Result<StepOutput> step(std::span<const StepItem> items) override {
     EXPECT_TRUE(in_flight_.empty()) << "a step beside others in flight";
     HCACHE_RETURN_IF_ERROR(take_rows(items));
@@ -542,6 +550,12 @@ class FakeExecutor final : public Executor {
     // The hash in pieces that a float holds exactly.
     const uint64_t hash = answer_hash(sequence.salt, sequence.tokens, options_.memory);
     auto& row = logits_.emplace_back();
+    if (options_.drafts) {
+      const bool wrong = options_.wrong_every > 0 && (hash >> 20) % options_.wrong_every == 0;
+      row.assign(kVocab, 0);
+      row[(hash + (wrong ? 1 : 0)) % kVocab] = 10;
+      return row;
+    }
     for (int shift = 0; shift < 64; shift += 16) {
       row.push_back(static_cast<float>((hash >> shift) & 0xffff));
     }
@@ -617,8 +631,9 @@ struct Record {
 // A scheduler on a fake. After every iteration it checks that no cell or sequence is lost.
 class Bench {
  public:
-  explicit Bench(const FakeOptions& fake = {}, const SchedulerOptions& options = {})
-      : executor(fake), scheduler(Scheduler::create(executor, options).value()) {}
+  explicit Bench(const FakeOptions& fake = {}, const SchedulerOptions& options = {},
+                 Drafter* drafter = nullptr)
+      : executor(fake), scheduler(Scheduler::create(executor, options, drafter).value()) {}
   ~Bench() {
     scheduler.reset();
     EXPECT_TRUE(executor.sequences().empty()) << "sequences are left over";

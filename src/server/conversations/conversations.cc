@@ -426,7 +426,7 @@ Status Conversations::delete_stored(const SaltId& salt, std::string_view name) {
   return status.code() == Code::kNotFound ? Status() : status;  // was not written yet
 }
 
-Result<int64_t> Conversations::expire() {
+Result<int64_t> Conversations::expire(const Removal& removal) {
   std::vector<std::pair<SaltId, std::string>> expired;
   std::vector<std::pair<SaltId, std::string>> given_up;
   {
@@ -446,7 +446,7 @@ Result<int64_t> Conversations::expire() {
   for (const auto& [salt, name] : given_up) HCACHE_RETURN_IF_ERROR(persist(salt, name));
   int64_t removed = 0;
   for (const auto& [salt, name] : expired) {
-    const Status status = remove(salt, name);
+    const Status status = removal ? removal(salt, name) : remove(salt, name);
     if (status.ok()) {
       ++removed;
     } else if (status.code() != Code::kNotFound) {  // a client was faster

@@ -120,7 +120,9 @@ class Conversations {
   // Removes it and the state that only it uses.
   Status remove(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
   // Removes what has expired, gives up what was kept long enough; returns how many were removed.
-  Result<int64_t> expire() HCACHE_EXCLUDES(mutex_);
+  // `removal`: for whom there is more to do than remove() does.
+  using Removal = std::function<Status(const SaltId& salt, const std::string& name)>;
+  Result<int64_t> expire(const Removal& removal = {}) HCACHE_EXCLUDES(mutex_);
 
  private:
   // The text of a chain, without the token that begins every text.

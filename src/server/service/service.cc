@@ -59,6 +59,7 @@ Status Service::init() {
   serving::ServingOptions serving;
   serving.runtime = options_.runtime;
   serving.scheduler = options_.scheduler;
+  serving.draft = options_.draft;
   serving.max_sequences = options_.max_sequences;
   serving.max_context = options_.max_context;
   serving.tick = [this] { tick(); };
@@ -160,7 +161,8 @@ void Service::tick() {
   if (now_ns < next_expiry_ns_) return;
   next_expiry_ns_ = now_ns + kExpiryNs;
   keeper_->post([this] {
-    const Result<int64_t> removed = conversations_->expire();
+    const Result<int64_t> removed = conversations_->expire(
+        [this](const SaltId& salt, const std::string& name) { return remove_session(salt, name); });
     if (!removed.ok()) log::warn("sessions can't expire: {}", removed.status().to_string());
   });
 }
@@ -254,8 +256,7 @@ std::string Service::metrics_text() {
   return metrics_.text(snapshot);
 }
 
-Status Service::remove_session(const Salt& salt, const std::string& name) {
-  const SaltId& id = salt.id;
+Status Service::remove_session(const SaltId& id, const std::string& name) {
   HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens, conversations_->tokens(id, name));
   HCACHE_RETURN_IF_ERROR(conversations_->remove(id, name));
   // What other conversations begin with stays.
@@ -265,7 +266,7 @@ Status Service::remove_session(const Salt& salt, const std::string& name) {
     if (!theirs.ok()) continue;  // gone meanwhile
     shared = std::max(shared, common_prefix(tokens, *theirs));
   }
-  scheduler().forget(salt, std::move(tokens), shared);
+  scheduler().forget(id, std::move(tokens), shared);
   return {};
 }
 

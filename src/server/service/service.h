@@ -112,7 +112,7 @@ class Service {
   // What files say of state under this salt.
   [[nodiscard]] Fingerprint file_fingerprint(const Salt& salt);
   // Removes a conversation, the saved state that only it uses, and its rows in the arena.
-  Status remove_session(const Salt& salt, const std::string& name);
+  Status remove_session(const SaltId& id, const std::string& name);
   // A name for an answer: letters and digits, never twice.
   [[nodiscard]] std::string new_id();
 

@@ -178,7 +178,7 @@ Result<Json> SessionEndpoints::change(const Call& call) {
 
 Result<Json> SessionEndpoints::remove(const Call& call) {
   const std::string& name = *call.request.param("id");
-  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_of(service_, call.request), name));
+  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_of(service_, call.request).id, name));
   return Json{{"object", "session.deleted"}, {"id", name}, {"deleted", true}};
 }
 

@@ -1,7 +1,8 @@
-// Drafting from the conversation itself (prompt look-up decoding): what followed the last tokens
-// where they stood before is guessed to follow again, and a step computes the guessed tokens along
-// with the next one. Each is kept as long as it is what would have been sampled, so the answer is
-// that of one token a step, to the bit.
+// Drafting: tokens are guessed to come next, and a step computes them along with the next one. Each
+// is kept as long as it is what would have been sampled, so the answer is that of one token a step,
+// to the bit. Guesses come from the conversation itself (prompt look-up decoding: what followed the
+// last tokens where they stood before is guessed to follow again) or from a small model
+// (speculative decoding).
 //
 // Pure functions but for Acceptance and StepPace, which are running means. Threading: plain
 // values.
@@ -17,6 +18,7 @@ namespace hcache::policy {
 
 struct DraftLimits {
   int32_t most = 0;         // tokens guessed for a step; 0: none is
+  int32_t least = 0;        // where any are, at least so many, whatever they cost
   int32_t least_match = 3;  // so many tokens must have stood there before
 };
 
@@ -55,10 +57,22 @@ class StepPace {
   std::map<int64_t, double> seconds_;
 };
 
-// Of a draft of `most` tokens each of which comes true with this probability if those before did,
-// how many to compute so that most tokens come a second; 0: none. step_s: what a step of so many
-// rows takes. `others`: rows of other sequences in the step.
-[[nodiscard]] int32_t draft_length(const std::function<double(int64_t rows)>& step_s,
-                                   int64_t others, double probability, int32_t most);
+// How many tokens to draft, and how many tokens then come a second, all sequences' together.
+struct DraftLength {
+  int32_t tokens = 0;
+  double rate = 0;  // 0: none is drafted
+};
+
+// What steps and drafts take, in one unit of time.
+struct DraftCosts {
+  std::function<double(int64_t rows)> step_s;
+  double token_s = 0;  // of drafting one token
+  int64_t others = 0;  // rows of other sequences in the step
+};
+
+// Of a draft each token of which comes true with this probability if those before did, how many to
+// compute so that most tokens come a second.
+[[nodiscard]] DraftLength draft_length(const DraftCosts& costs, double probability,
+                                       const DraftLimits& limits);
 
 }  // namespace hcache::policy

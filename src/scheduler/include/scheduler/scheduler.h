@@ -65,8 +65,8 @@ struct SchedulerOptions {
   policy::RestoreLimits restore = {};
   policy::ReuseLimits reuse = {};
   policy::QueueLimits queue = {};
-  // Tokens of answers that are guessed from their conversation, computed along with the next one
-  // and kept where they are what next() gives. Off unless set.
+  // Tokens of answers that are guessed from their conversation, or by the drafter, computed along
+  // with the next one and kept where they are what next() gives. Off unless set.
   policy::DraftLimits draft = {};
   // Which idle sequence leaves the arena.
   policy::EvictPolicy evict = policy::EvictPolicy::kSchedulerAware;
@@ -154,12 +154,15 @@ struct Snapshot {
 
 class Inbox;
 class Core;
+class Drafter;
 
 class Scheduler {
  public:
-  // The Executor must outlive the scheduler. kInvalidArgument names the option.
+  // Executor and drafter (null: none) must outlive the scheduler. kInvalidArgument names the
+  // option.
   static Result<std::unique_ptr<Scheduler>> create(Executor& executor,
-                                                   const SchedulerOptions& options);
+                                                   const SchedulerOptions& options,
+                                                   Drafter* drafter = nullptr);
   // Ends what is left as by stop_all(), and releases every sequence.
   ~Scheduler();
   Scheduler(const Scheduler&) = delete;
@@ -181,7 +184,7 @@ class Scheduler {
   // Drops a chain from the arena in the next run_once(): idle sequences of this salt lose the rows
   // that they have in common with `tokens`, and what follows them, except for the first `keep`,
   // which another chain still needs. What a request in the queue or running shares stays as well.
-  void forget(const Salt& salt, std::vector<int32_t> tokens, int64_t keep = 0);
+  void forget(const SaltId& salt, std::vector<int32_t> tokens, int64_t keep = 0);
   // Accepts nothing more; what is there goes on to its end.
   void drain();
   // drain(), and the next run_once() ends everything with `reason` (not ok).

@@ -19,6 +19,7 @@
 #include "model/sampler.h"
 #include "policy/restore_plan.h"
 #include "scheduler/scheduler.h"
+#include "serving/draft_model.h"
 #include "state/runtime.h"
 
 namespace hcache::server {
@@ -27,6 +28,7 @@ struct ServerOptions {
   state::RuntimeOptions runtime;
   http::Options http;
   scheduler::SchedulerOptions scheduler;
+  std::optional<serving::DraftOptions> draft;  // a model that guesses replies' next tokens
   policy::Mode restore_mode = policy::Mode::kPlan;
   int32_t max_sequences = 64;  // in the arena, idle ones included
   int64_t max_context = 0;     // tokens of one of them; 0: as many as model and arena have

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "scheduler/scheduler.h"
+#include "serving/draft_model.h"
 #include "state/runtime.h"
 
 namespace hcache::serving {
@@ -23,6 +24,8 @@ struct ServingOptions {
   scheduler::SchedulerOptions scheduler;
   int32_t max_sequences = 64;  // in the arena, idle ones included
   int64_t max_context = 0;     // rows of one; 0: as many as the model and the arena have
+  std::optional<DraftOptions>
+      draft;  // a model that drafts for it, as far as scheduler.draft allows
   // May be empty. Called on the engine's thread between iterations, several times a second: quick.
   std::function<void()> tick;
 };
