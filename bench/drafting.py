@@ -2,6 +2,8 @@
 """Replies with tokens guessed from their conversation (--draft-max) against the same replies without.
 
     bench/drafting.py                     12 pairs of each kind of text
+    bench/drafting.py -m LARGE --model-draft SMALL --draft-max 16
+                                          with a second model that guesses, too
     bench/drafting.py --quick             tiny settings: proves the script, measures nothing
 
 Two servers that differ in --draft-max alone get the same requests in turns. "editing": a passage and the
@@ -28,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passage", type=int, default=300, help="tokens of a passage")
     parser.add_argument("--reply", type=int, default=200, help="tokens of a reply")
     parser.add_argument("--draft-max", type=int, default=64)
+    parser.add_argument("--model-draft", help="a small model with the same vocabulary that guesses")
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.passage, args.reply = 1, 60, 24
@@ -81,8 +84,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.work, prefix="draft-") as one, \
             tempfile.TemporaryDirectory(dir=args.work, prefix="draft-") as other:
         plain = servers.hcache(args, Path(one), 4096, 1, 0, "--no-store", "--draft-max", 0)
+        model = ["--model-draft", args.model_draft] if args.model_draft else []
         drafting = servers.hcache(args, Path(other), 4096, 1, 0, "--no-store", "--draft-max",
-                                  args.draft_max)
+                                  args.draft_max, *model)
         plain.name, drafting.name = "plain", "drafting"
         with plain, drafting:
             pairs = measure(args, plain, drafting)

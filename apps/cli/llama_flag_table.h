@@ -38,7 +38,7 @@ constexpr std::string_view kPlacing = "the system places the threads";
 constexpr std::string_view kCaching = "the cache is managed without it";
 constexpr std::string_view kLogging = "see --log-requests and --verbose";
 constexpr std::string_view kFixed = "it can't be chosen here";
-constexpr std::string_view kDrafting = "no model drafts for another, and answers are the same";
+constexpr std::string_view kDrafting = "answers are the same: see --model-draft and --draft-max";
 constexpr std::string_view kMedia = "requests with images, sound or video are refused";
 constexpr std::string_view kPage = "the page is part of the server";
 constexpr std::string_view kTools = "the server runs no tools, its clients do";
@@ -364,26 +364,24 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_CPU_MOE"},
     {"--spec-draft-n-cpu-moe,--spec-draft-ncmoe,-ncmoed,--n-cpu-moe-draft", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE"},
-    {"--spec-draft-n-max", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_N_MAX"},
-    {"--spec-draft-n-min", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_N_MIN"},
+    {"--spec-draft-n-max", Meaning::kOption, Value::kOne, "--draft-max", "LLAMA_ARG_SPEC_DRAFT_N_MAX"},
+    {"--spec-draft-n-min", Meaning::kOption, Value::kOne, "--draft-min",
+     "LLAMA_ARG_SPEC_DRAFT_N_MIN"},
     {"--spec-synth-len", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_SPEC_SYNTH_LEN"},
     {"--spec-synth-rates", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_SPEC_SYNTH_RATES"},
     {"--spec-draft-p-split,--draft-p-split", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_P_SPLIT"},
-    {"--spec-draft-p-min,--draft-p-min", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_P_MIN"},
+    {"--spec-draft-p-min,--draft-p-min", Meaning::kOption, Value::kOne, "--draft-p-min",
+     "LLAMA_ARG_SPEC_DRAFT_P_MIN"},
     {"--spec-draft-backend-sampling,--no-spec-draft-backend-sampling", Meaning::kIgnored, Value::kNone,
      reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_BACKEND_SAMPLING"},
-    {"--spec-draft-device,-devd,--device-draft", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting},
+    {"--spec-draft-device,-devd,--device-draft", Meaning::kOption, Value::kOne, "--device-draft"},
     {"--spec-draft-ngl,-ngld,--gpu-layers-draft,--n-gpu-layers-draft", Meaning::kIgnored, Value::kOne,
      reasons::kDrafting, "LLAMA_ARG_N_GPU_LAYERS_DRAFT"},
-    {"--spec-draft-model,-md,--model-draft", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_SPEC_DRAFT_MODEL"},
+    {"--spec-draft-model,-md,--model-draft", Meaning::kOption, Value::kOne, "--model-draft",
+     "LLAMA_ARG_SPEC_DRAFT_MODEL"},
     {"--spec-type", Meaning::kIgnored, Value::kOne, reasons::kDrafting, "LLAMA_ARG_SPEC_TYPE"},
     {"--spec-ngram-mod-n-min", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-mod-n-max", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
@@ -398,8 +396,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--spec-ngram-map-k4v-size-m", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-map-k4v-min-hits", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--draft-max,--draft,--draft-n", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_DRAFT_MAX"},
-    {"--draft-min,--draft-n-min", Meaning::kIgnored, Value::kOne,
-     reasons::kDrafting, "LLAMA_ARG_DRAFT_MIN"},
+    {"--draft-min,--draft-n-min", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_DRAFT_MIN"},
     {"--spec-ngram-size-n", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-size-m", Meaning::kIgnored, Value::kOne, reasons::kDrafting},
     {"--spec-ngram-min-hits", Meaning::kIgnored, Value::kOne, reasons::kDrafting},

@@ -14,6 +14,7 @@
 #include "base/memory.h"
 #include "base/units.h"
 #include "commands.h"
+#include "draft_args.h"
 #include "encoder/encoder_server.h"
 #include "model/pooling.h"
 #include "model/tools.h"
@@ -81,10 +82,7 @@ struct ServeArgs : Options {
   int64_t sequence_ctx =
       integer(&sequence_ctx, "--sequence-ctx", "TOKENS", 0, {0},
               "most tokens of one conversation; 0: as many as --ctx and the model have");
-  int draft_max = integer(
-      &draft_max, "--draft-max,--draft,--draft-n", "TOKENS", 0, {0, 512},
-      "guess so many tokens of a reply at most from what stands in its conversation, and compute "
-      "them along with the next one: the same answer, sooner where it repeats itself; 0: none");
+  DraftArgs draft{this};
   int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
                             "most tokens of one step: replies first, then prompts");
   std::string queue_policy =
@@ -262,7 +260,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.evict.whole_chains = args.evict_whole;
   o.runtime.evict.reserve = args.evict_reserve;
   o.scheduler.evict = o.runtime.evict.evict;
-  o.scheduler.draft.most = args.draft_max;
+  HCACHE_RETURN_IF_ERROR(args.draft.apply(args.runtime, &o));
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
@@ -323,9 +321,9 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
     HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
                                        "can't be had with --models-dir, whose files are the "
                                        "models and their names"));
-    HCACHE_RETURN_IF_ERROR(
-        args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off},
-                    "is for one model, and --models-dir has several"));
+    HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters,
+                                        &args.adapters_off, &args.draft.model},
+                                       "is for one model, and --models-dir has several"));
   }
   HCACHE_ASSIGN_OR_RETURN(const auto router,
                           start_models(args.models, servers, http, !args.no_page));

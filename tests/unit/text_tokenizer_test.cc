@@ -108,6 +108,31 @@ TEST(Tokenizer, SentencePieceVocabulary) {
 }
 
 // RWKV's: the longest token wins, texts are escaped.
+TEST(Tokenizer, VocabulariesAreCompared) {
+  const auto real = load(HCACHE_TEST_MODEL);
+  const auto tiny = load(TempFile(tiny_vocab()).path());
+  ASSERT_TRUE(real && tiny);
+  EXPECT_EQ(common_vocabulary(*real, *real).value_or(-1), real->n_vocab());
+  const auto other = common_vocabulary(*real, *tiny);
+  EXPECT_EQ(other.code(), Code::kInvalidArgument);
+  EXPECT_NE(other.status().message().find("49152"), std::string::npos);
+
+  const Gguf renamed = tiny_vocab();
+  const int64_t key = gguf_find_key(renamed.get(), "tokenizer.ggml.tokens");
+  std::vector<std::string> names;
+  for (size_t i = 0; i < gguf_get_arr_n(renamed.get(), key); ++i) {
+    names.emplace_back(gguf_get_arr_str(renamed.get(), key, i));
+  }
+  names[257] = "<|another|>";
+  std::vector<const char*> pointers;
+  for (const std::string& name : names) pointers.push_back(name.c_str());
+  gguf_set_arr_str(renamed.get(), "tokenizer.ggml.tokens", pointers.data(), pointers.size());
+  const auto differs = common_vocabulary(*tiny, *load(TempFile(renamed).path()));
+  EXPECT_EQ(differs.code(), Code::kInvalidArgument);
+  EXPECT_NE(differs.status().message().find("token 257"), std::string::npos)
+      << differs.status().to_string();
+}
+
 TEST(Tokenizer, ReadsEscapedTokens) {
   const Gguf ctx(gguf_init_empty());
   gguf_set_val_str(ctx.get(), "general.architecture", "rwkv6");

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <limits>
 
@@ -214,6 +215,25 @@ std::string Tokenizer::piece(int32_t token, bool special) const {
   } catch (const std::exception&) {
     return {};  // a byte token whose name is no byte: it has no text
   }
+}
+
+Result<int32_t> common_vocabulary(const Tokenizer& a, const Tokenizer& b) {
+  constexpr int32_t kNamedFreely = 5;
+  constexpr int32_t kMostPadding = 128;
+  const auto [fewer, more] = std::minmax({a.n_vocab(), b.n_vocab()});
+  if (more - fewer > kMostPadding) {
+    return invalid_argument(fmt::format(
+        "the vocabularies have {} and {} tokens; they must be the same", a.n_vocab(), b.n_vocab()));
+  }
+  if (a.adds_bos() != b.adds_bos() || (a.adds_bos() && a.bos() != b.bos())) {
+    return invalid_argument("texts begin with different tokens in the two vocabularies");
+  }
+  for (int32_t token = kNamedFreely; token < fewer; ++token) {
+    if (a.piece(token, true) == b.piece(token, true)) continue;
+    return invalid_argument(fmt::format("token {} is '{}' in one vocabulary and '{}' in the other",
+                                        token, a.piece(token, true), b.piece(token, true)));
+  }
+  return fewer;
 }
 
 Result<std::string> Tokenizer::decode(std::span<const int32_t> tokens, bool special) const {

@@ -81,6 +81,12 @@ class Tokenizer {
   std::unique_ptr<Impl> impl_;
 };
 
+// How many tokens, from 0 on, two vocabularies share: all of the smaller one's, so that one model's
+// tokens can be fed to the other. kInvalidArgument names what differs. What the first few tokens
+// are called may differ, since files name unused ones as they like, and so may the number, by
+// padding.
+[[nodiscard]] Result<int32_t> common_vocabulary(const Tokenizer& a, const Tokenizer& b);
+
 // Turns a stream of tokens into text that is valid UTF-8 at every moment: bytes of a character
 // that is not complete yet are held back, and bytes that can't become one are replaced by U+FFFD.
 // One stream, one thread. The Tokenizer must outlive it.
