@@ -30,6 +30,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passage", type=int, default=300, help="tokens of a passage")
     parser.add_argument("--reply", type=int, default=200, help="tokens of a reply")
     parser.add_argument("--draft-max", type=int, default=64)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of text")
+    parser.add_argument("--temperature", type=float, default=0.9,
+                        help="of new text; 0 for weights that ggml multiplies (F32, F16), where a row's "
+                        "last bits depend on how many there are")
     parser.add_argument("--model-draft", help="a small model with the same vocabulary that guesses")
     args = parser.parse_args()
     if args.quick:
@@ -52,14 +56,14 @@ def requests(args, server, kind: str) -> list[dict]:
             begun = passage[:args.passage // 4]
             body |= {"prompt": passage + begun, "temperature": 0}
         else:
-            body |= {"prompt": passage[:args.passage // 2], "temperature": 0.9, "seed": i}
+            body |= {"prompt": passage[:args.passage // 2], "temperature": args.temperature, "seed": i}
         bodies.append(body)
     return bodies
 
 
 def measure(args, plain, drafting) -> list[dict]:
     pairs = []
-    for kind in KINDS:
+    for kind in args.kinds:
         for i, body in enumerate(requests(args, plain, kind)):
             order = [plain, drafting] if i % 2 == 0 else [drafting, plain]
             answers = {server.name: server.post("/completion", body) for server in order}
@@ -92,7 +96,8 @@ def main() -> None:
             pairs = measure(args, plain, drafting)
     rows = []
     results = {"pairs": pairs, "bars": []}
-    for kind, least in KINDS.items():
+    for kind in args.kinds:
+        least = KINDS[kind]
         of_kind = [pair for pair in pairs if pair["kind"] == kind]
         ratios = [pair["tokens_per_s"] / pair["plain_tokens_per_s"] for pair in of_kind]
         accepted = sum(pair["accepted"] for pair in of_kind)
