@@ -20,6 +20,8 @@ Result<StoreStat> StoreImpl::stat() {
   StoreStat out;
   out.format_version = catalog_->format();
   out.quota_bytes = options_.quota_bytes;
+  out.snapshot_quota_bytes = options_.snapshot_quota_bytes;
+  out.snapshots_dropped = snapshots_dropped_;
   cache_.describe(&out);
   if (remote_ != nullptr) out.remote = remote_->stat();
   out.checksum_failures = checksum_failures_;
@@ -41,6 +43,9 @@ Result<StoreStat> StoreImpl::stat() {
     ++out.chunks;
     out.tokens += row.record->info.tokens.size();
     out.pages += row.record->places.size();
+    const std::uint64_t of_snapshot = snapshot_bytes(row.record->info);
+    if (of_snapshot > 0) ++out.snapshots;
+    out.snapshot_bytes += of_snapshot;
     for (std::size_t i = 0; i < row.record->places.size(); ++i) {
       const std::uint64_t bytes = row.record->info.pages[i].bytes;
       out.page_bytes += bytes;

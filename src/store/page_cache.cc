@@ -135,6 +135,21 @@ void PageCache::erase(std::span<const ChunkId> chunks) {
   }
 }
 
+void PageCache::erase_snapshots(std::span<const ChunkId> chunks) {
+  if (!enabled()) return;
+  MutexLock lock(mutex_);
+  for (const ChunkId& id : chunks) {
+    Chunk* chunk = chunk_of(id);
+    if (chunk == nullptr) continue;
+    std::erase_if(chunk->pages, [&](const Page& page) HCACHE_REQUIRES(mutex_) {
+      if (page.encoding != Encoding::kSnapshot) return false;
+      used_ -= page.held.bytes.size();
+      return true;
+    });
+    if (chunk->pages.empty()) drop(short_id(id));
+  }
+}
+
 void PageCache::clear_all() {
   while (!chunks_.empty()) drop(chunks_.begin()->first);
 }

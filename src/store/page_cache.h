@@ -62,6 +62,8 @@ class PageCache {
   void mark(const ChunkRecord& chunk, std::span<PageOrigin> origins) const HCACHE_EXCLUDES(mutex_);
   // Drops what it has of these chunks; whoever reads one of their pages keeps its copy.
   void erase(std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
+  // The same of their snapshots alone.
+  void erase_snapshots(std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
   // A request in the queue wants these chunks, until it is unwanted (policy/wanted.h).
   void want(std::uint64_t ticket, std::span<const ChunkId> chunks) HCACHE_EXCLUDES(mutex_);
   void dispatch(std::uint64_t ticket) HCACHE_EXCLUDES(mutex_);

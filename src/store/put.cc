@@ -52,6 +52,8 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
   PutReport report = draft.report;
   pins_.mark_used(draft.used, env_.wall_ns());
   order_->use(draft.used);
+  snapshots_->use(draft.used);
+  HCACHE_RETURN_IF_ERROR(make_room_for_snapshots(&draft, &report));
   if (draft.chunks.empty()) return report;
 
   std::vector<Run> runs = writer_->lay_out(&draft.chunks);
@@ -79,6 +81,7 @@ Result<PutReport> StoreImpl::put_batch(std::span<const ChunkWrite> batch, Source
   for (const Draft& chunk : draft.chunks) {
     owners_.add(chunk.record.info.salt, new_bytes(chunk));
     order_->add(chunk.record);
+    snapshots_->set(chunk.record);
   }
   copies_->put(draft, source);
   removal_->finish(draft.superseded, true);
@@ -131,18 +134,12 @@ Status StoreImpl::quarantine(const ChunkId& id, std::uint16_t layer, Encoding en
   removal_->finish_unpinned();
   HCACHE_ASSIGN_OR_RETURN(auto record, catalog_->find(id));
   if (!record.has_value()) return {};
-  const PageInfo* page = record->info.find_page(layer, encoding);
-  if (page == nullptr) return {};
-  const auto index = page - record->info.pages.data();
-  const DroppedPage freed{id, record->places[static_cast<std::size_t>(index)], page->bytes};
-  record->info.pages.erase(record->info.pages.begin() + index);
-  record->places.erase(record->places.begin() + index);
-  std::vector<Draft> draft(1);
-  draft[0].record = *record;
-  HCACHE_RETURN_IF_ERROR(commit_rewrite(draft));
-  pins_.raise_epoch();
-  owners_.subtract(record->info.salt, freed.bytes);
-  space_->free_when_unpinned({freed});
+  if (record->info.find_page(layer, encoding) == nullptr) return {};
+  const bool whole = encoding == Encoding::kSnapshot;
+  const ShrunkChunk chunk = shrink(*record, [&](const PageInfo& other) {
+    return other.encoding == encoding && (whole || other.layer == layer);
+  });
+  HCACHE_RETURN_IF_ERROR(drop_pages({&chunk, 1}));
   removal_->finish_unpinned();
   return {};
 }

@@ -29,20 +29,24 @@ void Remote::look_up(const ChainFingerprints& fingerprints, const SaltId& salt,
     ids.push_back(last);
   }
   std::vector<ChunkId> used;
-  const auto fits = [&](const std::optional<ChunkRecord>& record, const ChunkId& before) {
+  const auto fits = [&](const std::optional<ChunkRecord>& record, const ChunkId& before,
+                        std::size_t place) {
     return record.has_value() && record->info.parent == before &&
-           record->info.fingerprint == fingerprints.at(at) && record->info.salt == salt;
+           record->info.fingerprint == fingerprints.at(place) && record->info.salt == salt;
   };
   last = parent;
   if (!ids.empty()) {
     auto found = ask(ids, deadline_ns);
     if (!found) return;
-    for (std::optional<ChunkRecord>& record : *found) {
-      if (!fits(record, last)) break;
-      last = record->info.id;
-      at += kChunkTokens;
+    // Chunks between that are missing may be on the disks, as where snapshots alone were evicted.
+    const std::size_t begin = at;
+    for (std::size_t i = 0; i < found->size() && i < ids.size(); ++i) {
+      const std::size_t next = begin + i * kChunkTokens;
+      if (!fits((*found)[i], i == 0 ? parent : ids[i - 1], next)) continue;
+      last = ids[i];
+      at = next + kChunkTokens;
       used.push_back(last);
-      add(std::move(*record));
+      add(std::move(*(*found)[i]));
     }
   }
   // Behind them a partial one, of any length.
@@ -57,7 +61,7 @@ void Remote::look_up(const ChainFingerprints& fingerprints, const SaltId& salt,
     auto found = ask(std::move(ids), deadline_ns);
     if (!found) return;
     for (std::optional<ChunkRecord>& record : *found) {
-      if (!fits(record, last)) continue;
+      if (!fits(record, last, at)) continue;
       used.push_back(record->info.id);
       add(std::move(*record));
       break;

@@ -22,6 +22,7 @@ void Removal::finish(std::span<const ChunkRecord> victims, bool committed) {
   if (remote_ == nullptr) cache_.erase(ids_of(victims));
   for (const ChunkRecord& victim : victims) {
     owners_.subtract(victim.info.salt, page_bytes(victim));
+    snapshots_.erase(victim.info.id);
   }
   space_.free_pages(victims);
 }

@@ -15,6 +15,7 @@
 #include "pins.h"
 #include "records.h"
 #include "remote.h"
+#include "snapshots.h"
 #include "space.h"
 
 namespace hcache::store {
@@ -23,13 +24,14 @@ class Removal {
  public:
   // `remote` may be null.
   Removal(Catalog& catalog, Pins& pins, Space& space, Records& records, Owners& owners,
-          DiskOrder& order, PageCache& cache, Remote* remote)
+          DiskOrder& order, Snapshots& snapshots, PageCache& cache, Remote* remote)
       : catalog_(catalog),
         pins_(pins),
         space_(space),
         records_(records),
         owners_(owners),
         order_(order),
+        snapshots_(snapshots),
         cache_(cache),
         remote_(remote) {}
 
@@ -58,6 +60,7 @@ class Removal {
   Records& records_;
   Owners& owners_;
   DiskOrder& order_;
+  Snapshots& snapshots_;
   PageCache& cache_;
   Remote* const remote_;
   std::unordered_set<ChunkId> superseded_;  // one may be extended again while it is pinned

@@ -234,8 +234,10 @@ Status StoreImpl::prepare() {
   const bool evicts =
       !options_.read_only && (options_.quota_bytes > 0 || options_.owner_quota_bytes > 0);
   order_ = std::make_unique<DiskOrder>(env_, *catalog_, options_.disk_policy, evicts);
+  snapshots_ =
+      std::make_unique<Snapshots>(env_, options_.read_only ? 0 : options_.snapshot_quota_bytes);
   removal_ = std::make_unique<Removal>(*catalog_, pins_, *space_, *records_, owners_, *order_,
-                                       cache_, remote_.get());
+                                       *snapshots_, cache_, remote_.get());
   copies_ = std::make_unique<TierCopies>(cache_, remote_.get(), *segments_);
   const QuotaLimits limits = {options_.quota_bytes, options_.owner_quota_bytes,
                               options_.disk_policy};
@@ -294,6 +296,7 @@ Result<std::uint64_t> StoreImpl::count_chunks(
   std::uint64_t damaged = 0;
   HCACHE_RETURN_IF_ERROR(catalog_->scan([&](ChunkRow&& row) HCACHE_REQUIRES(write_mutex_) {
     order_->load(row);
+    snapshots_->load(row);
     if (!row.record.ok()) {
       ++damaged;
       return true;
@@ -305,6 +308,7 @@ Result<std::uint64_t> StoreImpl::count_chunks(
     count_record(row.record_ref);
     return true;
   }));
+  snapshots_->loaded();
   return damaged;
 }
 
@@ -373,6 +377,7 @@ Result<std::optional<Match>> StoreImpl::try_match(const ChainFingerprints& finge
   const auto pinned = pins_.pin(ids, epoch, used_ns);
   if (!pinned.has_value()) return std::optional<Match>();
   order_->use(std::span(ids).first(*pinned));
+  snapshots_->use(std::span(ids).first(*pinned));
   Match match;
   for (std::size_t i = 0; i < *pinned; ++i) {
     match.n_tokens += chain.rows[i];

@@ -24,6 +24,7 @@
 #include "segment_writer.h"
 #include "segments.h"
 #include "sessions.h"
+#include "snapshots.h"
 #include "space.h"
 #include "store/store.h"
 #include "tier_copies.h"
@@ -37,6 +38,14 @@ enum class Recovery {
   kRebuild,   // makes the catalog anew
   kRebuilt,   // that has been done: all, and no second time
 };
+
+// A chunk that loses some of its pages and stays: the same chunk with either part of them.
+struct ShrunkChunk {
+  ChunkRecord left;
+  ChunkRecord dropped;
+};
+[[nodiscard]] ShrunkChunk shrink(const ChunkRecord& record,
+                                 const std::function<bool(const PageInfo&)>& goes);
 
 class StoreImpl final : public Store, public PageSource {
  public:
@@ -120,6 +129,14 @@ class StoreImpl final : public Store, public PageSource {
       HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status commit_put(const PutDraft& draft) HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status commit_rewrite(std::span<const Draft> drafts) HCACHE_REQUIRES(write_mutex_);
+  // In one transaction; their space is given back once they are not pinned.
+  [[nodiscard]] Status drop_pages(std::span<const ShrunkChunk> chunks)
+      HCACHE_REQUIRES(write_mutex_);
+  // Drops snapshots until those that the draft brings fit their quota; what is worth less than what
+  // is there leaves the draft instead.
+  [[nodiscard]] Status make_room_for_snapshots(PutDraft* draft, PutReport* report)
+      HCACHE_REQUIRES(write_mutex_);
+  [[nodiscard]] Status drop_snapshots(std::span<const ChunkId> ids) HCACHE_REQUIRES(write_mutex_);
   [[nodiscard]] Status remove_set_aside() HCACHE_REQUIRES(write_mutex_);
   // Puts what has been read from the remote tier since the last time on the disks.
   void promote() HCACHE_REQUIRES(write_mutex_);
@@ -164,8 +181,10 @@ class StoreImpl final : public Store, public PageSource {
   std::unique_ptr<Remote> remote_;
   std::unique_ptr<Chains> chains_;
   std::unique_ptr<DiskOrder> order_;
+  std::unique_ptr<Snapshots> snapshots_;
   Pins pins_;
   std::atomic<std::uint64_t> checksum_failures_ = 0;
+  std::atomic<std::uint64_t> snapshots_dropped_ = 0;
   std::atomic<bool> closed_ = false;
 
   Mutex write_mutex_;

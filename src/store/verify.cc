@@ -296,6 +296,7 @@ Status StoreImpl::check_integrity() {
   if (options_.read_only) return {};
   HCACHE_RETURN_IF_ERROR(check_owners(all));
   HCACHE_RETURN_IF_ERROR(check_records(refs));
+  HCACHE_RETURN_IF_ERROR(snapshots_->check(all));
   // The free space must be what a rebuild from the catalog would find, but for what waits.
   return space_->check(all);
 }

@@ -255,6 +255,58 @@ TEST_P(PowerCutTest, DuringEvictionNothingCommittedLastIsLost) {
   }
 }
 
+// Snapshots are dropped to make room for others: each is there as a whole or not at all, and rows
+// that were acknowledged stay whatever becomes of them.
+TEST_P(PowerCutTest, WhileSnapshotsAreDropped) {
+  const Shape rows{2, {Encoding::kRows}, 16};
+  constexpr std::size_t kPartRow = 64;
+  constexpr std::uint64_t kQuota = 3 * 2 * 64 * kPartRow;  // three of two parts
+  const auto turn = [&](std::size_t chunks) {
+    Chain chain(kModel, kSalt, tokens_of(64 * chunks + 8, 1), rows);
+    chain.add_snapshot(chunks - 1, 2, kPartRow);
+    chain.add_snapshot(chunks, 2, 8 * kPartRow);  // of eight tokens
+    return chain;
+  };
+  std::map<std::size_t, int> cuts_behind;  // a turn of so many chunks
+  for (std::uint64_t cut = 1; cut < 140; cut += 2) {
+    SCOPED_TRACE(cut);
+    World world(cut);
+    world.options.snapshot_quota_bytes = kQuota;
+    ASSERT_OK(world.open());
+    ASSERT_OK(world.store->put(turn(2).chunks()));
+    world.env.cut_power_at(cut);
+    std::size_t last = 2;
+    for (std::size_t chunks = 4; chunks <= 12; chunks += 2) {
+      if (!world.store->put(turn(chunks).chunks()).ok()) break;
+      last = chunks;
+    }
+    ++cuts_behind[last];
+    world.store.reset();
+    world.env.restart(GetParam());
+    ASSERT_OK(world.open());
+    const auto match = world.store->match(kModel, kSalt, turn(last).tokens());
+    ASSERT_OK(match);
+    EXPECT_EQ(match->n_tokens, 64 * last + 8);
+    for (const MatchedChunk& matched : match->chunks) {
+      const ChunkInfo& info = matched.chunk.info();
+      EXPECT_EQ(info.find_page(0, Encoding::kSnapshot) == nullptr,
+                info.find_page(1, Encoding::kSnapshot) == nullptr);
+      EXPECT_NE(info.find_page(1, Encoding::kRows), nullptr);
+    }
+    EXPECT_TRUE(read_back(*world.store, *match).failed.empty());
+    EXPECT_LE(world.store->stat()->snapshot_bytes, kQuota);
+    EXPECT_OK(world.store->check_integrity());
+    const auto report = world.store->verify({});
+    ASSERT_OK(report);
+    EXPECT_TRUE(report->ok());
+    ASSERT_OK(world.store->put(turn(14).chunks()));
+    EXPECT_LE(world.store->stat()->snapshot_bytes, kQuota);
+    EXPECT_OK(world.store->check_integrity());
+    if (HasFailure()) return;
+  }
+  for (const std::size_t turn : {4, 6, 8}) EXPECT_GT(cuts_behind[turn], 3) << turn;
+}
+
 INSTANTIATE_TEST_SUITE_P(Survivors, PowerCutTest,
                          ::testing::Values(FaultEnv::Survivors::kNone, FaultEnv::Survivors::kAll,
                                            FaultEnv::Survivors::kSome));

@@ -22,9 +22,10 @@ inline const SaltId kSalt = salt_id("");
 class Machine {
  public:
   explicit Machine(const std::string& url, const RemoteOptions& remote = {},
-                   std::uint64_t quota_bytes = 0) {
+                   std::uint64_t quota_bytes = 0, std::uint64_t snapshot_quota_bytes = 0) {
     options_.dirs = {folder_.path()};
     options_.quota_bytes = quota_bytes;
+    options_.snapshot_quota_bytes = snapshot_quota_bytes;
     options_.remote = remote;
     options_.remote.url = url;
     options_.remote.timeout_s = kPatienceS;  // tests don't race with the machine

@@ -176,6 +176,32 @@ TEST(RemoteTier, WhatTheQuotaEvictsIsWrittenBack) {
   ASSERT_OK(a.store().check_integrity());
 }
 
+// The same of snapshots that their own quota drops, whose chunks stay.
+TEST(RemoteTier, DroppedSnapshotsAreWrittenBack) {
+  RedisServer redis;
+  constexpr std::size_t kRow = 512;
+  Machine a(redis.url(), with(&RemoteOptions::write, RemoteWrite::kBack), 0,
+            2 * kChunkTokens * kRow);
+  Chain chain(kModel, kSalt, tokens_of(4 * kChunkTokens, 1), {2, {Encoding::kRows}, 64});
+  chain.add_snapshot(1, 2, kRow);
+  chain.add_snapshot(3, 2, kRow);
+  ASSERT_OK(a.store().put(chain.chunks().first(2)));
+  ASSERT_TRUE(a.settled());
+  EXPECT_EQ(a.stat().bytes_written, 0U);
+  EXPECT_EQ(a.store().put(chain.chunks().subspan(2))->snapshots_dropped, 1U);
+  ASSERT_TRUE(a.settled());
+  EXPECT_EQ(a.stat().bytes_written, 2 * test_seal().value_bytes(kChunkTokens * kRow));
+  {
+    const Match match = a.look_up(chain.tokens());
+    EXPECT_EQ(match.n_tokens, chain.tokens().size());
+    EXPECT_NE(match.chunks[1].chunk.info().find_page(1, Encoding::kSnapshot), nullptr);
+    EXPECT_EQ(read_back(a.store(), match).good, 4U * 2 + 2 * 2);
+  }
+  ASSERT_OK(a.store().put(testing::Chain(kModel, kSalt, tokens_of(64, 2), {}).chunks()));
+  EXPECT_EQ(a.store().stat()->snapshots, 1U);  // where it is worth more, on the disks
+  ASSERT_OK(a.store().check_integrity());
+}
+
 TEST(RemoteTier, OtherTokensSaltsAndModelsFindNothing) {
   RedisServer redis;
   Machine a(redis.url());

@@ -104,6 +104,15 @@ class Chain {
       parent = write.id;
     }
   }
+  // A snapshot behind a chunk, of so many parts with `row_size` bytes for each token of the chunk.
+  void add_snapshot(std::size_t chunk, std::uint16_t parts, std::size_t row_size) {
+    ChunkWrite& write = chunks_[chunk];
+    for (std::uint16_t part = 0; part < parts; ++part) {
+      memory_.push_back(
+          page_bytes_of(write.parent, write.tokens, part, Encoding::kSnapshot, row_size));
+      write.pages.push_back({part, Encoding::kSnapshot, memory_.back()});
+    }
+  }
   void set_owner(const SaltId& owner) {
     for (ChunkWrite& write : chunks_) write.owner = owner;
   }

@@ -10,7 +10,9 @@
 //   put      makes chunks durable: data first, then one catalog transaction, all or nothing;
 //   evict    happens inside put when a quota asks for it: in the order of
 //   StoreOptions::disk_policy,
-//            leaf first, never pinned; freed disk blocks go back to the file system at once;
+//            leaf first, never pinned; freed disk blocks go back to the file system at once. What
+//            snapshots have too much of their own quota they lose alone (policy/snapshots.h): their
+//            chunks stay;
 //   check_integrity  proves the invariants (tests call it after everything they do).
 // Nothing that is read is trusted: catalog rows and pages carry checksums, tokens are compared. A
 // failed check is data_loss with the place, and the caller recomputes.
@@ -202,7 +204,9 @@ struct PutReport {
   std::uint32_t chunks_without_parent = 0;
   std::uint32_t tails_superseded = 0;  // shorter tails that the batch made redundant
   std::uint32_t chunks_evicted = 0;    // to stay within the quota
-  std::uint64_t page_bytes = 0;        // newly written
+  // To stay within that of snapshots; of the batch's own, which are not written then, as well.
+  std::uint32_t snapshots_dropped = 0;
+  std::uint64_t page_bytes = 0;  // newly written
 };
 
 struct ReaderOptions {
@@ -366,6 +370,10 @@ struct StoreStat {
   std::uint64_t catalog_bytes = 0;    // disk blocks of the catalog and its log
   std::uint64_t record_bytes = 0;     // disk blocks of the record files
   std::uint64_t quota_bytes = 0;
+  std::uint64_t snapshots = 0;       // chunks that have one
+  std::uint64_t snapshot_bytes = 0;  // of page_bytes
+  std::uint64_t snapshot_quota_bytes = 0;
+  std::uint64_t snapshots_dropped = 0;  // to stay within it, since the store was opened
   std::vector<DiskStat> disks;
   // The host memory in front of the disks (StoreOptions::dram_bytes), of this process alone.
   std::uint64_t dram_capacity_bytes = 0;
@@ -454,10 +462,11 @@ struct StoreOptions {
   // One per disk; created (0700) when missing. The order does not matter after the first time; a
   // disk may be added later.
   std::vector<std::string> dirs;
-  std::string catalog_dir;              // empty: dirs[0]
-  std::uint64_t quota_bytes = 0;        // page blocks and catalog; 0: as much as the disks have
-  std::uint64_t owner_quota_bytes = 0;  // pages of one owner's chunks; 0: no limit
-  std::uint64_t dram_bytes = 0;         // pages kept in host memory as well; 0: none
+  std::string catalog_dir;                 // empty: dirs[0]
+  std::uint64_t quota_bytes = 0;           // page blocks and catalog; 0: as much as the disks have
+  std::uint64_t owner_quota_bytes = 0;     // pages of one owner's chunks; 0: no limit
+  std::uint64_t snapshot_quota_bytes = 0;  // kSnapshot pages; 0: no limit
+  std::uint64_t dram_bytes = 0;            // pages kept in host memory as well; 0: none
   // What leaves when the quota or the host memory is full.
   policy::TierPolicy disk_policy;
   policy::TierPolicy dram_policy;
@@ -534,8 +543,9 @@ class Store {
   [[nodiscard]] virtual std::vector<PageOrigin> origins(const ChunkRef& chunk) const = 0;
   // Of reading from the remote tier, as measured so far; before that, and without one, a guess.
   [[nodiscard]] virtual double remote_bytes_per_s() const = 0;
-  // Drops a page that failed its check, so that it is not offered again. A page that is gone
-  // already is ok. failed_precondition: read_only.
+  // Drops a page that failed its check, so that it is not offered again; of a snapshot all parts,
+  // which are of no use without it. A page that is gone already is ok. failed_precondition:
+  // read_only.
   [[nodiscard]] virtual Status quarantine(const ChunkId& id, std::uint16_t layer,
                                           Encoding encoding) = 0;
 
