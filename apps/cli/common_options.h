@@ -76,6 +76,11 @@ struct StateOptions : StoreOptions {
   uint64_t quota_bytes =
       bytes(&quota_bytes, "--quota", 0,
             "most disk space of the store; the least recently used goes first; 0: no limit");
+  std::optional<uint64_t> snapshot_quota_bytes = bytes(
+      &snapshot_quota_bytes, "--snapshot-quota",
+      "most disk space of snapshots, of models on libllama whose state is not kept token by "
+      "token (recurrent, windows); those whose loss costs the least computing go first; "
+      "default: half of --quota, nine tenths for a model that keeps nothing else; 0: no limit");
 };
 
 struct SamplingArgs : Options, model::SamplingOptions {

@@ -10,6 +10,7 @@
 #include "base/units.h"
 #include "commands.h"
 #include "common_options.h"
+#include "policy/snapshots.h"
 #include "store/archive.h"
 #include "store/session_name.h"
 #include "store/store.h"
@@ -51,7 +52,7 @@ struct ImportArgs : StoreArgs {
       text(&salt, "--salt", "TEXT", "", "cache salt: nothing is shared between different salts");
   StateOptions state{nullptr};
 
-  ImportArgs() { offer(state, {&state.quota_bytes}); }
+  ImportArgs() { offer(state, {&state.quota_bytes, &state.snapshot_quota_bytes}); }
 };
 
 struct KeyArgs : Options {
@@ -68,13 +69,25 @@ struct RemoveArgs : StoreArgs {
   bool all = flag(&all, "--all", "remove every chunk and conversation");
 };
 
-Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only,
-                                           uint64_t quota_bytes = 0) {
+Result<store::StoreOptions> store_options(const StoreArgs& args) {
   store::StoreOptions options;
   options.dirs = args.folders.stores;
   HCACHE_ASSIGN_OR_RETURN(options.key, args.folders.key());
-  options.quota_bytes = quota_bytes;
+  return options;
+}
+
+Result<std::unique_ptr<store::Store>> open(const StoreArgs& args, bool read_only) {
+  HCACHE_ASSIGN_OR_RETURN(store::StoreOptions options, store_options(args));
   options.read_only = read_only;
+  return store::Store::open(Env::real(), options);
+}
+
+// For writing, within the quotas.
+Result<std::unique_ptr<store::Store>> open(const ImportArgs& args) {
+  HCACHE_ASSIGN_OR_RETURN(store::StoreOptions options, store_options(args));
+  options.quota_bytes = args.state.quota_bytes;
+  options.snapshot_quota_bytes = args.state.snapshot_quota_bytes.value_or(
+      policy::default_snapshot_quota(options.quota_bytes, false));
   return store::Store::open(Env::real(), options);
 }
 
@@ -100,6 +113,8 @@ Status stat(const StoreArgs& args) {
                  {"tokens", s.tokens},
                  {"pages", s.pages},
                  {"page_bytes", s.page_bytes},
+                 {"snapshots", s.snapshots},
+                 {"snapshot_bytes", s.snapshot_bytes},
                  {"allocated_bytes", s.allocated_bytes},
                  {"catalog_bytes", s.catalog_bytes},
                  {"record_bytes", s.record_bytes},
@@ -119,6 +134,9 @@ Status stat(const StoreArgs& args) {
   fmt::print("on disk       {} of pages, {} of catalog, {} of records; {:.0f} bytes per token\n",
              format_bytes(s.allocated_bytes), format_bytes(s.catalog_bytes),
              format_bytes(s.record_bytes), per_token);
+  if (s.snapshots > 0) {
+    fmt::print("snapshots     {} of {}\n", s.snapshots, format_bytes(s.snapshot_bytes));
+  }
   fmt::print("quota         {}\n", s.quota_bytes == 0 ? "none" : format_bytes(s.quota_bytes));
   std::vector<std::vector<std::string>> rows = {{"folder", "segments", "pages", "free"}};
   for (const store::DiskStat& d : s.disks) {
@@ -241,9 +259,7 @@ Status verify(const VerifyArgs& args) {
 
 Status repair(const RepairArgs& args) {
   ProgressLine line;
-  store::StoreOptions options;
-  options.dirs = args.folders.stores;
-  HCACHE_ASSIGN_OR_RETURN(options.key, args.folders.key());
+  HCACHE_ASSIGN_OR_RETURN(store::StoreOptions options, store_options(args));
   options.recovery_progress = [&](std::string_view what, double fraction) {
     return line.update(std::string(what), fraction);
   };
@@ -369,7 +385,7 @@ Status import_session(const ImportArgs& args) {
   session.fingerprint = archive.head.fingerprint;
   session.tokens = archive.head.tokens;
   session.metadata_json = lasting_metadata(archive.head.metadata_json);
-  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args, false));
+  HCACHE_ASSIGN_OR_RETURN(const auto store, open(args));
   if (const Code code = store->get_session(session.name).code(); code != Code::kNotFound) {
     return already_exists(
         fmt::format("there is a session '{}'; choose another name with --session", session.name));

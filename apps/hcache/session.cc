@@ -133,6 +133,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.state_dir = args.state.state_dir;
   o.store_dirs = args.state.stores;
   o.store_quota_bytes = args.state.quota_bytes;
+  o.snapshot_quota_bytes = args.state.snapshot_quota_bytes;
   HCACHE_ASSIGN_OR_RETURN(o.store_key, args.state.key());
   o.remote = args.remote;
   const auto variable = [](const char* name) {

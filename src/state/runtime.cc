@@ -15,6 +15,7 @@
 #include "model/file_digest.h"
 #include "packed_kv.h"
 #include "planned_pages.h"
+#include "policy/snapshots.h"
 #include "state/identity.h"
 #include "state/rounding.h"
 
@@ -336,6 +337,9 @@ Status RuntimeImpl::open_store() {
   options.dirs = options_.store_dirs;
   if (options.dirs.empty()) options.dirs = {join_path(options_.state_dir, "store")};
   options.quota_bytes = options_.store_quota_bytes;
+  const bool nothing_else = llama_.engine && llama_.engine->layout().row_bytes.empty();
+  options.snapshot_quota_bytes = options_.snapshot_quota_bytes.value_or(
+      policy::default_snapshot_quota(options_.store_quota_bytes, nothing_else));
   options.owner_quota_bytes = options_.key_quota_bytes;
   options.dram_bytes = options_.dram_bytes;
   options.dram_policy = options_.evict;

@@ -99,6 +99,7 @@ class Cli(unittest.TestCase):
         hardware = ["plan", "--hardware", "a100", "--model", "llama2-7b"]
         lines = [
             ["plan", "--gpus", "2"], ["plan", "--ssd", "2"], ["plan", "--quota", "1GiB"],
+            ["plan", "--snapshot-quota", "1GiB"],
             ["plan", "--store", "x"],
             [*hardware, "--threads", "2"], [*hardware, "--link", "1GB/s"], [*hardware, "--timeline"],
             [*hardware, "--state-dir", "x"], [*hardware, "--kv-type", "f32"],

@@ -182,6 +182,152 @@ INSTANTIATE_TEST_SUITE_P(Kinds, LlamaServing,
                                            Case{"gemma3", 2, GGML_TYPE_F16, true}),
                          [](const auto& info) { return std::string(info.param.arch); });
 
+// A conversation whose prompts go on from each other, with snapshots before its replies and at
+// their ends.
+class LlamaSnapshots : public ::testing::Test {
+ protected:
+  LlamaSnapshots()
+      : options_(tiny_runtime(make_tiny(dir_, tiny_options("gemma3", 2, GGML_TYPE_F16)),
+                              dir_.file("state"))) {
+    options_.device = "cpu";
+    options_.engine.arena_tokens = 4096;
+    options_.forward = state::EngineChoice::kLlama;
+  }
+
+  static std::vector<int32_t> prompt(int n) { return random_tokens(n, 1); }
+  static void converse(Serving& serving) {
+    for (const int n : {300, 420, 480, 1000}) say(serving, prompt(n), 6);
+    EXPECT_TRUE(serving.flush().ok());
+  }
+  // Tokens of the conversation at which there is a snapshot.
+  static std::vector<uint64_t> places(Serving& serving) {
+    state::Runtime& runtime = serving.runtime();
+    const store::Match match = runtime.match(prompt(1000), own_salt("").id, {});
+    std::vector<uint64_t> places;
+    for (const store::MatchedChunk& matched : match.chunks) {
+      const store::ChunkInfo& chunk = matched.chunk.info();
+      if (matched.usable_rows < chunk.tokens.size()) break;
+      if (state::snapshot_parts(chunk) == 0) continue;
+      places.push_back(chunk.first_position + chunk.tokens.size());
+    }
+    return places;
+  }
+  static uint64_t bytes(Serving& serving) {
+    return serving.runtime().store()->stat().value_or({}).snapshot_bytes;
+  }
+
+  TempDir dir_;
+  RuntimeOptions options_;
+};
+
+// What has a snapshot is not written again, though it is computed again.
+TEST_F(LlamaSnapshots, TheSameConversationIsSavedOnce) {
+  uint64_t saved = 0;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    converse(*serving);
+    EXPECT_EQ(places(*serving), (std::vector<uint64_t>{256, 384, 448, 960}));
+    EXPECT_GT(serving->runtime().saver_stats()->bytes_written, 0U);
+    saved = bytes(*serving);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Said again = say(*serving, prompt(1000), 6, {.cache = CacheUse::kNone});
+  EXPECT_EQ(again.record().restored_tokens, 0);
+  ASSERT_TRUE(serving->flush().ok());
+  EXPECT_EQ(serving->runtime().saver_stats()->bytes_written, 0U);
+  EXPECT_EQ(bytes(*serving), saved);
+}
+
+// What lost its snapshot is restored up to the one before and computed from there on, with the same
+// answer; its rows are still of use.
+TEST_F(LlamaSnapshots, ADroppedOneIsComputedAgainFromTheOneBefore) {
+  uint64_t saved = 0;
+  std::vector<int32_t> branch = prompt(440);
+  const std::vector<int32_t> other = random_tokens(30, 9);
+  branch.insert(branch.end(), other.begin(), other.end());
+  const How alone = {.save = false, .cache = CacheUse::kNone};
+  std::vector<int32_t> expected;
+  std::vector<int32_t> expected_end;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    converse(*serving);
+    saved = bytes(*serving);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  {  // with all of them
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    const Said said = say(*serving, branch, 8, {.save = false});
+    EXPECT_EQ(said.record().restored_tokens, 384);
+    expected = say(*serving, branch, 8, alone).answer;
+    expected_end = say(*serving, prompt(1000), 8, alone).answer;
+    EXPECT_EQ(said.answer, expected);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  options_.snapshot_quota_bytes = saved * 13 / 16;  // about six of the eight
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  say(*serving, random_tokens(100, 5), 1);  // something is saved, and older ones make room
+  ASSERT_TRUE(serving->flush().ok());
+  EXPECT_LE(bytes(*serving), *options_.snapshot_quota_bytes);
+  EXPECT_EQ(places(*serving), (std::vector<uint64_t>{256, 448, 960}));
+  EXPECT_EQ(saved_tokens(*serving, prompt(1000)), 1000);  // its rows are all there
+
+  const Said said = say(*serving, branch, 8, {.save = false});
+  EXPECT_EQ(said.record().restored_tokens, 256);
+  EXPECT_EQ(said.answer, expected);
+  const Said end = say(*serving, prompt(1000), 8, {.save = false});
+  EXPECT_EQ(end.record().restored_tokens, 960);
+  EXPECT_EQ(end.answer, expected_end);
+  EXPECT_TRUE(serving->runtime().store()->check_integrity().ok());
+}
+
+TEST_F(LlamaSnapshots, UnlessItIsSaidTheyHaveHalfOfTheQuota) {
+  options_.store_quota_bytes = 64U << 20;
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  EXPECT_EQ(serving->runtime().store()->stat().value_or({}).snapshot_quota_bytes, 32U << 20);
+}
+
+// Whatever is said, there are never more of them than may be, and a conversation comes back.
+TEST_F(LlamaSnapshots, AQuotaIsKeptToWhileConversationsGoOn) {
+  constexpr uint64_t kMost = 256U << 10;  // some six
+  options_.snapshot_quota_bytes = kMost;
+  std::vector<int32_t> last;
+  uint64_t dropped = 0;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    for (uint32_t talk = 0; talk < 3; ++talk) {
+      std::vector<int32_t> tokens = random_tokens(200, 20 + talk);
+      for (uint32_t turn = 0; turn < 6; ++turn) {
+        const Said said = say(*serving, tokens, 10);
+        tokens.insert(tokens.end(), said.answer.begin(), said.answer.end());
+        const std::vector<int32_t> question = random_tokens(60, 100 + turn);
+        tokens.insert(tokens.end(), question.begin(), question.end());
+        ASSERT_TRUE(serving->flush().ok());
+        EXPECT_LE(bytes(*serving), kMost);
+      }
+      last = tokens;
+    }
+    const store::StoreStat stat = serving->runtime().store()->stat().value_or({});
+    EXPECT_EQ(stat.snapshot_quota_bytes, kMost);
+    dropped = stat.snapshots_dropped;
+    EXPECT_TRUE(serving->runtime().store()->check_integrity().ok());
+    ASSERT_TRUE(serving->close().ok());
+  }
+  EXPECT_GT(dropped, 0U);
+  const auto serving = open(options_);
+  ASSERT_NE(serving, nullptr);
+  const Said again = say(*serving, last, 8);
+  EXPECT_GE(again.record().restored_tokens, static_cast<int64_t>(last.size()) - 200);
+  EXPECT_EQ(again.answer, say(*serving, last, 8, {.save = false, .cache = CacheUse::kNone}).answer);
+}
+
 TEST(LlamaServingOptions, WhatOnlyOurEngineDoesIsRefused) {
   const TempDir dir;
   const std::string model = make_tiny(dir, tiny_options("llama", 2, GGML_TYPE_F16));

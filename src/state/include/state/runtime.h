@@ -45,11 +45,13 @@ struct RuntimeOptions {
   std::string state_dir;                // profiles, digests; created (0700)
   std::vector<std::string> store_dirs;  // empty: state_dir/store
   uint64_t store_quota_bytes = 0;       // 0: no quota
-  uint64_t key_quota_bytes = 0;         // of each owner of a salt; 0: none
-  uint64_t dram_bytes = 0;              // saved state kept in host memory as well
-  policy::TierPolicy evict;             // what leaves host memory and the disks when they are full
-  std::string dram_place;               // where host memory lies: HostMemory::map()
-  bool gpu_direct = false;              // disks are read into the device's memory (DirectStorage)
+  // Of it, for snapshots; 0: no quota. Unset: policy::default_snapshot_quota().
+  std::optional<uint64_t> snapshot_quota_bytes;
+  uint64_t key_quota_bytes = 0;  // of each owner of a salt; 0: none
+  uint64_t dram_bytes = 0;       // saved state kept in host memory as well
+  policy::TierPolicy evict;      // what leaves host memory and the disks when they are full
+  std::string dram_place;        // where host memory lies: HostMemory::map()
+  bool gpu_direct = false;       // disks are read into the device's memory (DirectStorage)
   std::optional<store::StoreKey> store_key;  // encrypts what is saved
   store::RemoteOptions remote;               // a store that other processes share
   bool use_store = true;                     // false: nothing is saved or matched
