@@ -116,6 +116,14 @@ struct Metrics::Impl {
       gauge("hcache_saver_backlog_bytes", "State that waits to be written to the store").Add({});
   prometheus::Family<prometheus::Gauge>& tier_bytes =
       gauge("hcache_store_bytes", "Saved state, by tier");
+  prometheus::Gauge& snapshot_bytes =
+      gauge("hcache_store_snapshot_bytes",
+            "Of saved state on the disks, snapshots: state that is not kept by tokens")
+          .Add({});
+  prometheus::Gauge& snapshots_dropped =
+      gauge("hcache_store_snapshots_dropped",
+            "Snapshots dropped so far, to stay within their quota")
+          .Add({});
   prometheus::Family<prometheus::Gauge>& lookups =
       gauge("hcache_dram_lookups", "Pages looked for in host memory so far, by result");
   prometheus::Family<prometheus::Gauge>& remote_up =
@@ -243,6 +251,8 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
   impl_->saver_backlog.Set(static_cast<double>(snapshot.saver.backlog_bytes));
   set(impl_->tier_bytes, {{"tier", "disk"}}, snapshot.store.allocated_bytes);
   set(impl_->tier_bytes, {{"tier", "dram"}}, snapshot.store.dram_bytes);
+  impl_->snapshot_bytes.Set(static_cast<double>(snapshot.store.snapshot_bytes));
+  impl_->snapshots_dropped.Set(static_cast<double>(snapshot.store.snapshots_dropped));
   set(impl_->lookups, {{"result", "hit"}}, snapshot.store.dram_hits);
   set(impl_->lookups, {{"result", "miss"}}, snapshot.store.dram_misses);
   if (const auto& remote = snapshot.store.remote) {
