@@ -31,6 +31,7 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
     return tokens;
   }
   Shape new_shape() {
+    if (snapshots_) return {.layers = 2, .encodings = {Encoding::kRows}, .row_size = 36};
     const std::vector<std::vector<Encoding>> encodings = {
         {Encoding::kKv}, {Encoding::kHiddenQ8_1}, {Encoding::kHiddenQ8_1, Encoding::kKv}};
     return {.layers = static_cast<std::uint16_t>(1 + below(3)),
@@ -45,6 +46,9 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
     for (std::size_t i = 0; i < n; ++i) {
       chains.emplace_back(kModel, kSalt, new_tokens(), new_shape());
       known_.push_back(chains.back().tokens());
+      for (std::size_t i = 0; snapshots_ && i < chains.back().chunks().size(); ++i) {
+        if (chance(30)) chains.back().add_snapshot(i, 2, 40);
+      }
     }
     std::vector<ChunkWrite> batch;
     std::unordered_set<ChunkId> ids;
@@ -105,6 +109,9 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
         put_some();
       }
       EXPECT_OK(store_->check_integrity());
+      if (options_.snapshot_quota_bytes > 0) {
+        EXPECT_LE(store_->stat()->snapshot_bytes, options_.snapshot_quota_bytes);
+      }
     }
     for (const Match& match : pinned_) EXPECT_TRUE(read_back(*store_, match).failed.empty());
     for (const std::vector<std::int32_t>& tokens : known_) {
@@ -118,6 +125,7 @@ class RandomStoreTest : public StoreTest, public ::testing::WithParamInterface<s
 
   std::mt19937 random_{GetParam()};
   bool removes_ = false;
+  bool snapshots_ = false;
   bool lost_ = false;
   std::vector<std::vector<std::int32_t>> known_;
   std::vector<Match> pinned_;
@@ -134,6 +142,24 @@ TEST_P(RandomStoreTest, RemovalsAndAQuotaLeaveItWhole) {
   options_.quota_bytes = 1 << 20;
   removes_ = true;
   lost_ = true;
+  open();
+  run(60);
+}
+
+TEST_P(RandomStoreTest, SnapshotsThatGoTakeNoRowsAlong) {
+  options_.segment_bytes = 1 << 20;
+  options_.snapshot_quota_bytes = 40 << 10;  // eight of whole chunks
+  snapshots_ = true;
+  open();
+  run(60);
+  EXPECT_GT(store_->stat()->snapshots, 0U);
+}
+
+TEST_P(RandomStoreTest, SnapshotsMayGoForSeveralReasons) {
+  options_.segment_bytes = 1 << 20;
+  options_.snapshot_quota_bytes = 80 << 10;
+  options_.quota_bytes = 1 << 20;
+  snapshots_ = removes_ = lost_ = true;
   open();
   run(60);
 }
