@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "base/log.h"
+#include "snapshots.h"
 
 namespace hcache::store {
 namespace {
@@ -78,6 +79,8 @@ class OverlapCheck {
       kept.places.push_back(place);
     }
     if (kept.places.size() == chunk.places.size()) return;
+    // Parts of a snapshot are of no use without the others.
+    if (snapshot_bytes(kept.info) < snapshot_bytes(chunk.info)) kept = without_snapshot(kept).left;
     report->pages_dropped += chunk.places.size() - kept.places.size();
     if (kept.places.empty()) ++report->chunks_dropped;
     changed_.push_back(std::move(kept));

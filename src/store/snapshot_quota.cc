@@ -8,11 +8,6 @@
 namespace hcache::store {
 namespace {
 
-// What remains of a chunk, and the pages that go.
-ShrunkChunk without_snapshot(const ChunkRecord& record) {
-  return shrink(record, [](const PageInfo& page) { return page.encoding == Encoding::kSnapshot; });
-}
-
 bool is_new_snapshot(const Draft& draft, std::size_t page) {
   return draft.record.info.pages[page].encoding == Encoding::kSnapshot &&
          !draft.sources[page].empty();
@@ -41,20 +36,6 @@ void leave_out(Draft* draft) {
 }
 
 }  // namespace
-
-ShrunkChunk shrink(const ChunkRecord& record, const std::function<bool(const PageInfo&)>& goes) {
-  ShrunkChunk out = {.left = record, .dropped = record};
-  for (ChunkRecord* part : {&out.left, &out.dropped}) {
-    part->info.pages.clear();
-    part->places.clear();
-  }
-  for (std::size_t i = 0; i < record.places.size(); ++i) {
-    ChunkRecord& part = goes(record.info.pages[i]) ? out.dropped : out.left;
-    part.info.pages.push_back(record.info.pages[i]);
-    part.places.push_back(record.places[i]);
-  }
-  return out;
-}
 
 Status StoreImpl::drop_pages(std::span<const ShrunkChunk> chunks) {
   if (chunks.empty()) return {};

@@ -26,6 +26,24 @@ std::uint64_t snapshot_bytes(const ChunkInfo& info) {
   return sum;
 }
 
+ShrunkChunk shrink(const ChunkRecord& record, const std::function<bool(const PageInfo&)>& goes) {
+  ShrunkChunk out = {.left = record, .dropped = record};
+  for (ChunkRecord* part : {&out.left, &out.dropped}) {
+    part->info.pages.clear();
+    part->places.clear();
+  }
+  for (std::size_t i = 0; i < record.places.size(); ++i) {
+    ChunkRecord& part = goes(record.info.pages[i]) ? out.dropped : out.left;
+    part.info.pages.push_back(record.info.pages[i]);
+    part.places.push_back(record.places[i]);
+  }
+  return out;
+}
+
+ShrunkChunk without_snapshot(const ChunkRecord& record) {
+  return shrink(record, [](const PageInfo& page) { return page.encoding == Encoding::kSnapshot; });
+}
+
 std::uint64_t Snapshots::bytes() const {
   MutexLock lock(mutex_);
   return bytes_;

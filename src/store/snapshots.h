@@ -23,6 +23,15 @@ namespace hcache::store {
 // Of a chunk's pages those of its snapshot; 0: it has none.
 [[nodiscard]] std::uint64_t snapshot_bytes(const ChunkInfo& info);
 
+// A chunk that loses some of its pages and stays: the same chunk with either part of them.
+struct ShrunkChunk {
+  ChunkRecord left;
+  ChunkRecord dropped;
+};
+[[nodiscard]] ShrunkChunk shrink(const ChunkRecord& record,
+                                 const std::function<bool(const PageInfo&)>& goes);
+[[nodiscard]] ShrunkChunk without_snapshot(const ChunkRecord& record);
+
 class Snapshots {
  public:
   // quota_bytes 0: nothing is ever dropped; then it holds nothing and costs nothing.

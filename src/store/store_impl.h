@@ -39,14 +39,6 @@ enum class Recovery {
   kRebuilt,   // that has been done: all, and no second time
 };
 
-// A chunk that loses some of its pages and stays: the same chunk with either part of them.
-struct ShrunkChunk {
-  ChunkRecord left;
-  ChunkRecord dropped;
-};
-[[nodiscard]] ShrunkChunk shrink(const ChunkRecord& record,
-                                 const std::function<bool(const PageInfo&)>& goes);
-
 class StoreImpl final : public Store, public PageSource {
  public:
   StoreImpl(Env& env, StoreOptions options, PageMemory memory);

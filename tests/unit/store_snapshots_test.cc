@@ -201,6 +201,24 @@ TEST_F(StoreSnapshotsTest, ARebuiltCatalogCountsThem) {
   put_in_steps(snapshot_chain(64 * 4, 2, 2), 2);
 }
 
+// Of one that the disks have in part the rest goes as well.
+TEST_F(StoreSnapshotsTest, ARebuiltCatalogHasNoHalfOnes) {
+  open();
+  const Chain chain = snapshot_chain(64 * 4, 1, 2);
+  put(Chain(kModel, kSalt, chain.tokens(), kRows));
+  put(chain);
+  ASSERT_OK(store_->close());
+  store_.reset();
+  const std::string segment = options_.dirs[0] + "/segment-00000001.hcs";
+  std::filesystem::resize_file(segment, std::filesystem::file_size(segment) - 1000);
+  std::filesystem::remove(options_.dirs[0] + "/catalog.db");
+  open();
+  EXPECT_OK(store_->check_integrity());
+  EXPECT_EQ(snapshots_of(chain).size(), 1U);  // which counts parts
+  EXPECT_EQ(store_->stat()->snapshot_bytes, kSnapshotBytes);
+  EXPECT_EQ(expect_match(chain.tokens()), 64U * 4);
+}
+
 // One that comes back between others, and a fork: the order of a chain's snapshots is known.
 TEST_F(StoreSnapshotsTest, TheyMayComeInAnyOrder) {
   options_.snapshot_quota_bytes = 100 * kSnapshotBytes;
