@@ -376,7 +376,7 @@ TEST(BatchJson, PagesFollowTheirCursors) {
   std::vector<StoredFile> files(5);
   for (size_t i = 0; i < files.size(); ++i)
     files[i].id = std::string(1, static_cast<char>('e' - i));
-  const auto ids = [&](const ListPage& page) {
+  const auto ids = [&](const api::ListPage& page) {
     const auto json = page_json(files, page, file_json);
     std::string text;
     if (!json.ok()) return std::string(code_name(json.code()));

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace hcache::server {
@@ -103,48 +103,17 @@ Json deleted_message_batch_json(const std::string& id) {
 }
 
 template <typename Record>
-Result<Json> page_json(const std::vector<Record>& records, const ListPage& page,
+Result<Json> page_json(const std::vector<Record>& records, const api::ListPage& page,
                        Json (*word)(const Record&)) {
-  if (!page.after.empty() && !page.before.empty()) {
-    return invalid_argument("two cursors were given; leave one of them out");
-  }
-  const auto place_of = [&](const std::string& id) -> Result<size_t> {
-    const auto found = std::find_if(records.begin(), records.end(),
-                                    [&](const Record& record) { return record.id == id; });
-    if (found == records.end()) {
-      return invalid_argument(fmt::format("the cursor '{}' is no entry of this list", id));
-    }
-    return static_cast<size_t>(found - records.begin());
-  };
-  size_t begin = 0;
-  size_t end = records.size();
-  bool more = false;
-  if (!page.before.empty()) {
-    HCACHE_ASSIGN_OR_RETURN(end, place_of(page.before));
-    begin = end - std::min(end, page.limit);
-    more = begin > 0;
-  } else {
-    if (!page.after.empty()) {
-      HCACHE_ASSIGN_OR_RETURN(const size_t after, place_of(page.after));
-      begin = after + 1;
-    }
-    end = std::min(end, begin + page.limit);
-    more = end < records.size();
-  }
-  Json data = Json::array();
-  for (size_t i = begin; i < end; ++i) data.push_back(word(records[i]));
-  Json first = data.empty() ? Json(nullptr) : Json(records[begin].id);
-  Json last = data.empty() ? Json(nullptr) : Json(records[end - 1].id);
-  return Json{{"object", "list"},
-              {"data", std::move(data)},
-              {"first_id", std::move(first)},
-              {"last_id", std::move(last)},
-              {"has_more", more}};
+  std::vector<std::string_view> ids;
+  ids.reserve(records.size());
+  for (const Record& record : records) ids.push_back(record.id);
+  return api::page_json(ids, page, [&](size_t i) { return word(records[i]); });
 }
 
-template Result<Json> page_json(const std::vector<StoredFile>&, const ListPage&,
+template Result<Json> page_json(const std::vector<StoredFile>&, const api::ListPage&,
                                 Json (*)(const StoredFile&));
-template Result<Json> page_json(const std::vector<StoredBatch>&, const ListPage&,
+template Result<Json> page_json(const std::vector<StoredBatch>&, const api::ListPage&,
                                 Json (*)(const StoredBatch&));
 
 }  // namespace hcache::server

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "api/json.h"
+#include "api/list_page.h"
 #include "batch_store.h"
 
 namespace hcache::server {
@@ -16,22 +17,16 @@ namespace hcache::server {
 [[nodiscard]] api::Json message_batch_json(const StoredBatch& batch);
 [[nodiscard]] api::Json deleted_message_batch_json(const std::string& id);
 
-// A part of a list, newest first.
-struct ListPage {
-  size_t limit = 20;
-  std::string after = {};   // an id: what comes behind it
-  std::string before = {};  // an id: what comes before it, next to it; not together with `after`
-};
-
 // `records` are newest first. `word` gives each one's JSON. kInvalidArgument: a cursor is no
 // record's, or both are given.
 template <typename Record>
-[[nodiscard]] Result<api::Json> page_json(const std::vector<Record>& records, const ListPage& page,
+[[nodiscard]] Result<api::Json> page_json(const std::vector<Record>& records,
+                                          const api::ListPage& page,
                                           api::Json (*word)(const Record&));
 
-extern template Result<api::Json> page_json(const std::vector<StoredFile>&, const ListPage&,
+extern template Result<api::Json> page_json(const std::vector<StoredFile>&, const api::ListPage&,
                                             api::Json (*)(const StoredFile&));
-extern template Result<api::Json> page_json(const std::vector<StoredBatch>&, const ListPage&,
+extern template Result<api::Json> page_json(const std::vector<StoredBatch>&, const api::ListPage&,
                                             api::Json (*)(const StoredBatch&));
 
 }  // namespace hcache::server

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -31,31 +30,6 @@ constexpr api::BodyLimits kMessagesLimits = {.max_values = size_t{1} << 22U};
 // Whose a client's files and batches are: the key's, whatever salts its requests add.
 std::string owner_of(const Service& service, const http::Request& request) {
   return to_hex(service.salt_of(request, "").owner);
-}
-
-Result<int64_t> parse_number(std::string_view name, std::string_view text, int64_t least,
-                             int64_t most) {
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    return invalid_argument(fmt::format("{}: expected a number from {} to {}", name, least, most));
-  }
-  return value;
-}
-
-Result<ListPage> page_of(const http::Request& request, size_t usual, size_t most, const char* after,
-                         const char* before) {
-  ListPage page;
-  page.limit = usual;
-  if (const std::string* limit = request.query_value("limit")) {
-    HCACHE_ASSIGN_OR_RETURN(const int64_t n,
-                            parse_number("limit", *limit, 1, static_cast<int64_t>(most)));
-    page.limit = static_cast<size_t>(n);
-  }
-  if (const std::string* id = request.query_value(after)) page.after = *id;
-  if (before == nullptr) return page;
-  if (const std::string* id = request.query_value(before)) page.before = *id;
-  return page;
 }
 
 // The name alone, without a client's folders.
@@ -167,19 +141,15 @@ Result<Json> BatchEndpoints::upload(const Call& call) {
 
 Result<Json> BatchEndpoints::list_files(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(Batches * batches, this->batches());
-  HCACHE_ASSIGN_OR_RETURN(const ListPage page,
+  HCACHE_ASSIGN_OR_RETURN(const api::ListPage page,
                           page_of(call.request, kMostFiles, kMostFiles, "after", nullptr));
   std::vector<StoredFile> files = batches->store().files(owner_of(service_, call.request));
   const std::string* purpose = call.request.query_value("purpose");
   std::erase_if(files, [&](const StoredFile& file) {
     return file.purpose == kMessagesPurpose || (purpose != nullptr && file.purpose != *purpose);
   });
-  const std::string* order = call.request.query_value("order");
-  if (order != nullptr && *order == "asc") {
-    std::reverse(files.begin(), files.end());
-  } else if (order != nullptr && *order != "desc") {
-    return invalid_argument("order: expected asc or desc");
-  }
+  HCACHE_ASSIGN_OR_RETURN(const bool oldest_first, is_ascending(call.request));
+  if (oldest_first) std::reverse(files.begin(), files.end());
   return page_json(files, page, file_json);
 }
 
@@ -236,7 +206,7 @@ Result<Json> BatchEndpoints::list(const Call& call, bool anthropic) const {
   HCACHE_ASSIGN_OR_RETURN(Batches * batches, this->batches());
   constexpr size_t kUsual = 20;
   HCACHE_ASSIGN_OR_RETURN(
-      const ListPage page,
+      const api::ListPage page,
       anthropic ? page_of(call.request, kUsual, kMostMessages, "after_id", "before_id")
                 : page_of(call.request, kUsual, kMostBatches, "after", nullptr));
   HCACHE_ASSIGN_OR_RETURN(

@@ -1,5 +1,8 @@
 #include "endpoint.h"
 
+#include <fmt/format.h>
+
+#include <charconv>
 #include <utility>
 
 #include "base/log.h"
@@ -107,6 +110,38 @@ api::ModelCard model_card(Service& service) {
   card.parameters = model.n_params;
   card.bytes = model.n_bytes;
   return card;
+}
+
+Result<int64_t> parse_number(std::string_view name, std::string_view text, int64_t least,
+                             int64_t most) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+    return invalid_argument(fmt::format("{}: expected a number from {} to {}", name, least, most));
+  }
+  return value;
+}
+
+Result<api::ListPage> page_of(const http::Request& request, size_t usual, size_t most,
+                              const char* after, const char* before) {
+  api::ListPage page;
+  page.limit = usual;
+  if (const std::string* limit = request.query_value("limit")) {
+    HCACHE_ASSIGN_OR_RETURN(const int64_t n,
+                            parse_number("limit", *limit, 1, static_cast<int64_t>(most)));
+    page.limit = static_cast<size_t>(n);
+  }
+  if (const std::string* id = request.query_value(after)) page.after = *id;
+  if (before == nullptr) return page;
+  if (const std::string* id = request.query_value(before)) page.before = *id;
+  return page;
+}
+
+Result<bool> is_ascending(const http::Request& request) {
+  const std::string* order = request.query_value("order");
+  if (order == nullptr || *order == "desc") return false;
+  if (*order == "asc") return true;
+  return invalid_argument("order: expected asc or desc");
 }
 
 Result<store::Store*> store_of(Service& service) {

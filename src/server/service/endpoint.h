@@ -11,6 +11,7 @@
 
 #include "api/answers.h"
 #include "api/json.h"
+#include "api/list_page.h"
 #include "base/ids.h"
 #include "base/status.h"
 #include "base/work_queue.h"
@@ -58,6 +59,17 @@ class PacedStream {
 
 // The salt of an endpoint without a body of its own: the key's and the query's `cache_salt`.
 [[nodiscard]] Salt salt_of(const Service& service, const http::Request& request);
+
+// A number in a query or a form. kInvalidArgument names it.
+[[nodiscard]] Result<int64_t> parse_number(std::string_view name, std::string_view text,
+                                           int64_t least, int64_t most);
+
+// The part of a list that the query asks for: `limit`, and cursors by these names (`before` may be
+// null).
+[[nodiscard]] Result<api::ListPage> page_of(const http::Request& request, size_t usual, size_t most,
+                                            const char* after, const char* before);
+// The query's `order`: asc, or desc (the default).
+[[nodiscard]] Result<bool> is_ascending(const http::Request& request);
 
 // Of the pages that hold a match's state.
 [[nodiscard]] uint64_t page_bytes(const store::Match& match);
