@@ -326,5 +326,11 @@ TEST_F(ConversationsTest, WhatComesFromElsewhereIsChecked) {
   EXPECT_EQ(conversations_->list(salt).size(), static_cast<size_t>(n));
 }
 
+TEST_F(ConversationsTest, AResponseIsNotOverwrittenByWhatGoesOnFromItsText) {
+  remember(spelled("hello"), "resp_1");
+  EXPECT_NE(remember(spelled("hello there")), "resp_1");
+  EXPECT_EQ(conversations_->tokens(salt_id(""), "resp_1").value_or({}), spelled("hello"));
+}
+
 }  // namespace
 }  // namespace hcache::server

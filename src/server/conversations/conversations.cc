@@ -210,6 +210,7 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
   // A client that resends an earlier turn and goes on differently begins another conversation.
   const Found before = find_text(tenant, text);
   const bool continues = before.entry != nullptr && !before.entry->conversation.snapshot &&
+                         !is_said(*before.entry) &&
                          before.turn.tokens == before.entry->tokens.size() &&
                          begins_with(before.entry->tokens);
   if (chain.name.empty()) {

@@ -170,6 +170,10 @@ class Conversations {
   Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
   // Whether its state must not be evicted.
   [[nodiscard]] static bool is_held(const Conversation& c) { return c.pinned || c.kept_ns > 0; }
+  // Whether clients go on from it by its name, as it was then: no other request changes it.
+  [[nodiscard]] static bool is_said(const Entry& entry) {
+    return entry.conversation.named && !entry.messages.empty();
+  }
   static void insert(Tenant* tenant, Entry entry);
   static void forget(Tenant* tenant, const std::string& name);
   // The conversation that a chain continues, as a new entry without tokens.
