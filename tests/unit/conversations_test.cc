@@ -32,7 +32,8 @@ class ConversationsTest : public ::testing::Test {
     store_ = std::move(*store);
     conversations_ = std::make_unique<Conversations>(
         Env::real(), *tokenizer_, store_.get(), Fingerprint(),
-        [this](std::span<const int32_t> tokens, const SaltId& salt) {
+        [this](std::span<const int32_t> tokens, const SaltId& salt) -> Result<store::Match> {
+          HCACHE_RETURN_IF_ERROR(broken_);
           return store_->match(chain_, salt, tokens);
         });
     ASSERT_TRUE(conversations_->load().ok());
@@ -71,6 +72,7 @@ class ConversationsTest : public ::testing::Test {
   std::unique_ptr<model::Tokenizer> tokenizer_;
   std::unique_ptr<store::Store> store_;
   store::ChainFingerprints chain_{Fingerprint()};  // of what is saved
+  Status broken_;                                  // what looking into the store fails with
   std::unique_ptr<Conversations> conversations_;
 };
 
@@ -326,10 +328,163 @@ TEST_F(ConversationsTest, WhatComesFromElsewhereIsChecked) {
   EXPECT_EQ(conversations_->list(salt).size(), static_cast<size_t>(n));
 }
 
+// ---- With items
+
+ItemList list_of(const std::vector<std::string>& ids, const std::string& json = "{}") {
+  ItemList list{.created_s = 5, .metadata = R"({"a":"b"})", .items = {}};
+  for (const std::string& id : ids)
+    list.items.push_back(std::make_shared<const Item>(Item{id, json}));
+  return list;
+}
+
+std::vector<std::string> ids_of(const Result<ItemList>& list) {
+  std::vector<std::string> ids;
+  if (!list.ok()) return {list.status().to_string()};
+  for (const ItemPtr& item : list->items) ids.push_back(item->id);
+  return ids;
+}
+
+using Ids = std::vector<std::string>;
+
+TEST_F(ConversationsTest, ItemsAreKeptUnderTheirSaltOverARestart) {
+  const SaltId salt = salt_id("");
+  const SaltId other = salt_id("other");
+  ASSERT_TRUE(conversations_->begin(salt, "conv", list_of({"1", "2"})).ok());
+  EXPECT_EQ(conversations_->begin(salt, "conv", {}).code(), Code::kAlreadyExists);
+  ASSERT_TRUE(conversations_->begin(other, "conv", list_of({})).ok());
+  remember(spelled("hello"), "plain");
+  for (int process = 0; process < 2; ++process) {
+    const auto list = conversations_->items(salt, "conv");
+    EXPECT_EQ(ids_of(list), (Ids{"1", "2"}));
+    EXPECT_EQ(list->created_s, 5);
+    EXPECT_EQ(list->metadata, R"({"a":"b"})");
+    EXPECT_EQ(ids_of(conversations_->items(other, "conv")), Ids());
+    EXPECT_EQ(conversations_->items(salt, "plain").code(), Code::kNotFound);
+    EXPECT_EQ(conversations_->items(salt, "none").code(), Code::kNotFound);
+    open();
+  }
+  ASSERT_TRUE(conversations_->remove(salt, "conv").ok());
+  open();
+  EXPECT_EQ(conversations_->items(salt, "conv").code(), Code::kNotFound);
+  EXPECT_TRUE(conversations_->items(other, "conv").ok());
+}
+
+TEST_F(ConversationsTest, AChangeOfItemsIsWholeOrNotAtAll) {
+  const SaltId salt = salt_id("");
+  ASSERT_TRUE(conversations_->begin(salt, "conv", list_of({"1"})).ok());
+  const auto add = [&](const std::string& id, const Status& then) {
+    return conversations_->change_items(salt, "conv", [&](ItemList* list) {
+      list->items.push_back(list_of({id}).items.front());
+      return then;
+    });
+  };
+  EXPECT_TRUE(add("2", {}).ok());
+  EXPECT_EQ(add("3", not_found("x")).code(), Code::kNotFound);
+  EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), (Ids{"1", "2"}));
+  // What can't be made durable is taken back.
+  ASSERT_TRUE(conversations_->set_pinned(salt, "conv", true).ok());
+  broken_ = data_loss("the disk");
+  EXPECT_EQ(add("4", {}).code(), Code::kDataLoss);
+  broken_ = {};
+  EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), (Ids{"1", "2"}));
+  EXPECT_TRUE(add("5", {}).ok());
+  open();
+  EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), (Ids{"1", "2", "5"}));
+  EXPECT_EQ(conversations_->change_items(salt, "none", [](ItemList*) { return Status(); }).code(),
+            Code::kNotFound);
+}
+
+TEST_F(ConversationsTest, AnAnswerAddsItsItemsAndItsTokens) {
+  const SaltId salt = salt_id("");
+  ASSERT_TRUE(conversations_->begin(salt, "conv", list_of({"1"})).ok());
+  const auto answer = [&](const std::string& text, const Ids& ids) {
+    FinishedChain chain;
+    chain.salt = salt;
+    chain.name = "conv";
+    chain.tokens = spelled(text);
+    const Status status = conversations_->append(std::move(chain), list_of(ids).items);
+    EXPECT_TRUE(conversations_->persist(salt, "conv").ok());
+    return status;
+  };
+  EXPECT_TRUE(answer("hello", {"2", "3"}).ok());
+  EXPECT_TRUE(answer("", {"4"}).ok());  // that is not to be saved
+  for (int process = 0; process < 2; ++process) {
+    EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), (Ids{"1", "2", "3", "4"}));
+    EXPECT_EQ(conversations_->tokens(salt, "conv").value_or({}), spelled("hello"));
+    EXPECT_EQ(tokenise("hello, you").known, static_cast<int64_t>(spelled("hello").size()));
+    open();
+  }
+  // Requests that do not name it leave it as it is, and those that name it as a session its items.
+  EXPECT_NE(remember(spelled("hello there")), "conv");
+  remember(spelled("other"), "conv");
+  EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), (Ids{"1", "2", "3", "4"}));
+  ASSERT_TRUE(conversations_->rename(salt, "conv", "again").ok());
+  EXPECT_EQ(conversations_->items(salt, "conv").code(), Code::kNotFound);
+  EXPECT_EQ(ids_of(conversations_->items(salt, "again")).size(), 4U);
+  // One that was deleted meanwhile stays deleted.
+  EXPECT_EQ(answer("hello", {"5"}).code(), Code::kNotFound);
+  EXPECT_EQ(conversations_->get(salt, "conv").code(), Code::kNotFound);
+}
+
 TEST_F(ConversationsTest, AResponseIsNotOverwrittenByWhatGoesOnFromItsText) {
   remember(spelled("hello"), "resp_1");
   EXPECT_NE(remember(spelled("hello there")), "resp_1");
   EXPECT_EQ(conversations_->tokens(salt_id(""), "resp_1").value_or({}), spelled("hello"));
+}
+
+TEST_F(ConversationsTest, ItemsHaveLimits) {
+  // Without a store: these are many bytes to write.
+  conversations_ =
+      std::make_unique<Conversations>(Env::real(), *tokenizer_, nullptr, Fingerprint(), nullptr);
+  const SaltId salt = salt_id("");
+  const std::string large(kMaxItemBytes / 2, 'x');
+  ASSERT_TRUE(conversations_->begin(salt, "conv", list_of({"1"}, large)).ok());
+  EXPECT_EQ(conversations_->begin(salt, "more", list_of({"1", "2"}, large)).code(),
+            Code::kInvalidArgument);
+  const auto set = [&](const Ids& ids) {
+    return conversations_->change_items(salt, "conv", [&](ItemList* list) {
+      *list = list_of(ids, large);
+      return Status();
+    });
+  };
+  EXPECT_EQ(set({"1", "2"}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(ids_of(conversations_->items(salt, "conv")), Ids{"1"});
+  EXPECT_TRUE(conversations_->check_room(salt, "conv", large.size() / 2).ok());
+  EXPECT_EQ(conversations_->check_room(salt, "conv", large.size()).code(), Code::kInvalidArgument);
+  EXPECT_EQ(conversations_->check_room(salt, "none", 1).code(), Code::kNotFound);
+  Status status;
+  int n = 0;
+  while (status.ok() && n < 100) {
+    status = conversations_->begin(salt, std::to_string(n++), list_of({"1"}, large));
+  }
+  EXPECT_EQ(status.code(), Code::kResourceExhausted);
+  EXPECT_EQ(n, static_cast<int>(kMaxSaltItemBytes / large.size()) - 1);
+  EXPECT_TRUE(conversations_->begin(salt_id("other"), "conv", list_of({"1"}, large)).ok());
+  // Room comes back with what is deleted.
+  ASSERT_TRUE(set({}).ok());
+  EXPECT_TRUE(conversations_->begin(salt, "next", list_of({"1"}, large)).ok());
+  ASSERT_TRUE(conversations_->remove(salt, "next").ok());
+  EXPECT_TRUE(set({"1"}).ok());
+}
+
+TEST_F(ConversationsTest, ItemsFromElsewhereAreChecked) {
+  const SaltId salt = salt_id("");
+  ASSERT_TRUE(conversations_->begin(salt, "conv", list_of({"1", "2"})).ok());
+  auto session = conversations_->session(salt, "conv");
+  ASSERT_TRUE(session.ok());
+  ASSERT_TRUE(conversations_->add(salt_id("other"), *session).ok());
+  EXPECT_EQ(ids_of(conversations_->items(salt_id("other"), "conv")), (Ids{"1", "2"}));
+  session->name = "odd";
+  session->metadata_json =
+      R"({"items": {"created_s": "x", "metadata": [], "items": [5, ["a"], ["b", "{}"], ["c", 1]]}})";
+  ASSERT_TRUE(conversations_->add(salt, *session).ok());
+  const auto odd = conversations_->items(salt, "odd");
+  EXPECT_EQ(ids_of(odd), Ids{"b"});
+  EXPECT_EQ(odd->metadata, "{}");
+  session->name = "large";
+  session->metadata_json =
+      R"({"items": {"items": [["1", ")" + std::string(kMaxItemBytes, 'x') + R"("]]}})";
+  EXPECT_EQ(conversations_->add(salt, *session).code(), Code::kInvalidArgument);
 }
 
 }  // namespace

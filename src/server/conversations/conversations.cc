@@ -26,6 +26,30 @@ T field(const Json& metadata, const char* name, T fallback) {
   return usable ? metadata[name].template get<T>() : fallback;
 }
 
+// A list as metadata has it; it need not come from here.
+std::optional<ItemList> items_of(const Json& json) {
+  if (json.empty()) return std::nullopt;
+  ItemList list;
+  list.created_s = static_cast<int64_t>(field(json, "created_s", uint64_t{0}));
+  list.metadata = field(json, "metadata", std::string("{}"));
+  for (const Json& item : field(json, "items", Json::array())) {
+    const bool usable =
+        item.is_array() && item.size() == 2 && item[0].is_string() && item[1].is_string();
+    if (!usable) continue;
+    list.items.push_back(
+        std::make_shared<const Item>(Item{item[0].get<std::string>(), item[1].get<std::string>()}));
+  }
+  return list;
+}
+
+Json items_json(const ItemList& list) {
+  Json items = Json::array();
+  for (const ItemPtr& item : list.items) items.push_back({item->id, item->json});
+  return {{"created_s", static_cast<uint64_t>(list.created_s)},
+          {"metadata", list.metadata},
+          {"items", std::move(items)}};
+}
+
 }  // namespace
 
 std::string Conversations::chain_text(std::span<const int32_t> tokens) const {
@@ -77,6 +101,7 @@ Conversations::Entry Conversations::entry_of(store::Session session) const {
   c.cache_key = field(metadata, "cache_key", std::string());
   c.expires_ns = static_cast<int64_t>(field(metadata, "expires_ns", uint64_t{0}));
   entry.messages = field(metadata, "messages", std::string());
+  entry.items = items_of(field(metadata, "items", Json::object()));
   entry.tokens = std::move(session.tokens);
   const auto add_turn = [&](size_t n) {
     entry.turns.push_back({key_of(chain_text(std::span(entry.tokens).first(n))), n});
@@ -102,16 +127,17 @@ store::Session Conversations::session_of(const Entry& entry) const {
   session.updated_ns = c.updated_ns;
   Json turns = Json::array();
   for (const Turn& turn : entry.turns) turns.push_back(turn.tokens);
-  const Json metadata = {{"named", c.named},
-                         {"pinned", c.pinned},
-                         {"snapshot", c.snapshot},
-                         {store::kAdapted, c.adapted},
-                         {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
-                         {"kept_ns", static_cast<uint64_t>(c.kept_ns)},
-                         {"user", c.user},
-                         {"cache_key", c.cache_key},
-                         {"messages", entry.messages},
-                         {"turns", std::move(turns)}};
+  Json metadata = {{"named", c.named},
+                   {"pinned", c.pinned},
+                   {"snapshot", c.snapshot},
+                   {store::kAdapted, c.adapted},
+                   {"expires_ns", static_cast<uint64_t>(c.expires_ns)},
+                   {"kept_ns", static_cast<uint64_t>(c.kept_ns)},
+                   {"user", c.user},
+                   {"cache_key", c.cache_key},
+                   {"messages", entry.messages},
+                   {"turns", std::move(turns)}};
+  if (entry.items) metadata["items"] = items_json(*entry.items);
   session.metadata_json = metadata.dump(-1, ' ', false, Json::error_handler_t::replace);
   return session;
 }
@@ -186,6 +212,7 @@ void Conversations::insert(Tenant* tenant, Entry entry) {
     // The conversation that a snapshot was taken of goes on.
     if (!added && !entry.conversation.snapshot) known->second = place;
   }
+  tenant->item_bytes += item_bytes(entry.items);
   tenant->by_name.insert_or_assign(name, std::move(entry));
 }
 
@@ -196,6 +223,7 @@ void Conversations::forget(Tenant* tenant, const std::string& name) {
     const auto text = tenant->by_text.find(turn.text);
     if (text != tenant->by_text.end() && text->second.name == name) tenant->by_text.erase(text);
   }
+  tenant->item_bytes -= item_bytes(it->second.items);
   tenant->by_name.erase(it);
 }
 
@@ -209,15 +237,17 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
   Conversation& c = entry.conversation;
   // A client that resends an earlier turn and goes on differently begins another conversation.
   const Found before = find_text(tenant, text);
-  const bool continues = before.entry != nullptr && !before.entry->conversation.snapshot &&
-                         !is_said(*before.entry) &&
-                         before.turn.tokens == before.entry->tokens.size() &&
-                         begins_with(before.entry->tokens);
+  const bool continues =
+      before.entry != nullptr && !before.entry->conversation.snapshot && !is_said(*before.entry) &&
+      before.turn.tokens == before.entry->tokens.size() && begins_with(before.entry->tokens);
   if (chain.name.empty()) {
     if (continues) c = before.entry->conversation;
   } else {
     const auto named = tenant.by_name.find(chain.name);
-    if (named != tenant.by_name.end()) c = named->second.conversation;
+    if (named != tenant.by_name.end()) {
+      c = named->second.conversation;
+      entry.items = named->second.items;
+    }
     c.name = chain.name;
     c.named = true;
     c.snapshot = chain.snapshot;
@@ -239,8 +269,12 @@ Conversations::Entry Conversations::entry_for(const FinishedChain& chain, std::s
 
 std::string Conversations::remember(FinishedChain chain) {
   const std::string text = chain_text(chain.tokens);
-  const int64_t now = env_.wall_ns();
   MutexLock lock(mutex_);
+  return keep(std::move(chain), text);
+}
+
+std::string Conversations::keep(FinishedChain chain, std::string_view text) {
+  const int64_t now = env_.wall_ns();
   Entry entry = entry_for(chain, text);
   Conversation& c = entry.conversation;
   c.tokens = static_cast<int64_t>(chain.tokens.size());
@@ -400,7 +434,9 @@ Result<Conversation> Conversations::add(const SaltId& salt, store::Session sessi
     if (find(salt, added.name).ok()) {
       return already_exists(fmt::format("there is a session '{}'", added.name));
     }
-    insert(&tenants_[salt], std::move(entry));
+    Tenant& tenant = tenants_[salt];
+    HCACHE_RETURN_IF_ERROR(check_room(tenant, 0, item_bytes(entry.items)));
+    insert(&tenant, std::move(entry));
   }
   const Status status = persist(salt, added.name);
   if (!status.ok()) {

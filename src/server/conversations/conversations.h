@@ -8,7 +8,8 @@
 // A conversation is a named session of the store; one without a client's name gets a name of its
 // own. Salts are kept apart: a name means another session under another salt, and the text of one
 // salt is never found under another. A snapshot is a chain as it was when it was given a name:
-// replies that continue it belong to another conversation.
+// replies that continue it belong to another conversation. One of OpenAI's conversations is a
+// session that has items too, whose tokens are those of its last reply.
 //
 // Threading: any thread. remember() is quick; what else changes something, and persist(), waits for
 // the disk: not for threads that serve.
@@ -29,6 +30,7 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "base/sync.h"
+#include "item_list.h"
 #include "model/tokenizer.h"
 #include "store/store.h"
 
@@ -63,6 +65,11 @@ struct FinishedChain {
   bool adapted = false;   // computed with adapters
 };
 
+// So that no client fills the memory.
+inline constexpr uint64_t kMaxItemBytes = uint64_t{16} << 20U;       // of a conversation
+inline constexpr uint64_t kMaxSaltItemBytes = uint64_t{256} << 20U;  // of all that a salt has
+inline constexpr uint64_t kItemListBytes = 1024;  // that each counts beside what it holds
+
 class Conversations {
  public:
   // What the store has of a conversation, however it was cut. Any thread.
@@ -95,6 +102,23 @@ class Conversations {
   std::string remember(FinishedChain chain) HCACHE_EXCLUDES(mutex_);
   // Ok for a conversation that is gone meanwhile.
   Status persist(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+
+  // ---- With items; kNotFound where the salt has no such conversation of that name.
+  // Durable when it returns. kAlreadyExists: there is a session of that name. kInvalidArgument,
+  // kResourceExhausted: above the limits.
+  Status begin(const SaltId& salt, const std::string& name, ItemList list) HCACHE_EXCLUDES(mutex_);
+  Result<ItemList> items(const SaltId& salt, std::string_view name) HCACHE_EXCLUDES(mutex_);
+  // What `change` makes of the list, at once and as a whole, or nothing of it. Durable when it
+  // returns. `change` is quick and does not call back. Errors as of begin(), and its own.
+  using Change = std::function<Status(ItemList*)>;
+  Status change_items(const SaltId& salt, std::string_view name, const Change& change)
+      HCACHE_EXCLUDES(mutex_);
+  // The limits, for more that is going to be added. Ok where there is room for it.
+  Status check_room(const SaltId& salt, std::string_view name, uint64_t bytes)
+      HCACHE_EXCLUDES(mutex_);
+  // Adds the items of an answer, whatever the limits. The conversation is that of the chain's
+  // name; its tokens become the chain's, where that has some. In memory, as remember().
+  Status append(FinishedChain chain, const std::vector<ItemPtr>& items) HCACHE_EXCLUDES(mutex_);
 
   // ---- By name; kNotFound where the salt has none of that name.
   [[nodiscard]] std::vector<Conversation> list(const SaltId& salt) const HCACHE_EXCLUDES(mutex_);
@@ -144,6 +168,7 @@ class Conversations {
     std::vector<Turn> turns;  // the last one is the whole chain
     std::vector<int32_t> tokens;
     std::string messages;
+    std::optional<ItemList> items;
     store::Match pins;  // of a pinned one
   };
   struct Tenant {
@@ -153,6 +178,7 @@ class Conversations {
       size_t tokens = 0;
     };
     std::map<TextKey, Place> by_text;  // the newest of that text
+    uint64_t item_bytes = 0;           // of all entries
   };
   struct Found {
     const Entry* entry = nullptr;  // null: nothing fits
@@ -168,16 +194,25 @@ class Conversations {
   [[nodiscard]] store::Session session_of(const Entry& entry) const;
   // kNotFound. Valid while the lock is held.
   Result<Entry*> find(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
+  Result<Entry*> find_with_items(const SaltId& salt, std::string_view name) HCACHE_REQUIRES(mutex_);
+  static uint64_t item_bytes(const std::optional<ItemList>& list) {
+    return list ? list->bytes() + kItemListBytes : 0;
+  }
+  // Whether a list may become so large.
+  static Status check_room(const Tenant& tenant, uint64_t before, uint64_t after);
+  static void set_items(Tenant* tenant, Entry* entry, ItemList list);
   // Whether its state must not be evicted.
   [[nodiscard]] static bool is_held(const Conversation& c) { return c.pinned || c.kept_ns > 0; }
   // Whether clients go on from it by its name, as it was then: no other request changes it.
   [[nodiscard]] static bool is_said(const Entry& entry) {
-    return entry.conversation.named && !entry.messages.empty();
+    return entry.items || (entry.conversation.named && !entry.messages.empty());
   }
   static void insert(Tenant* tenant, Entry entry);
   static void forget(Tenant* tenant, const std::string& name);
   // The conversation that a chain continues, as a new entry without tokens.
   Entry entry_for(const FinishedChain& chain, std::string_view text) HCACHE_REQUIRES(mutex_);
+  // remember(), of a chain that stands for `text`.
+  std::string keep(FinishedChain chain, std::string_view text) HCACHE_REQUIRES(mutex_);
   Status delete_stored(const SaltId& salt, std::string_view name);
 
   Env& env_;
