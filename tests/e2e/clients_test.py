@@ -118,6 +118,40 @@ class Clients(unittest.TestCase):
         self.assertGreater(second.usage.input_tokens_details.cached_tokens, 0)
         self.assertIn("tiny", [m.id for m in self.openai.models.list()])
 
+    def test_openai_conversations(self):
+        conversations = self.openai.conversations
+        made = conversations.create(metadata={"topic": "names"}, items=[
+            {"type": "message", "role": "user", "content": "I am called Ada."}])
+        self.assertEqual((made.object, made.metadata), ("conversation", {"topic": "names"}))
+        answer = self.openai.responses.create(model="tiny", input="Who am I?", conversation=made.id,
+                                              max_output_tokens=8)
+        self.assertEqual(answer.conversation.id, made.id)
+        *_, last = self.openai.responses.create(model="tiny", input="And I?", max_output_tokens=8,
+                                                conversation={"id": made.id}, stream=True)
+        streamed = last.response
+        added = conversations.items.create(made.id, items=[
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hm."}]}])
+        # The client follows the pages.
+        items = list(conversations.items.list(made.id, order="asc", limit=2))
+        self.assertEqual([item.role for item in items],
+                         ["user", "user", "assistant", "user", "assistant", "user"])
+        self.assertEqual(items[0].content[0].text, "I am called Ada.")
+        self.assertEqual([items[2].id, items[4].id, items[5].id],
+                         [answer.output[0].id, streamed.output[0].id, added.data[0].id])
+        self.assertEqual(items[2].content[0].text, answer.output_text)
+        self.assertEqual(conversations.items.retrieve(items[1].id, conversation_id=made.id), items[1])
+        self.assertEqual(conversations.items.delete(items[1].id, conversation_id=made.id).id, made.id)
+        self.assertEqual(conversations.update(made.id, metadata={"a": "b"}).metadata, {"a": "b"})
+        self.assertEqual(conversations.retrieve(made.id).created_at, made.created_at)
+        counted = self.openai.responses.input_tokens.count(model="tiny", input="Well?", conversation=made.id)
+        self.assertGreater(counted.input_tokens, 40)
+        self.assertTrue(conversations.delete(made.id).deleted)
+        for path in (conversations.retrieve, conversations.items.list):
+            with self.assertRaises(openai.NotFoundError):
+                path(made.id)
+        with self.assertRaises(openai.NotFoundError):
+            self.openai.responses.create(model="tiny", input="x", conversation=made.id)
+
     def test_openai_batch(self):
         def line(name: str, **body) -> str:
             return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions",

@@ -138,6 +138,21 @@ class Loading(unittest.TestCase):
             self.assertEqual(server.stop(), 0)
             self.assertIn("[a] loaded in", server.errors())
 
+    def test_a_conversation_is_its_models(self):
+        with Router() as server:
+            self.assertEqual(server.call("POST", "/v1/conversations", {})[0], 400)
+            name = server.post("/v1/conversations?model=a", {"metadata": {}})["id"]
+            body = {"input": "Hello", "conversation": name, "max_output_tokens": 4}
+            answer = server.post("/v1/responses", {**body, "model": "a"})
+            self.assertEqual(answer["conversation"], {"id": name})
+            items = server.call("GET", f"/upstream/a/v1/conversations/{name}/items")[1]["data"]
+            self.assertEqual(len(items), 2)
+            path = f"/v1/conversations/{name}/items/{items[0]['id']}"
+            self.assertEqual(server.call("GET", path + "?model=a")[1], items[0])
+            self.assertEqual(server.call("POST", "/v1/responses", {**body, "model": "b"})[0], 404)
+            self.assertEqual(server.call("DELETE", f"/v1/conversations/{name}?model=a")[0], 200)
+            self.assertEqual(server.stop(), 0)
+
     def test_requests_without_a_body_name_theirs(self):
         with Router() as server:
             self.assertEqual(server.call("GET", "/props")[1]["role"], "router")

@@ -5,6 +5,7 @@
 #include <functional>
 #include <set>
 
+#include "api/conversations.h"
 #include "api/embeddings.h"
 #include "api/request.h"
 #include "api/rerank.h"
@@ -34,31 +35,36 @@ std::function<Status(const Json&)> status_of(Result<T> (*parse)(const Json&, con
 const char* const kMessages = R"({"messages": [{"role": "user", "content": "Hi"}]})";
 
 std::vector<Endpoint> endpoints() {
-  return {{"ChatCompletionRequest", kMessages, status_of(parse_chat_completion)},
-          {"CompletionRequest", R"({"prompt": "x"})", status_of(parse_completion)},
-          {"ResponseRequest", R"({"input": "x"})", status_of(parse_response)},
-          {"MessagesRequest", kMessages, status_of(parse_messages)},
-          {"CountTokensRequest", kMessages, status_of(parse_count_tokens)},
-          {"LlamaCompletionRequest", R"({"prompt": "x"})", status_of(parse_llama_completion)},
-          {"ApplyTemplateRequest", kMessages, status_of(parse_apply_template)},
-          {"EmbeddingRequest", R"({"input": "x"})",
-           [](const Json& body) { return parse_embedding(body).status(); }},
-          {"LlamaEmbeddingRequest", R"({"content": "x"})",
-           [](const Json& body) { return parse_llama_embedding(body).status(); }},
-          {"OllamaEmbedRequest", R"({"model": "m", "input": "x"})", status_of(parse_ollama_embed)},
-          {"OllamaEmbeddingsRequest", R"({"model": "m", "prompt": "x"})",
-           status_of(parse_ollama_embeddings)},
-          {"RerankRequest", R"({"query": "x", "documents": ["x"]})", status_of(parse_rerank)},
-          {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
-          {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
-          {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)},
-          {"OllamaChatRequest", kMessages, status_of(parse_ollama_chat)},
-          {"OllamaGenerateRequest", R"({"prompt": "x"})", status_of(parse_ollama_generate)},
-          {"OllamaShowRequest", R"({"model": "x"})", status_of(parse_ollama_show)},
-          {"CreateBatchRequest", R"({"input_file_id": "x", "endpoint": "x"})",
-           status_of(parse_create_batch)},
-          {"MessageBatchRequest", R"({"requests": [{"custom_id": "x", "params": {}}]})",
-           status_of(parse_message_batch)}};
+  return {
+      {"ChatCompletionRequest", kMessages, status_of(parse_chat_completion)},
+      {"CompletionRequest", R"({"prompt": "x"})", status_of(parse_completion)},
+      {"ResponseRequest", R"({"input": "x"})", status_of(parse_response)},
+      {"MessagesRequest", kMessages, status_of(parse_messages)},
+      {"CountTokensRequest", kMessages, status_of(parse_count_tokens)},
+      {"LlamaCompletionRequest", R"({"prompt": "x"})", status_of(parse_llama_completion)},
+      {"ApplyTemplateRequest", kMessages, status_of(parse_apply_template)},
+      {"EmbeddingRequest", R"({"input": "x"})",
+       [](const Json& body) { return parse_embedding(body).status(); }},
+      {"LlamaEmbeddingRequest", R"({"content": "x"})",
+       [](const Json& body) { return parse_llama_embedding(body).status(); }},
+      {"OllamaEmbedRequest", R"({"model": "m", "input": "x"})", status_of(parse_ollama_embed)},
+      {"OllamaEmbeddingsRequest", R"({"model": "m", "prompt": "x"})",
+       status_of(parse_ollama_embeddings)},
+      {"RerankRequest", R"({"query": "x", "documents": ["x"]})", status_of(parse_rerank)},
+      {"TokenizeRequest", R"({"content": "x"})", status_of(parse_tokenize)},
+      {"DetokenizeRequest", R"({"tokens": [1]})", status_of(parse_detokenize)},
+      {"SlotFileRequest", R"({"filename": "x"})", status_of(parse_slot_file)},
+      {"OllamaChatRequest", kMessages, status_of(parse_ollama_chat)},
+      {"OllamaGenerateRequest", R"({"prompt": "x"})", status_of(parse_ollama_generate)},
+      {"OllamaShowRequest", R"({"model": "x"})", status_of(parse_ollama_show)},
+      {"CreateBatchRequest", R"({"input_file_id": "x", "endpoint": "x"})",
+       status_of(parse_create_batch)},
+      {"MessageBatchRequest", R"({"requests": [{"custom_id": "x", "params": {}}]})",
+       status_of(parse_message_batch)},
+      {"CreateConversationRequest", "{}", status_of(parse_create_conversation)},
+      {"UpdateConversationRequest", R"({"metadata": {}})", status_of(parse_update_conversation)},
+      {"CreateItemsRequest", R"({"items": [{"role": "user", "content": "x"}]})",
+       status_of(parse_create_items)}};
 }
 
 const Json& schema_of(const std::string& name) {

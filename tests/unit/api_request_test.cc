@@ -420,6 +420,30 @@ TEST(Response, Items) {
       "input[0].arguments: missing");
 }
 
+TEST(Response, GoesOnFromAConversation) {
+  for (const char* named :
+       {R"({"conversation": "conv_1"})", R"({"conversation": {"id": "conv_1"}})"}) {
+    const GenerationRequest r = good(response(), named);
+    EXPECT_EQ(r.conversation_id, "conv_1");
+    EXPECT_EQ(r.input_items, std::vector<Json>{json(R"({"role": "user", "content": "Hi"})")});
+  }
+  const GenerationRequest r = good(response(), R"({"conversation": "c", "input": [
+      {"role": "user", "content": "a"}, {"type": "reasoning"}]})");
+  ASSERT_EQ(r.input_items.size(), 2U);
+  EXPECT_EQ(r.input_items[1], json(R"({"type": "reasoning"})"));
+  EXPECT_TRUE(good(response(), R"({"conversation": null})").input_items.empty());
+  EXPECT_TRUE(good(response(), R"({"conversation": "c", "input": null})").chat->messages.empty());
+  bad(response(), R"({"input": null})", "input: missing");
+  bad(response(), R"({"conversation": ""})", "conversation: empty");
+  bad(response(), R"({"conversation": 1})",
+      "conversation: expected a string or an object with an id, got a number");
+  bad(response(), R"({"conversation": {"name": "x"}})", "conversation.id: missing");
+  bad(response(), R"({"conversation": "c", "previous_response_id": "r"})",
+      "conversation: excludes previous_response_id");
+  bad(response(), R"({"conversation": "c", "session_id": "s"})",
+      "conversation: excludes session_id");
+}
+
 TEST(Response, ToolsAndFormat) {
   const GenerationRequest r =
       good(response(),

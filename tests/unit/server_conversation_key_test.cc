@@ -59,6 +59,13 @@ TEST(ConversationKeyTest, TheIdOfAResponseLeadsBack) {
   EXPECT_EQ(conversation_key({}, request), key);
   request.previous_response_id = "resp_short";
   EXPECT_NE(conversation_key({}, request), key);
+  // That of a conversation before all names: no other server knows it.
+  request.conversation_id = "conv_" + id;
+  request.cache_key = request.session_id = "talk";
+  EXPECT_EQ(conversation_key({}, request), key);
+  EXPECT_NE(conversation_key("given", request), key);
+  request.conversation_id = "resp_" + id;
+  EXPECT_NE(conversation_key({}, request), key);
 }
 
 }  // namespace

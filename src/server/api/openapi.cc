@@ -42,6 +42,9 @@ std::string make_document() {
   schemas["OllamaShowRequest"] = request_schema(ollama_show_fields);
   schemas["CreateBatchRequest"] = request_schema(create_batch_fields);
   schemas["MessageBatchRequest"] = request_schema(message_batch_fields);
+  schemas["CreateConversationRequest"] = request_schema(create_conversation_fields);
+  schemas["UpdateConversationRequest"] = request_schema(update_conversation_fields);
+  schemas["CreateItemsRequest"] = request_schema(create_items_fields);
   return document.dump(2);
 }
 

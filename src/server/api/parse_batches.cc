@@ -15,26 +15,6 @@ constexpr int64_t kNsPerSecond = 1'000'000'000;
 const std::vector<std::string> kWindows = {"1h", "6h", "24h", "7d", "30d"};
 constexpr double kMinFileTtlS = 3600;
 constexpr double kMaxFileTtlS = 30 * 24 * 3600.0;
-constexpr size_t kMaxPairs = 16;  // of metadata, as OpenAI limits it
-constexpr size_t kMaxKeyBytes = 64;
-constexpr size_t kMaxValueBytes = 512;
-
-Status read_metadata(const Json& value, const std::string& path, Json* metadata) {
-  if (!value.is_object()) return wrong_kind(path, "an object", value);
-  if (value.size() > kMaxPairs) {
-    return invalid_argument(fmt::format("{}: at most {} pairs are allowed", path, kMaxPairs));
-  }
-  for (const auto& [key, text] : value.items()) {
-    if (key.size() > kMaxKeyBytes || !text.is_string() ||
-        text.get_ref<const std::string&>().size() > kMaxValueBytes) {
-      return invalid_argument(
-          fmt::format("{}: expected keys of at most {} bytes and texts of at most {}", path,
-                      kMaxKeyBytes, kMaxValueBytes));
-    }
-  }
-  *metadata = value;
-  return {};
-}
 
 Status read_requests(const Json& value, const std::string& path, std::string* lines) {
   if (!value.is_array() || value.empty()) {
@@ -66,10 +46,7 @@ void create_batch_fields(Fields& f, CreateBatch* batch) {
                     "/v1/responses or /v1/messages.");
   f.one_of("completion_window", &batch->window, kWindows,
            "After so long, what has no answer expires.");
-  f.value("metadata", {{"type", "object"}, {"additionalProperties", {{"type", "string"}}}},
-          "Kept with the batch.", [&](const Json& value, const std::string& path) {
-            return read_metadata(value, path, &batch->metadata);
-          });
+  metadata_field(f, &batch->metadata, "Kept with the batch.");
   f.object("output_expires_after", "When its results' files go.", [&](Fields& expiry) {
     std::string anchor = "created_at";
     int64_t seconds = 0;

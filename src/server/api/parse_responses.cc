@@ -5,116 +5,81 @@
 #include <utility>
 
 #include "request_fields.h"
+#include "response_items.h"
 
 namespace hcache::api {
 namespace {
 
 using model::ChatInput;
-using model::ChatMessage;
-using model::ToolCall;
 using model::ToolChoice;
 
-const std::vector<std::string> kTextParts = {"input_text", "output_text", "text", "refusal"};
 constexpr const char* kLogprobs = "message.output_text.logprobs";
-const std::vector<std::string> kReasoningParts = {"reasoning_text", "text"};
 
-// The assistant's turn may come as several items: thoughts, text, calls.
-ChatMessage& assistant_turn(ChatInput* chat) {
-  if (chat->messages.empty() || chat->messages.back().role != "assistant") {
-    chat->messages.push_back({"assistant"});
-  }
-  return chat->messages.back();
-}
-
-void message_item(Fields& f, ChatInput* chat) {
-  ChatMessage message;
-  f.required().one_of("role", &message.role, {"system", "developer", "user", "assistant"}, {});
-  f.required().value("content", content_schema(kTextParts), {},
-                     [&](const Json& value, const std::string& path) {
-                       return read_content(value, path, kTextParts, &message.content);
-                     });
-  const bool continues = message.role == "assistant" && !chat->messages.empty() &&
-                         chat->messages.back().role == "assistant" &&
-                         chat->messages.back().content.empty();
-  if (continues) {
-    chat->messages.back().content = std::move(message.content);
-  } else {
-    chat->messages.push_back(std::move(message));
-  }
-}
-
-void call_item(Fields& f, ChatInput* chat) {
-  ToolCall call;
-  f.required().text("call_id", &call.id, {});
-  f.required().text("name", &call.name, {});
-  f.required().text("arguments", &call.arguments, {});
-  assistant_turn(chat).tool_calls.push_back(std::move(call));
-}
-
-void result_item(Fields& f, ChatInput* chat) {
-  ChatMessage message{"tool"};
-  f.required().text("call_id", &message.tool_call_id, {});
-  f.required().value("output", content_schema(kTextParts), {},
-                     [&](const Json& value, const std::string& path) {
-                       return read_content(value, path, kTextParts, &message.content);
-                     });
-  chat->messages.push_back(std::move(message));
-}
-
-void reasoning_item(Fields& f, ChatInput* chat) {
-  ChatMessage& turn = assistant_turn(chat);
-  f.value("content", content_schema(kReasoningParts), {},
-          [&](const Json& value, const std::string& path) {
-            return read_content(value, path, kReasoningParts, &turn.reasoning);
-          });
-}
-
-Status read_item(const Json& value, const std::string& path, ChatInput* chat) {
-  Fields f(value, path);
-  std::string type = "message";
-  f.one_of("type", &type, {"message", "function_call", "function_call_output", "reasoning"}, {});
-  if (!f.ok()) return f.status();
-  if (type == "message") {
-    message_item(f, chat);
-  } else if (type == "function_call") {
-    call_item(f, chat);
-  } else if (type == "function_call_output") {
-    result_item(f, chat);
-  } else {
-    reasoning_item(f, chat);
-  }
-  return f.status();
-}
-
-Status read_input(const Json& value, const std::string& path, ChatInput* chat) {
+Status read_input(const Json& value, const std::string& path, GenerationRequest* r) {
+  ChatInput& chat = *r->chat;
+  const bool kept = !r->conversation_id.empty();
   if (value.is_string()) {
-    chat->messages.push_back({"user", value.get<std::string>()});
+    chat.messages.push_back({"user", value.get<std::string>()});
+    if (kept) r->input_items.push_back({{"role", "user"}, {"content", value}});
     return {};
   }
   if (!value.is_array()) return wrong_kind(path, "a string or an array of items", value);
   for (size_t i = 0; i < value.size(); i++) {
-    HCACHE_RETURN_IF_ERROR(read_item(value[i], fmt::format("{}[{}]", path, i), chat));
+    HCACHE_RETURN_IF_ERROR(read_item(value[i], fmt::format("{}[{}]", path, i), &chat));
+    if (kept) r->input_items.push_back(value[i]);
   }
   return {};
 }
 
-Json item_schema(const char* type, void (*declare)(Fields&, ChatInput*)) {
-  Json schema = describe_fields([&](Fields& f) {
-    ChatInput chat;
-    std::string name;
-    f.required().one_of("type", &name, {type}, {});
-    declare(f, &chat);
-  });
-  return schema;
+Json input_schema() {
+  return {
+      {"oneOf", Json::array({Json{{"type", "string"}},
+                             Json{{"type", "array"}, {"items", item_schema()}, {"minItems", 1}}})}};
 }
 
-Json input_schema() {
-  const Json items = {{"oneOf", Json::array({item_schema("message", message_item),
-                                             item_schema("function_call", call_item),
-                                             item_schema("function_call_output", result_item),
-                                             item_schema("reasoning", reasoning_item)})}};
-  return {{"oneOf", Json::array({Json{{"type", "string"}},
-                                 Json{{"type", "array"}, {"items", items}, {"minItems", 1}}})}};
+// Its id, or an object that has it.
+Status read_conversation(const Json& value, const std::string& path, std::string* id) {
+  if (value.is_object()) {
+    Fields f(value, path);
+    f.required().text("id", id, {});
+    HCACHE_RETURN_IF_ERROR(f.status());
+  } else if (value.is_string()) {
+    *id = value.get<std::string>();
+  } else {
+    return wrong_kind(path, "a string or an object with an id", value);
+  }
+  return id->empty() ? invalid_argument(path + ": empty") : Status();
+}
+
+Json conversation_schema() {
+  return {{"oneOf", Json::array({Json{{"type", "string"}, {"minLength", 1}},
+                                 Json{{"type", "object"},
+                                      {"properties", {{"id", {{"type", "string"}}}}},
+                                      {"required", Json::array({"id"})}}})}};
+}
+
+// What is said before the request's own input, and that.
+void input_fields(Fields& f, GenerationRequest* r) {
+  ChatInput& chat = *r->chat;
+  f.text("previous_response_id", &r->previous_response_id,
+         "The answer after which the conversation goes on.");
+  f.value("conversation", conversation_schema(),
+          "The conversation that goes on: its items come before the input; those of the input and "
+          "of the answer are added to it. Not together with previous_response_id or session_id.",
+          [&](const Json& value, const std::string& path) {
+            return read_conversation(value, path, &r->conversation_id);
+          });
+  const bool goes_on = !r->conversation_id.empty();
+  for (const char* other : {"previous_response_id", "session_id"}) {
+    if (goes_on && f.has(other)) f.fail("conversation", fmt::format("excludes {}", other));
+  }
+  f.value("input", input_schema(),
+          "The user's message, or items of a conversation. It may be left out where `conversation` "
+          "names one that has items.",
+          [&](const Json& value, const std::string& path) { return read_input(value, path, r); });
+  if (goes_on) return;
+  if (f.reading() && !f.has("input")) f.fail("input", "missing");
+  if (f.ok() && chat.messages.empty()) f.fail("input", "empty");
 }
 
 Status read_choice(const Json& value, const std::string& path, ChatInput* chat) {
@@ -157,12 +122,7 @@ void response_fields(Fields& f, GenerationRequest* r) {
   std::string instructions;
   f.text("instructions", &instructions, "Put before the conversation as the system's message.");
   if (!instructions.empty()) chat.messages.push_back({"system", std::move(instructions)});
-  f.required().value(
-      "input", input_schema(), "The user's message, or items of a conversation.",
-      [&](const Json& value, const std::string& path) { return read_input(value, path, &chat); });
-  if (f.ok() && chat.messages.empty()) f.fail("input", "empty");
-  f.text("previous_response_id", &r->previous_response_id,
-         "The answer after which the conversation goes on.");
+  input_fields(f, r);
   f.flag("store", &r->store, "Whether later requests may go on from this answer.");
   f.objects("tools", "What the model may call.", [&](Fields& o) {
     std::string type;

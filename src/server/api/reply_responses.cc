@@ -125,6 +125,7 @@ class ResponseReply : public ReplyBase {
                        {"strict", true}});
     }
     const auto& previous = request_.previous_response_id;
+    const auto& conversation = request_.conversation_id;
     return {
         {"id", id("resp_")},
         {"object", "response"},
@@ -135,6 +136,7 @@ class ResponseReply : public ReplyBase {
         {"model", context_.model_name},
         {"output", Json::array()},
         {"previous_response_id", previous.empty() ? Json(nullptr) : Json(previous)},
+        {"conversation", conversation.empty() ? Json(nullptr) : Json{{"id", conversation}}},
         {"store", request_.store},
         {"prompt_cache_key", request_.cache_key.empty() ? Json(nullptr) : Json(request_.cache_key)},
         {"prompt_cache_retention", retention_name()},

@@ -20,6 +20,9 @@ constexpr int kMaxRecentTokens = 65536;  // the sampler keeps them in memory
 constexpr int kMaxAdapterId = 1023;
 constexpr float kMaxAdapterScale = 1000;
 constexpr float kSmallestTopP = 1e-6F;
+constexpr size_t kMaxPairs = 16;  // of metadata, as OpenAI limits it
+constexpr size_t kMaxKeyBytes = 64;
+constexpr size_t kMaxValueBytes = 512;
 
 Status read_token(const Json& value, const std::string& path, int32_t* out) {
   if (!value.is_number_integer()) return wrong_kind(path, "a token id", value);
@@ -173,6 +176,23 @@ void call_fields(Fields& f, model::ToolCall* call) {
   });
 }
 
+Status read_metadata(const Json& value, const std::string& path, Json* metadata) {
+  if (!value.is_object()) return wrong_kind(path, "an object", value);
+  if (value.size() > kMaxPairs) {
+    return invalid_argument(fmt::format("{}: at most {} pairs are allowed", path, kMaxPairs));
+  }
+  for (const auto& [key, text] : value.items()) {
+    if (key.size() > kMaxKeyBytes || !text.is_string() ||
+        text.get_ref<const std::string&>().size() > kMaxValueBytes) {
+      return invalid_argument(
+          fmt::format("{}: expected keys of at most {} bytes and texts of at most {}", path,
+                      kMaxKeyBytes, kMaxValueBytes));
+    }
+  }
+  *metadata = value;
+  return {};
+}
+
 bool tool_name_ok(const std::string& name) {
   const auto allowed = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
@@ -313,6 +333,13 @@ Status read_content(const Json& value, const std::string& path,
   }
   *out = std::move(joined);
   return {};
+}
+
+void metadata_field(Fields& f, Json* metadata, std::string_view doc) {
+  f.value("metadata", {{"type", "object"}, {"additionalProperties", {{"type", "string"}}}}, doc,
+          [&](const Json& value, const std::string& path) {
+            return read_metadata(value, path, metadata);
+          });
 }
 
 void model_field(Fields& f, GenerationRequest* r) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "api/conversations.h"
 #include "api/embeddings.h"
 #include "api/request.h"
 #include "api/rerank.h"
@@ -37,6 +38,8 @@ namespace hcache::api {
                                   const std::vector<std::string>& types, std::string* out,
                                   std::string_view separator = "\n");
 
+// An object of a few short texts.
+void metadata_field(Fields& f, Json* metadata, std::string_view doc);
 void model_field(Fields& f, GenerationRequest* r);
 void sampling_fields(Fields& f, GenerationRequest* r);
 // "max_tokens", "n_predict", ...
@@ -82,5 +85,8 @@ void ollama_generate_fields(Fields& f, InfillRequest* r);
 void ollama_show_fields(Fields& f, std::string* model);
 void create_batch_fields(Fields& f, CreateBatch* batch);
 void message_batch_fields(Fields& f, std::string* lines);
+void create_conversation_fields(Fields& f, CreateConversation* r);
+void update_conversation_fields(Fields& f, Json* metadata);
+void create_items_fields(Fields& f, std::vector<Json>* items);
 
 }  // namespace hcache::api

@@ -29,8 +29,9 @@ constexpr size_t kPrefixes = 9;
 using PrefixHashes = std::array<uint64_t, kPrefixes>;
 
 // What a prompt is made of, in about the order in which templates render it.
-constexpr std::array<const char*, 8> kPromptFields = {
-    "previous_response_id", "tools", "system", "instructions", "messages", "prompt", "input",
+constexpr std::array<const char*, 9> kPromptFields = {
+    "previous_response_id", "conversation", "tools",  "system",
+    "instructions",         "messages",     "prompt", "input",
     "response_format"};
 
 PrefixHashes prefix_hashes(const Json& body) {

@@ -1,6 +1,8 @@
 #include "conversation_key.h"
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -15,7 +17,6 @@ constexpr size_t kKeyDigits = 16;
 constexpr size_t kIdDigits = 32;
 constexpr size_t kPromptBytes = 1024;
 constexpr size_t kPromptTokens = 256;
-constexpr std::string_view kResponsePrefix = "resp_";
 
 bool is_hex(std::string_view text) {
   return std::ranges::all_of(
@@ -52,20 +53,24 @@ std::string key_of_prompt(const api::Prompt& prompt) {
   return key_of(hasher);
 }
 
+// That an id begins with behind its prefix.
+std::optional<std::string> key_in_id(std::string_view id, std::string_view prefix) {
+  if (!id.starts_with(prefix)) return std::nullopt;
+  const std::string_view digits = id.substr(prefix.size());
+  if (digits.size() != kIdDigits || !is_hex(digits)) return std::nullopt;
+  return std::string(digits.substr(0, kKeyDigits));
+}
+
 }  // namespace
 
 std::string conversation_key(std::string_view given, const api::GenerationRequest& request) {
   if (given.size() == kKeyDigits && is_hex(given)) return std::string(given);
   if (!given.empty()) return key_of_text(given);
+  // One server alone knows it.
+  if (auto key = key_in_id(request.conversation_id, "conv_")) return *std::move(key);
   if (!request.session_id.empty()) return key_of_text(request.session_id);
   if (!request.cache_key.empty()) return key_of_text(request.cache_key);
-  const std::string& previous = request.previous_response_id;
-  if (previous.starts_with(kResponsePrefix)) {
-    const std::string_view digits = std::string_view(previous).substr(kResponsePrefix.size());
-    if (digits.size() == kIdDigits && is_hex(digits)) {
-      return std::string(digits.substr(0, kKeyDigits));
-    }
-  }
+  if (auto key = key_in_id(request.previous_response_id, "resp_")) return *std::move(key);
   if (request.chat) return key_of_chat(request.chat->messages);
   return request.prompts.empty() ? key_of_text({}) : key_of_prompt(request.prompts.front());
 }

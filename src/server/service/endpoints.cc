@@ -8,6 +8,8 @@
 #include "api/prompt_tokens.h"
 #include "api/request.h"
 #include "batch_endpoints.h"
+#include "conversation_endpoints.h"
+#include "earlier_messages.h"
 #include "embedding_endpoints.h"
 #include "generation.h"
 #include "ollama_endpoints.h"
@@ -60,6 +62,7 @@ class EndpointTable final : public Endpoints {
   Service& service_;
   std::unique_ptr<WorkQueue> transfers_ = std::make_unique<WorkQueue>(kTransferThreads);
   SessionEndpoints sessions_{service_, *transfers_};
+  ConversationEndpoints conversations_{service_};
   SlotEndpoints slots_{service_, *transfers_};
   BatchEndpoints batches_{service_, *transfers_};
   OllamaEndpoints ollama_{service_};
@@ -90,7 +93,9 @@ Result<int64_t> EndpointTable::count_tokens(const model::ChatInput& chat) const 
 }
 
 Result<Json> EndpointTable::input_tokens(const Call& call, Parse parse) const {
-  HCACHE_ASSIGN_OR_RETURN(const api::GenerationRequest request, parse(call.body, {}));
+  HCACHE_ASSIGN_OR_RETURN(api::GenerationRequest request, parse(call.body, {}));
+  HCACHE_ASSIGN_OR_RETURN(const Salt salt, service_.salt_of(call.request, request));
+  HCACHE_RETURN_IF_ERROR(add_earlier_messages(service_.conversations(), salt.id, &request));
   HCACHE_ASSIGN_OR_RETURN(const int64_t tokens, count_tokens(*request.chat));
   return api::input_tokens_answer(tokens);
 }
@@ -309,6 +314,7 @@ void EndpointTable::add_to(http::Router* router) {
   }
 
   sessions_.add_to(router);
+  conversations_.add_to(router);
   slots_.add_to(router);
   batches_.add_to(router);
   ollama_.add_to(router);

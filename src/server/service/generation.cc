@@ -10,6 +10,7 @@
 #include "api/prompt_tokens.h"
 #include "base/log.h"
 #include "conversation_key.h"
+#include "earlier_messages.h"
 #include "endpoint.h"
 #include "messages.h"
 #include "request_log.h"
@@ -135,27 +136,8 @@ const std::string& Generation::answered_name() const {
   return request_.model_name.empty() ? service_.model_name() : request_.model_name;
 }
 
-// The messages of the response that this one goes on from, before its own.
-Status Generation::take_previous_messages() {
-  if (request_.previous_response_id.empty() || !request_.chat) return {};
-  const auto stored = service_.conversations().messages(salt_.id, request_.previous_response_id);
-  if (stored.code() == Code::kNotFound || (stored.ok() && stored->empty())) {
-    return not_found(
-        fmt::format("previous_response_id: there is no stored response '{}'; send the whole input",
-                    request_.previous_response_id));
-  }
-  HCACHE_RETURN_IF_ERROR(stored.status());
-  HCACHE_ASSIGN_OR_RETURN(std::vector<model::ChatMessage> messages, messages_from_text(*stored));
-  std::vector<model::ChatMessage>& own = request_.chat->messages;
-  // Instructions are not carried over: the new request has its own.
-  std::erase_if(messages, [](const model::ChatMessage& m) { return m.role == "system"; });
-  const bool instructed = !own.empty() && own.front().role == "system";
-  own.insert(own.begin() + (instructed ? 1 : 0), messages.begin(), messages.end());
-  return {};
-}
-
 Status Generation::make_prompts() {
-  HCACHE_RETURN_IF_ERROR(take_previous_messages());
+  HCACHE_RETURN_IF_ERROR(add_earlier_messages(service_.conversations(), salt_.id, &request_));
   if (request_.chat) {
     HCACHE_ASSIGN_OR_RETURN(chat_, service_.render(*request_.chat));
     api::apply_prompt(*chat_, &request_);
@@ -408,13 +390,17 @@ void Generation::on_done(size_t index, const Outcome& outcome) {
                               .stop_string = choice.stops->stop_string(),
                               .outcome = api_outcome(outcome)};
   send(builder_->finish(static_cast<int>(index), choice.stops->flush(), finish));
-  if (outcome.phase == scheduler::Phase::kDone && request_.use_cache) remember(choice);
+  const bool whole = outcome.phase == scheduler::Phase::kDone;
+  const bool is_item = !request_.conversation_id.empty();
+  if (whole && request_.use_cache && !is_item) remember(choice);
   dropped_ = std::max(dropped_, outcome.dropped_tokens);
-  if (n_done_ == choices_.size()) end();
+  if (n_done_ == choices_.size()) end(whole);
 }
 
-void Generation::end() {
+void Generation::end(bool whole) {
   const std::string last = builder_->end();
+  // Known before the client can ask for it.
+  if (whole && !request_.conversation_id.empty()) add_to_conversation(choices_.front());
   if (request_.stream) {
     send(last);
     responder_->finish();
@@ -424,12 +410,22 @@ void Generation::end() {
   }
 }
 
-void Generation::remember(const Choice& choice) {
-  const bool named = !request_.session_id.empty() || (!response_id_.empty() && request_.store);
-  if (options_.remember_named_only && !named) return;
+FinishedChain Generation::chain_of(const Choice& choice) const {
   FinishedChain chain;
   chain.salt = salt_.id;
   chain.adapted = !salt_.adapters.empty();
+  chain.user = request_.user;
+  chain.tokens = prompts_[choice.prompt];
+  chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());
+  chain.cache_key = request_.cache_key;
+  if (request_.retention == api::Retention::kDay) chain.keep_ns = kDayNs;
+  return chain;
+}
+
+void Generation::remember(const Choice& choice) {
+  const bool named = !request_.session_id.empty() || (!response_id_.empty() && request_.store);
+  if (options_.remember_named_only && !named) return;
+  FinishedChain chain = chain_of(choice);
   // Of several replies to one prompt the first one is the conversation's.
   if (&choice == &choices_.front()) chain.name = request_.session_id;
   if (!response_id_.empty() && request_.store) {
@@ -438,17 +434,31 @@ void Generation::remember(const Choice& choice) {
     messages.push_back(builder_->message(0));
     chain.messages = messages_text(messages);
   }
-  chain.user = request_.user;
-  chain.tokens = prompts_[choice.prompt];
-  chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());
-  chain.cache_key = request_.cache_key;
   if (chain.name.empty()) chain.ttl_ns = service_.options().ttl_ns;
-  if (request_.retention == api::Retention::kDay) chain.keep_ns = kDayNs;
   // Known before the client can ask for it; the disk follows, where it may.
-  const SaltId salt = chain.salt;
-  std::string name = service_.conversations().remember(std::move(chain));
-  if (request_.retention == api::Retention::kMemory) return;
-  service_.keeper().post([&service = service_, salt, name = std::move(name)] {
+  const std::string name = service_.conversations().remember(std::move(chain));
+  if (request_.retention != api::Retention::kMemory) persist_later(name);
+}
+
+void Generation::add_to_conversation(const Choice& choice) {
+  std::vector<ItemPtr> items;
+  for (const api::Json& item : request_.input_items) {
+    items.push_back(make_item(item, api::item_id(item, service_.new_id())));
+  }
+  const api::Json answer = builder_->answer();
+  for (const api::Json& item : answer["output"]) {
+    items.push_back(make_item(item, item["id"].get<std::string>()));
+  }
+  FinishedChain chain = chain_of(choice);
+  chain.name = request_.conversation_id;
+  // Items are the client's, whatever it wants of the cache.
+  if (!request_.use_cache || request_.retention == api::Retention::kMemory) chain.tokens.clear();
+  const Status added = service_.conversations().append(std::move(chain), items);
+  if (added.ok()) persist_later(request_.conversation_id);  // else it was deleted meanwhile
+}
+
+void Generation::persist_later(const std::string& name) {
+  service_.keeper().post([&service = service_, salt = salt_.id, name] {
     const Status status = service.conversations().persist(salt, name);
     if (!status.ok()) log::warn("session {} is not on disk: {}", name, status.to_string());
   });

@@ -66,7 +66,6 @@ class Generation : public std::enable_shared_from_this<Generation> {
   // The model's name as the answer has it: as it was asked for.
   [[nodiscard]] const std::string& answered_name() const;
   Status prepare();
-  Status take_previous_messages();
   Status make_prompts();
   Result<std::vector<int32_t>> prompt_tokens(const api::Prompt& prompt);
   Status add_biases();
@@ -90,8 +89,13 @@ class Generation : public std::enable_shared_from_this<Generation> {
   void send(const std::string& events);
   // With what clients are told that look at no body.
   [[nodiscard]] http::Headers told(http::Headers headers) const;
-  void end();
+  // `whole`: the answer is as it should be.
+  void end(bool whole);
+  // What a choice leaves behind, without a name.
+  [[nodiscard]] FinishedChain chain_of(const Choice& choice) const;
   void remember(const Choice& choice);
+  void add_to_conversation(const Choice& choice);
+  void persist_later(const std::string& name);
 
   Service& service_;
   const std::shared_ptr<http::Responder> responder_;
