@@ -195,6 +195,18 @@ class Routing(unittest.TestCase):
         self.assertEqual(self.ask("/v1/responses", {"input": "Go on.", "previous_response_id": "resp_" + key +
                                                     "0123456789abcdef"})[1], key)
 
+    def test_a_conversation_leads_to_its_server_whatever_else_is_said(self):
+        key = "0123456789abcdef"
+        conversation = "conv_" + key + key
+        self.assertEqual({key}, self.keys(
+            (f"/v1/conversations/{conversation}", {}), (f"/v1/conversations/{conversation}/items", {}),
+            ("/v1/responses", {"input": "Go on.", "conversation": conversation, "prompt_cache_key": "x"}),
+            ("/v1/responses", {"conversation": {"id": conversation}, "input": [said("user", "Go on.")]})))
+        # New ones are spread.
+        found = self.keys(*(("/v1/conversations", {"metadata": {}}) for _ in range(9)))
+        self.assertEqual(len(found - {None}), 9)
+        self.assertTrue(all(re.fullmatch("[0-9a-f]{16}", one) for one in found))
+
     def test_a_long_body_is_known_by_its_beginning(self):
         long = [said("user", "Hello"), said("user", "x" * (2 << 20))]
         self.assertEqual(len(self.keys((CHAT, {"messages": long}), (CHAT, {"messages": long[:1]}))), 1)
@@ -407,6 +419,14 @@ class Servers(unittest.TestCase):
             then = self.proxy.post("/v1/responses", {"input": "Again.", "max_output_tokens": 4,
                                                      "previous_response_id": first["id"]})
             self.assertEqual(then["id"][:21], first["id"][:21])
+        # So is a conversation.
+        for n in range(4):
+            conversation = self.proxy.post("/v1/conversations", {"metadata": {"n": str(n)}})["id"]
+            for _ in range(2):
+                self.proxy.post("/v1/responses", {"input": f"Say {n}.", "conversation": conversation,
+                                                  "max_output_tokens": 4, "prompt_cache_key": "one"})
+            items = self.proxy.call("GET", f"/v1/conversations/{conversation}/items")[1]
+            self.assertEqual(len(items["data"]), 4)
         # Without a proxy the server tells a key of its own, the same for all turns.
         direct = self.servers["a"]
         keys = [direct.call("POST", CHAT, {"messages": messages, "max_tokens": 1})[2][KEY] for messages in (
