@@ -154,6 +154,19 @@ class Requests(serving.OneServer):
         self.assertEqual(self.server.call("DELETE", f"{PATH}/{name}")[0], 200)
         self.assertEqual(self.server.call("GET", f"/v1/sessions/{name}")[0], 404)
 
+    def test_what_is_volatile_stays_where_it_was_read(self):
+        name = self.server.post(PATH, {})["id"]
+        known = 0
+        for n, moment in enumerate(("noon", "midnight")):
+            mark = {"type": "input_text", "text": f"It is {moment}.", "cache_control": {"type": "volatile"}}
+            said = [{"role": "system", "content": [mark]}, user(f"Question {n}")]
+            answer = respond(self.server, name, said)
+            # All that was said comes back, the earlier time of day among it.
+            self.assertGreaterEqual(answer["usage"]["input_tokens_details"]["cached_tokens"], known)
+            known = answer["usage"]["total_tokens"] - 1
+        said = texts(items_of(self.server, name))
+        self.assertEqual(said[::2], ["Question 0\n\nIt is noon.", "Question 1\n\nIt is midnight."])
+
     def test_a_stream_is_added_before_it_ends(self):
         name = self.server.post(PATH, {})["id"]
         events = self.server.stream("/v1/responses", {"input": "Count.", "conversation": name,

@@ -29,6 +29,8 @@ struct Turn {
 void text_block(Fields& f, Turn* turn) {
   std::string text;
   f.required().text("text", &text, {});
+  f.value("cache_control", cache_control_schema(), {},
+          [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
   append(&turn->message.content, text);
 }
 
@@ -215,7 +217,7 @@ Result<GenerationRequest> parse_messages(const Json& body, const Defaults& defau
 
 Result<model::ChatInput> parse_count_tokens(const Json& body) {
   GenerationRequest r;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { count_tokens_fields(f, &r); }));
+  HCACHE_RETURN_IF_ERROR(read_prompt_body(body, [&](Fields& f) { count_tokens_fields(f, &r); }));
   return *std::move(r.chat);
 }
 

@@ -182,7 +182,7 @@ Result<GenerationRequest> parse_completion(const Json& body, const Defaults& def
 
 Result<model::ChatInput> parse_apply_template(const Json& body) {
   GenerationRequest r;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { apply_template_fields(f, &r); }));
+  HCACHE_RETURN_IF_ERROR(read_prompt_body(body, [&](Fields& f) { apply_template_fields(f, &r); }));
   return *std::move(r.chat);
 }
 

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "volatile_text.h"
+
 namespace hcache::api {
 namespace {
 
@@ -212,8 +214,13 @@ Result<GenerationRequest> read_request(const Json& body, const Defaults& default
                                        void (*declare)(Fields& f, GenerationRequest* r)) {
   GenerationRequest r;
   r.sampling = defaults;
-  HCACHE_RETURN_IF_ERROR(read_fields(body, [&](Fields& f) { declare(f, &r); }));
+  HCACHE_RETURN_IF_ERROR(read_prompt_body(body, [&](Fields& f) { declare(f, &r); }));
   return r;
+}
+
+Status read_prompt_body(const Json& body, const Fields::Declare& declare) {
+  const std::optional<Json> moved = with_volatile_text_last(body);
+  return read_fields(moved ? *moved : body, declare);
 }
 
 Json prompt_schema() {
@@ -296,12 +303,21 @@ Status read_strings(const Json& value, const std::string& path, std::vector<std:
   return {};
 }
 
+Json cache_control_schema() {
+  return {{"type", "object"},
+          {"properties", {{"type", {{"type", "string"}}}}},
+          {"description",
+           "volatile: the text differs from request to request; the model reads it at the end of "
+           "the last turn, so that what is before that turn can be restored. Others do nothing."}};
+}
+
 Json content_schema(const std::vector<std::string>& types) {
-  const Json part = {
-      {"type", "object"},
-      {"properties",
-       {{"type", {{"type", "string"}, {"enum", types}}}, {"text", {{"type", "string"}}}}},
-      {"required", {"type", "text"}}};
+  const Json part = {{"type", "object"},
+                     {"properties",
+                      {{"type", {{"type", "string"}, {"enum", types}}},
+                       {"text", {{"type", "string"}}},
+                       {"cache_control", cache_control_schema()}}},
+                     {"required", {"type", "text"}}};
   return {
       {"oneOf", Json::array({Json{{"type", "string"}}, Json{{"type", "array"}, {"items", part}}})}};
 }

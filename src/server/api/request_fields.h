@@ -19,6 +19,10 @@ namespace hcache::api {
                                                      void (*declare)(Fields& f,
                                                                      GenerationRequest* r));
 
+// read_fields() of a body with the conversation that a prompt is made of, whose volatile text is
+// where the model is to read it.
+[[nodiscard]] Status read_prompt_body(const Json& body, const Fields::Declare& declare);
+
 // Strings and lists in the forms that clients send them. The schemas describe what the readers
 // take.
 [[nodiscard]] Json prompt_schema();
@@ -31,6 +35,8 @@ namespace hcache::api {
 [[nodiscard]] Json token_schema();
 [[nodiscard]] Status read_strings(const Json& value, const std::string& path,
                                   std::vector<std::string>* out);
+// Of a text in an array.
+[[nodiscard]] Json cache_control_schema();
 // A string, or an array of parts with a text of one of the `types`; parts are joined by
 // `separator`.
 [[nodiscard]] Json content_schema(const std::vector<std::string>& types);
