@@ -154,6 +154,17 @@ class Requests(serving.OneServer):
         self.assertEqual(self.server.call("DELETE", f"{PATH}/{name}")[0], 200)
         self.assertEqual(self.server.call("GET", f"/v1/sessions/{name}")[0], 404)
 
+    def test_a_system_item_of_the_input_stands_behind_the_conversation(self):
+        name = self.server.post(PATH, {})["id"]
+        first = respond(self.server, name, [{"role": "system", "content": "Be brief."}, user("One?")],
+                        instructions="Be kind.")
+        second = respond(self.server, name, [{"role": "system", "content": "Be long."}, user("Two?")],
+                         instructions="Be kind.")
+        third = respond(self.server, name, user("Three?")["content"], instructions="Be kind.")
+        for before, after in ((first, second), (second, third)):
+            self.assertGreaterEqual(after["usage"]["input_tokens_details"]["cached_tokens"],
+                                    before["usage"]["total_tokens"] - 1)
+
     def test_what_is_volatile_stays_where_it_was_read(self):
         name = self.server.post(PATH, {})["id"]
         known = 0

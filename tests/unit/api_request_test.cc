@@ -432,6 +432,8 @@ TEST(Response, GoesOnFromAConversation) {
   ASSERT_EQ(r.input_items.size(), 2U);
   EXPECT_EQ(r.input_items[1], json(R"({"type": "reasoning"})"));
   EXPECT_TRUE(good(response(), R"({"conversation": null})").input_items.empty());
+  EXPECT_TRUE(good(response(), R"({"conversation": "c", "instructions": "i"})").instructed);
+  EXPECT_FALSE(r.instructed);
   EXPECT_TRUE(good(response(), R"({"conversation": "c", "input": null})").chat->messages.empty());
   bad(response(), R"({"input": null})", "input: missing");
   bad(response(), R"({"conversation": ""})", "conversation: empty");

@@ -121,7 +121,8 @@ void response_fields(Fields& f, GenerationRequest* r) {
   model_field(f, r);
   std::string instructions;
   f.text("instructions", &instructions, "Put before the conversation as the system's message.");
-  if (!instructions.empty()) chat.messages.push_back({"system", std::move(instructions)});
+  r->instructed = !instructions.empty();
+  if (r->instructed) chat.messages.push_back({"system", std::move(instructions)});
   input_fields(f, r);
   f.flag("store", &r->store, "Whether later requests may go on from this answer.");
   f.objects("tools", "What the model may call.", [&](Fields& o) {

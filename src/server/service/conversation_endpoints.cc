@@ -27,6 +27,7 @@ Result<Json> list_json(const std::vector<ItemPtr>& items, const api::ListPage& p
 
 Result<Json> conversation_json(const std::string& id, const ItemList& list) {
   HCACHE_ASSIGN_OR_RETURN(Json metadata, api::parse_body(list.metadata));
+  if (!metadata.is_object()) return data_loss(fmt::format("metadata of '{}' can't be read", id));
   return api::conversation_answer(id, list.created_s, std::move(metadata));
 }
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -13,9 +14,9 @@ namespace {
 using api::Json;
 using model::ChatMessage;
 
-void put_before(std::vector<ChatMessage> earlier, std::vector<ChatMessage>* own) {
-  const bool instructed = !own->empty() && own->front().role == "system";
-  own->insert(own->begin() + (instructed ? 1 : 0), std::make_move_iterator(earlier.begin()),
+// Behind the first of its own where that stays the first.
+void put_before(std::vector<ChatMessage> earlier, bool keep_first, std::vector<ChatMessage>* own) {
+  own->insert(own->begin() + (keep_first ? 1 : 0), std::make_move_iterator(earlier.begin()),
               std::make_move_iterator(earlier.end()));
 }
 
@@ -54,7 +55,8 @@ Status add_earlier_messages(Conversations& conversations, const SaltId& salt,
   if (!request->previous_response_id.empty()) {
     HCACHE_ASSIGN_OR_RETURN(std::vector<ChatMessage> messages,
                             of_response(conversations, salt, request->previous_response_id));
-    put_before(std::move(messages), &own);
+    const bool begins_with_system = !own.empty() && own.front().role == "system";
+    put_before(std::move(messages), begins_with_system, &own);
   }
   if (!request->conversation_id.empty()) {
     uint64_t bytes = 0;
@@ -65,7 +67,7 @@ Status add_earlier_messages(Conversations& conversations, const SaltId& salt,
     if (!room.ok()) return room.with_context("conversation");
     auto messages = of_conversation(conversations, salt, id);
     if (!messages.ok()) return messages.status().with_context("conversation");
-    put_before(std::move(*messages), &own);
+    put_before(std::move(*messages), request->instructed, &own);
     if (own.empty()) return invalid_argument("input: empty, and so is the conversation");
   }
   return {};

@@ -83,6 +83,7 @@ struct GenerationRequest {
   // OpenAI responses.
   std::string previous_response_id;  // the conversation goes on from there
   bool store = true;                 // later requests may go on from this one
+  bool instructed = false;           // the first message is the request's instructions
   std::string conversation_id;       // the conversation that goes on
   std::vector<Json> input_items;     // with it: the input as items, as the client words them
 
