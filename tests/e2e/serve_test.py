@@ -166,46 +166,6 @@ class Protocols(unittest.TestCase):
         self.assertEqual(cached[0], 0)
         self.assertGreater(cached[1], 300)
 
-    def test_what_is_marked_as_volatile_keeps_nothing_from_coming_back(self):
-        def turns(time_of_day: str, kind: str, salt: str) -> tuple:
-            """The marked block early in a system prompt, and the conversation behind it."""
-            block = {"type": kind, "text": f"It is {time_of_day}.", "cache_control": {"type": "volatile"}}
-            return ([{"type": kind, "text": "Be brief. " + salt}, block,
-                     {"type": kind, "text": serving.TEXT[5000:6200]}],
-                    [{"role": "user", "content": "Who waved?"}, {"role": "assistant", "content": "A man."},
-                     {"role": "user", "content": "When?"}])
-
-        def chat(*what: str) -> tuple:
-            system, messages = turns(*what, "text", "chat")
-            body = {"messages": [{"role": "system", "content": system}, *messages]}
-            usage = self.server.post("/v1/chat/completions", {**body, "max_tokens": 2})["usage"]
-            return body, usage["prompt_tokens_details"]["cached_tokens"]
-
-        def anthropic(*what: str) -> tuple:
-            system, messages = turns(*what, "text", "anthropic")
-            usage = self.server.post("/v1/messages", {"system": system, "messages": messages,
-                                                      "max_tokens": 2})["usage"]
-            return {"messages": [{"role": "system", "content": system}, *messages]}, \
-                usage["cache_read_input_tokens"]
-
-        def response(*what: str) -> tuple:
-            system, messages = turns(*what, "input_text", "response")
-            body = {"input": [{"role": "system", "content": system}, *messages], "max_output_tokens": 2}
-            usage = self.server.post("/v1/responses", body)["usage"]
-            as_chat = [{**part, "type": "text"} for part in system]
-            return {"messages": [{"role": "system", "content": as_chat}, *messages]}, \
-                usage["input_tokens_details"]["cached_tokens"]
-
-        for ask in (chat, anthropic, response):
-            ask("noon")
-            body, cached = ask("midnight")
-            prompt = self.server.post("/apply-template", body)["prompt"]
-            self.assertIn("When?\n\nIt is midnight.", prompt)
-            self.assertEqual(prompt.count("midnight"), 1)
-            before = self.server.post("/tokenize", {"content": prompt[:prompt.index("When?")]})["tokens"]
-            self.assertGreater(len(before), 250)
-            self.assertGreaterEqual(cached, len(before), ask.__name__)
-
     def test_what_llama_servers_clients_ask_for(self):
         messages = [{"role": "user", "content": serving.TEXT[:1500]}]
         tokens = self.server.post("/v1/chat/completions/input_tokens",

@@ -100,7 +100,7 @@ Result<Json> ConversationEndpoints::update(const Call& call) {
 Result<Json> ConversationEndpoints::remove(const Call& call) {
   HCACHE_RETURN_IF_ERROR(find(call).status());
   const std::string& id = *call.request.param("id");
-  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_of(service_, call.request), id));
+  HCACHE_RETURN_IF_ERROR(service_.remove_session(salt_of(service_, call.request).id, id));
   return api::conversation_deleted_answer(id);
 }
 
