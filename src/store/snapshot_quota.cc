@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "base/log.h"
 #include "store_impl.h"
 
 namespace hcache::store {
