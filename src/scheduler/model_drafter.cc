@@ -22,12 +22,6 @@ constexpr float kNegligible = 17;
 
 }  // namespace
 
-// What begins in the middle of a conversation would not be found again under its tokens, neither to
-// go on from nor to be forgotten.
-bool ModelDrafter::saves(const Wanted& wanted, const Chain& chain) {
-  return wanted.save && chain.from == 0;
-}
-
 ModelDrafter::~ModelDrafter() {
   for (Chain& chain : chains_) release(&chain);
 }
@@ -114,6 +108,9 @@ void ModelDrafter::begin(const Wanted& wanted, Chain* chain) {
   const auto length = static_cast<int64_t>(wanted.chain.size());
   const int64_t context = executor_.limits().context;
   if (length + wanted.most >= context) chain->from = length - context / kKeptShare;
+  // What begins in the middle of a conversation would not be found again under its tokens, neither
+  // to go on from nor to be forgotten.
+  chain->saves = wanted.save && chain->from == 0;
   if (take_over(wanted, chain)) return;
   if (const Status status = begin_new(wanted, chain); !status.ok()) give_up(chain, status);
 }
@@ -124,7 +121,7 @@ bool ModelDrafter::take_over(const Wanted& wanted, Chain* chain) {
   int64_t shared = 0;
   for (Chain& idle : chains_) {
     if (idle.request != 0 || idle.seq == kNoSeq || idle.from != chain->from ||
-        idle.salt.id != chain->salt.id) {
+        idle.salt.id != chain->salt.id || (chain->saves && !idle.saves)) {
       continue;
     }
     const int64_t same = common_prefix(idle.tokens, rest);
@@ -133,18 +130,19 @@ bool ModelDrafter::take_over(const Wanted& wanted, Chain* chain) {
     shared = same;
   }
   if (best == nullptr || shared < kLeastShared) return false;
-  // Where another conversation begins alike, its own may still come back.
-  if (static_cast<int64_t>(best->tokens.size()) - shared > kLeastShared &&
-      make_room(static_cast<int64_t>(rest.size()), /*sequence=*/true)) {
-    // Making room may have taken it.
-    if (best->seq == kNoSeq) return false;
-    Result<SeqId> seq = executor_.fork(best->seq, shared, saves(wanted, *chain));
+  // One whose tokens are not to be saved must not go on in a sequence that is. And where another
+  // conversation begins alike, its own may still come back.
+  const bool only_fork = best->saves != chain->saves;
+  const bool fork = only_fork || static_cast<int64_t>(best->tokens.size()) - shared > kLeastShared;
+  if (fork && make_room(static_cast<int64_t>(rest.size()), /*sequence=*/true)) {
+    if (best->seq == kNoSeq) return false;  // it made room
+    Result<SeqId> seq = executor_.fork(best->seq, shared, chain->saves);
     if (!seq.ok()) return false;
     chain->seq = *seq;
     chain->tokens.assign(best->tokens.begin(), best->tokens.begin() + shared);
     return true;
   }
-  if (best->seq == kNoSeq) return false;
+  if (only_fork || best->seq == kNoSeq) return false;
   chain->seq = std::exchange(best->seq, kNoSeq);
   chain->tokens = std::move(best->tokens);
   return true;
@@ -155,7 +153,7 @@ Status ModelDrafter::begin_new(const Wanted& wanted, Chain* chain) {
   if (!make_room(static_cast<int64_t>(rest.size()), /*sequence=*/true)) {
     return resource_exhausted("the drafting model's cache is full of requests that run");
   }
-  HCACHE_ASSIGN_OR_RETURN(chain->seq, executor_.create(chain->salt, saves(wanted, *chain)));
+  HCACHE_ASSIGN_OR_RETURN(chain->seq, executor_.create(chain->salt, chain->saves));
   HCACHE_ASSIGN_OR_RETURN(const SavedPrefixRef saved,
                           executor_.saved_prefix(chain->salt, rest, {}, nullptr));
   if (saved == nullptr || saved->tokens() < kLeastShared) return {};

@@ -130,6 +130,35 @@ TEST(ModelDrafter, TheNextTurnGoesOnWhereTheLastOneEnded) {
   EXPECT_EQ(count(small, "restore 280"), 1);
 }
 
+TEST(ModelDrafter, WhatIsNotToBeSavedDoesNotGoOnInWhatIs) {
+  FakeExecutor small(drafting(7));
+  ModelDrafter drafter(small, {.n_vocab = kVocab});
+  Bench bench(answering(), drafted(8), &drafter);
+  const Record& first = bench.submit(prompt_of(200, 1), 60);
+  ASSERT_TRUE(bench.run_all());
+  Tokens next = first.prompt;
+  next.insert(next.end(), first.answer.begin(), first.answer.end());
+  next.push_back(3);
+  const auto saved_tokens = [&] {
+    int64_t most = 0;
+    for (const auto& [seq, sequence] : small.sequences()) {
+      if (sequence.save) most = std::max(most, static_cast<int64_t>(sequence.chain.size()));
+    }
+    return most;
+  };
+  const int64_t before = saved_tokens();
+  const Record& secret = bench.submit(next, 60, [](Request& request) { request.save = false; });
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(secret.answer, bench.expected(secret));
+  EXPECT_GT(secret.outcome.accepted_tokens, 20);
+  EXPECT_EQ(saved_tokens(), before);
+  // The other way round: what was not saved is no beginning of what is.
+  const Record& open = bench.submit(secret.prompt + secret.answer, 60);
+  ASSERT_TRUE(bench.run_all());
+  EXPECT_EQ(open.answer, bench.expected(open));
+  EXPECT_GT(saved_tokens(), before + 60);
+}
+
 TEST(ModelDrafter, ForgetsWithTheScheduler) {
   FakeExecutor small(drafting(7));
   ModelDrafter drafter(small, {.n_vocab = kVocab});

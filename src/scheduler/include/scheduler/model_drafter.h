@@ -45,6 +45,7 @@ class ModelDrafter : public Drafter {
     RequestId request = 0;  // 0: it has ended
     SeqId seq = kNoSeq;     // kNoSeq: nothing can be drafted for the request
     Salt salt;
+    bool saves = false;
     int64_t from = 0;
     std::vector<int32_t> tokens;
     bool restoring = false;
@@ -59,7 +60,6 @@ class ModelDrafter : public Drafter {
     int32_t most = 0;           // tokens to give; 0: what it lacks is computed, no more
   };
 
-  [[nodiscard]] static bool saves(const Wanted& wanted, const Chain& chain);
   [[nodiscard]] Chain* find(RequestId request);
   // The request's chain, begun if there is none; null: nothing can be drafted for it.
   Chain* chain_of(const Wanted& wanted);
