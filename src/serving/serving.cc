@@ -230,9 +230,7 @@ void ServingImpl::stop(int64_t grace_ns) {
   while (busy()) env_.sleep_ns(kStopPollNs);
   stop_.store(true, std::memory_order_release);
   scheduler_->wake();
-  thread_.join();
-  // The engine's owner is this thread from here on.
-  let_go();
+  thread_.join();  // the engine's owner is this thread from here on
 }
 
 void ServingImpl::let_go() {

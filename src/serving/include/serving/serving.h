@@ -62,7 +62,7 @@ class Serving {
   // As stop(0) and close().
   virtual ~Serving() = default;
 
-  // Its any-thread part; it is there until stop().
+  // Its any-thread part; it is there until close(), and does nothing any more after stop().
   [[nodiscard]] virtual scheduler::Scheduler& scheduler() = 0;
   // Submits the request and waits for its end; an on_done of its own is called as well. Errors of
   // submit(). What became of the request is in its outcome. `goes_on` (may be empty) is asked
