@@ -101,6 +101,9 @@ class Embeddings(serving.OneServer):
 
     def test_a_text_that_is_too_long(self):
         self.assertIn("1024", self.refused("/v1/embeddings", {"input": ["x", serving.TEXT]}))
+        error = self.server.call("POST", "/v1/embeddings", {"input": serving.TEXT})[1]["error"]
+        self.assertEqual((error["type"], error["n_ctx"]), ("exceed_context_size_error", 1024))
+        self.assertGreater(error["n_prompt_tokens"], 1024)
         body = {"model": "tiny", "input": serving.TEXT}
         self.assertEqual(len(self.server.post("/api/embed", body)["embeddings"]), 1)
         self.refused("/api/embed", {**body, "truncate": False})

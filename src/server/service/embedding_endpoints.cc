@@ -159,7 +159,14 @@ class EmbeddingJob : public std::enable_shared_from_this<EmbeddingJob> {
   void fail(const Status& status) {
     answered_ = true;
     cancel_all();
-    send_status(http_, *responder_, status);
+    const api::ErrorStyle style = api::error_style(http_.path);
+    api::ErrorAnswer error = api::render_error(status, style);
+    if (status.code() == Code::kOutOfRange) {
+      size_t longest = 0;
+      for (const Text& text : texts_) longest = std::max(longest, text.tokens.size());
+      api::tell_context(static_cast<int64_t>(longest), service_.context(), style, &error);
+    }
+    send_error(*responder_, error);
   }
 
   Service& service_;

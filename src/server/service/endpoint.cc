@@ -22,9 +22,14 @@ void send_json(http::Responder& responder, const Json& json, int status) {
   responder.send(status, {{"Content-Type", "application/json"}}, api::to_text(json));
 }
 
+void send_error(http::Responder& responder, const api::ErrorAnswer& answer) {
+  http::Headers headers = {{"Content-Type", "application/json"}};
+  if (answer.http_status == 429) headers.emplace_back("Retry-After", "1");
+  responder.send(answer.http_status, headers, api::to_text(answer.body));
+}
+
 void send_status(const http::Request& request, http::Responder& responder, const Status& status) {
-  const api::ErrorAnswer answer = api::render_error(status, api::error_style(request.path));
-  send_json(responder, answer.body, answer.http_status);
+  send_error(responder, api::render_error(status, api::error_style(request.path)));
 }
 
 http::Handler answer_on(WorkQueue& queue, Answer answer) {

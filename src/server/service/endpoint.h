@@ -28,6 +28,8 @@ struct Call {
 };
 
 void send_json(http::Responder& responder, const api::Json& json, int status = 200);
+// Where there are too many requests, it says when to come again.
+void send_error(http::Responder& responder, const api::ErrorAnswer& answer);
 // The error as the path's protocol words it.
 void send_status(const http::Request& request, http::Responder& responder, const Status& status);
 

@@ -83,13 +83,11 @@ void Generation::refuse(const Status& status) {
     self->failed_ = true;
     api::ErrorAnswer answer = api::render_error(status, api::error_style(self->request_.dialect));
     if (status.code() == Code::kOutOfRange) self->tell_context(&answer);
-    http::Headers headers = {{"Content-Type", "application/json"}};
-    if (answer.http_status == 429) headers.emplace_back("Retry-After", "1");
     if (self->streams_) {
       self->send(self->builder_->fail(status));
       self->responder_->finish();
     } else {
-      self->responder_->send(answer.http_status, headers, api::to_text(answer.body));
+      send_error(*self->responder_, answer);
     }
   });
 }
