@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """clang-tidy on what changed since a base, within so many minutes; its warnings are errors.
 
+Each file is compiled by itself as well, without writing anything: builds that compile files in groups
+(HCACHE_UNITY) do not notice what one lacks.
+
     tidy_changed.py BUILD_DIR [--base REVISION] [--minutes N] [--list]
 
 Changed sources come first, then one file for each changed header, then all other files that include
@@ -15,10 +18,12 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAST_COMMITS = 5  # of a checkout that is the default branch itself
@@ -54,13 +59,16 @@ def changed_since(base: str) -> set[pathlib.Path]:
     return {ROOT / name for name in names}
 
 
-def sources_of(build: pathlib.Path) -> set[pathlib.Path]:
-    """The project's compiled files."""
-    out = set()
+def sources_of(build: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+    """The project's compiled files, and how each is checked by its compiler."""
+    out = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         path = pathlib.Path(entry["directory"], entry["file"]).resolve()
-        if path.is_relative_to(ROOT) and "build" not in path.relative_to(ROOT).parts:
-            out.add(path)
+        if not path.is_relative_to(ROOT) or "build" in path.relative_to(ROOT).parts:
+            continue
+        words = shlex.split(entry["command"])
+        output = words.index("-o")
+        out[path] = [*words[:output], *words[output + 2:], "-fsyntax-only"]
     return out
 
 
@@ -95,9 +103,8 @@ class Includes:
         return found
 
 
-def in_order(changed: set[pathlib.Path], build: pathlib.Path) -> list[pathlib.Path]:
+def in_order(changed: set[pathlib.Path], sources: Collection[pathlib.Path]) -> list[pathlib.Path]:
     """Files to check, the most telling first."""
-    sources = sources_of(build)
     order = sorted(path for path in sources if path in changed)
     headers = {path for path in changed if path.suffix == ".h"}
     if not headers:
@@ -120,7 +127,11 @@ def in_order(changed: set[pathlib.Path], build: pathlib.Path) -> list[pathlib.Pa
     return order + rest
 
 
-def check(path: pathlib.Path, build: pathlib.Path) -> tuple[bool, str]:
+def check(path: pathlib.Path, build: pathlib.Path, compiler: list[str]) -> tuple[bool, str]:
+    done = subprocess.run(compiler, cwd=build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          check=False)
+    if done.returncode != 0:
+        return False, done.stdout
     done = subprocess.run(["clang-tidy", "--quiet", "--extra-arg=-Wno-unknown-warning-option",
                            "-p", str(build), str(path)], capture_output=True, text=True, check=False)
     return done.returncode == 0, done.stdout
@@ -138,7 +149,8 @@ def main() -> int:
         print(f"tidy: there is no revision '{base}': name one with BASE=", file=sys.stderr)
         return 2
     build = args.build.resolve()
-    files = in_order(changed_since(base), build)
+    sources = sources_of(build)
+    files = in_order(changed_since(base), sources)
     if args.list:
         for path in files:
             print(path.relative_to(ROOT))
@@ -155,7 +167,7 @@ def main() -> int:
             with lock:
                 left_out.append(name)
             return
-        ok, report = check(path, build)
+        ok, report = check(path, build, sources[path])
         with lock:
             print(f"tidy: {name}", flush=True)
             if not ok:

@@ -66,7 +66,7 @@ class LlamaExecutor : public scheduler::Executor {
     std::vector<int32_t> tokens = {};
     std::vector<ChunkId> chunks = {};  // whole ones that are saved or about to be
     std::shared_ptr<state::SavedLength> saved = std::make_shared<state::SavedLength>();
-    std::unique_ptr<Restore> restore = {};
+    std::unique_ptr<Restore> restore;
     int64_t flushed = -1;  // its length when a flush was last asked for
     // Behind its last whole chunk, where there are snapshots; saved ones are empty.
     std::vector<std::byte> snapshot = {};
