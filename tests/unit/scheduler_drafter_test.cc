@@ -7,12 +7,15 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-constexpr ExecutorLimits kLimits{
-    .arena_cells = 4096, .context = 1024, .max_step_rows = 64, .max_sequences = 16};
+constexpr int32_t kStepRows = 64;
+
+ExecutorLimits limits() {
+  return {.arena_cells = 4096, .context = 1024, .max_step_rows = kStepRows, .max_sequences = 16};
+}
 
 FakeOptions answering() {
   FakeOptions fake;
-  fake.limits = kLimits;
+  fake.limits = limits();
   fake.row_s = 1e-6;  // so that rows more in a step are worth it
   fake.tells_pace = true;
   return fake;
@@ -20,7 +23,7 @@ FakeOptions answering() {
 
 FakeOptions drafting(uint64_t wrong_every) {
   FakeOptions fake;
-  fake.limits = kLimits;
+  fake.limits = limits();
   fake.step_s = 1e-5;
   fake.row_s = 1e-6;
   fake.tells_pace = true;
@@ -32,7 +35,7 @@ FakeOptions drafting(uint64_t wrong_every) {
 SchedulerOptions drafted(int32_t most) {
   SchedulerOptions options;
   options.draft = {.most = most, .least_match = 100};  // nothing is copied
-  options.batch.max_step_tokens = kLimits.max_step_rows;
+  options.batch.max_step_tokens = kStepRows;
   return options;
 }
 
