@@ -9,7 +9,6 @@ requests are sent in every run.
 """
 
 import sys
-import tempfile
 import unittest
 
 import hypothesis
@@ -52,21 +51,13 @@ def shorten(body: object, known: dict) -> None:
             body[name] = most
 
 
-class OpenApi(unittest.TestCase):
+class OpenApi(serving.OneServer):
     @classmethod
-    def setUpClass(cls):
+    def start(cls, folder: str) -> serving.Server:
         load_all_checks()
         cls.checks = [CHECKS.get_one(name) for name in CHECKED]
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.server = serving.Server(PROGRAM, "-m", serving.default_model(), "--state-dir",
-                                    cls.folder.name, "-t", "2", "--ctx", "2048")
-
-    @classmethod
-    def tearDownClass(cls):
-        with cls.server:
-            code = cls.server.stop()
-        cls.folder.cleanup()
-        assert code == 0
+        return serving.Server(PROGRAM, "-m", serving.default_model(), "--state-dir", folder, "-t", "2",
+                              "--ctx", "2048")
 
     def exercise(self, operation, mode: GenerationMode, refused: int | None, known: dict) -> None:
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
