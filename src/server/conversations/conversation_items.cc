@@ -44,18 +44,7 @@ Status Conversations::begin(const SaltId& salt, const std::string& name, ItemLis
   c.named = true;
   c.created_ns = c.updated_ns = env_.wall_ns();
   entry.items = std::move(list);
-  {
-    MutexLock lock(mutex_);
-    if (find(salt, name).ok()) return already_exists(fmt::format("there is a session '{}'", name));
-    Tenant& tenant = tenants_[salt];
-    HCACHE_RETURN_IF_ERROR(check_room(tenant, 0, item_bytes(entry.items)));
-    insert(&tenant, std::move(entry));
-  }
-  const Status status = persist(salt, name);
-  if (!status.ok()) {
-    remove(salt, name).ignore("what is not on disk is taken back; the first error is reported");
-  }
-  return status;
+  return insert_new(salt, std::move(entry));
 }
 
 Result<ItemList> Conversations::items(const SaltId& salt, std::string_view name) {

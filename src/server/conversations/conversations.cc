@@ -429,22 +429,24 @@ Result<Conversation> Conversations::add(const SaltId& salt, store::Session sessi
   entry.conversation.expires_ns = 0;
   entry.conversation.kept_ns = 0;
   const Conversation added = entry.conversation;
+  HCACHE_RETURN_IF_ERROR(insert_new(salt, std::move(entry)));
+  return added;
+}
+
+Status Conversations::insert_new(const SaltId& salt, Entry entry) {
+  const std::string name = entry.conversation.name;
   {
     MutexLock lock(mutex_);
-    if (find(salt, added.name).ok()) {
-      return already_exists(fmt::format("there is a session '{}'", added.name));
-    }
+    if (find(salt, name).ok()) return already_exists(fmt::format("there is a session '{}'", name));
     Tenant& tenant = tenants_[salt];
     HCACHE_RETURN_IF_ERROR(check_room(tenant, 0, item_bytes(entry.items)));
     insert(&tenant, std::move(entry));
   }
-  const Status status = persist(salt, added.name);
+  const Status status = persist(salt, name);
   if (!status.ok()) {
-    remove(salt, added.name)
-        .ignore("what is not on disk is taken back; the first error is reported");
-    return status;
+    remove(salt, name).ignore("what is not on disk is taken back; the first error is reported");
   }
-  return added;
+  return status;
 }
 
 Status Conversations::remove(const SaltId& salt, std::string_view name) {

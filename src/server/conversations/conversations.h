@@ -208,6 +208,8 @@ class Conversations {
     return entry.items || (entry.conversation.named && !entry.messages.empty());
   }
   static void insert(Tenant* tenant, Entry entry);
+  // The same for a name that is free yet, and makes it durable; after an error nothing is there.
+  Status insert_new(const SaltId& salt, Entry entry) HCACHE_EXCLUDES(mutex_);
   static void forget(Tenant* tenant, const std::string& name);
   // The conversation that a chain continues, as a new entry without tokens.
   Entry entry_for(const FinishedChain& chain, std::string_view text) HCACHE_REQUIRES(mutex_);
