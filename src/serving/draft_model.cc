@@ -77,9 +77,7 @@ Status DraftModelImpl::close() {
 }  // namespace
 
 Result<std::unique_ptr<DraftModel>> DraftModel::open(Env& env, const DraftOptions& options) {
-  state::RuntimeOptions runtime_options = options.runtime;
-  runtime_options.max_sequences = options.max_sequences;
-  HCACHE_ASSIGN_OR_RETURN(auto runtime, state::Runtime::open(env, runtime_options));
+  HCACHE_ASSIGN_OR_RETURN(auto runtime, state::Runtime::open(env, options.runtime));
   scheduler::ModelDrafterOptions drafter{.p_min = options.p_min};
   std::unique_ptr<Executor> executor;
   int32_t n_vocab = 0;
@@ -94,7 +92,7 @@ Result<std::unique_ptr<DraftModel>> DraftModel::open(Env& env, const DraftOption
   } else {
     n_vocab = static_cast<int32_t>(runtime->model().hparams().n_vocab);
     EngineExecutorOptions executor_options;
-    executor_options.max_sequences = options.max_sequences;
+    executor_options.max_sequences = options.runtime.max_sequences;
     executor = std::make_unique<EngineExecutor>(env, *runtime, executor_options);
   }
   drafter.n_vocab = options.n_vocab > 0 ? std::min(options.n_vocab, n_vocab) : n_vocab;

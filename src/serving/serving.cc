@@ -100,8 +100,6 @@ class ServingImpl : public Serving {
   void work();
   void run_calls() HCACHE_EXCLUDES(mutex_);
 
-  void let_go();  // of the runtime; whoever owns the engine
-
   Env& env_;
   const ServingOptions options_;
   std::unique_ptr<state::Runtime> runtime_;
@@ -163,7 +161,7 @@ Status ServingImpl::open_all() {
 Status ServingImpl::open_draft(const scheduler::SchedulerOptions& scheduler) {
   if (!options_.draft || scheduler.draft.most == 0) return {};
   DraftOptions draft = *options_.draft;
-  draft.max_sequences = options_.max_sequences;
+  draft.runtime.max_sequences = options_.max_sequences;
   Result<std::unique_ptr<DraftModel>> opened = DraftModel::open(env_, draft);
   if (!opened.ok()) return opened.status().with_context("the model that drafts");
   draft_ = std::move(*opened);
@@ -233,17 +231,13 @@ void ServingImpl::stop(int64_t grace_ns) {
   thread_.join();  // the engine's owner is this thread from here on
 }
 
-void ServingImpl::let_go() {
+Status ServingImpl::close() {
+  stop(0);
+  if (!runtime_) return {};
   scheduler_.reset();
   executor_.reset();
   batch_.reset();
   llama_.reset();
-}
-
-Status ServingImpl::close() {
-  stop(0);
-  if (!runtime_) return {};
-  let_go();
   const Status drafts = draft_ ? std::exchange(draft_, nullptr)->close() : Status();
   HCACHE_RETURN_IF_ERROR(runtime_->close());
   return drafts;

@@ -19,7 +19,6 @@ struct DraftOptions {
   // Tokens that both vocabularies have; they must agree on them. 0: as many as this model has.
   int32_t n_vocab = 0;
   float p_min = 0;  // a draft ends before a token of less probability
-  int32_t max_sequences = 64;
 };
 
 class DraftModel : public scheduler::Drafter {
