@@ -260,7 +260,6 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.evict.whole_chains = args.evict_whole;
   o.runtime.evict.reserve = args.evict_reserve;
   o.scheduler.evict = o.runtime.evict.evict;
-  HCACHE_RETURN_IF_ERROR(args.draft.apply(args.runtime, &o));
   o.scheduler.batch.max_sequences = args.parallel;
   o.scheduler.batch.max_step_tokens = args.step_tokens;
   HCACHE_ASSIGN_OR_RETURN(o.scheduler.queue.policy, policy::parse_queue_policy(args.queue_policy));
@@ -270,6 +269,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.truncate = args.overflow.truncates();
   o.runtime.truncates = o.truncate;
   o.truncation = args.overflow.limits();
+  args.draft.apply(args.runtime, &o);
   return o;
 }
 

@@ -1,7 +1,6 @@
 #include "draft_args.h"
 
 #include "base/env.h"
-#include "model/tokenizer.h"
 
 namespace hcache::cli {
 namespace {
@@ -13,16 +12,11 @@ constexpr uint64_t kQuotaShare = 8;
 
 }  // namespace
 
-Status DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* options) const {
+void DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* options) const {
   options->scheduler.draft.most = most >= 0 ? most : model.empty() ? 0 : kMostGuessed;
   options->scheduler.draft.least = least;
-  if (model.empty() || options->scheduler.draft.most == 0) return {};
+  if (model.empty() || options->scheduler.draft.most == 0) return;
   serving::DraftOptions draft;
-  HCACHE_ASSIGN_OR_RETURN(const auto other, model::Tokenizer::load(options->runtime.model_path));
-  HCACHE_ASSIGN_OR_RETURN(const auto own, model::Tokenizer::load(model));
-  const Result<int32_t> common = model::common_vocabulary(*other, *own);
-  if (!common.ok()) return common.status().with_context("--model-draft " + model);
-  draft.n_vocab = *common;
   draft.p_min = static_cast<float>(p_min);
   // As the model that answers, but for what is about that one.
   draft.runtime = options->runtime;
@@ -49,7 +43,6 @@ Status DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* optio
     draft.runtime.store_dirs.push_back(join_path(dir, "draft"));
   }
   options->draft = std::move(draft);
-  return {};
 }
 
 }  // namespace hcache::cli

@@ -31,8 +31,8 @@ struct DraftArgs : Options {
       number(&p_min, "--draft-p-min", "P", 0.5, {0, 1},
              "it guesses no token that it gives less probability", {.needs = "--model-draft"});
 
-  // Errors name the file that is missing, or where the vocabularies differ.
-  [[nodiscard]] Status apply(const RuntimeArgs& runtime, server::ServerOptions* options) const;
+  // Behind the runtime's options, which those of the model follow.
+  void apply(const RuntimeArgs& runtime, server::ServerOptions* options) const;
 };
 
 }  // namespace hcache::cli

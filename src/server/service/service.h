@@ -121,6 +121,9 @@ class Service {
   Status init();
   [[nodiscard]] Salt key_salt(const http::Request& request, const std::string& cache_salt) const;
   [[nodiscard]] Status check_cuts() const;
+  // With the vocabulary that the model which drafts shares with this one; nullopt: none drafts.
+  // Errors name its file, and where the vocabularies differ.
+  [[nodiscard]] Result<std::optional<serving::DraftOptions>> draft_options() const;
   [[nodiscard]] policy::TruncationLimits truncation_limits() const;
   // What the store has of a conversation, whether it was truncated or not.
   [[nodiscard]] Result<store::Match> saved(std::span<const int32_t> tokens, const SaltId& salt);
