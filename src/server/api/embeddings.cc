@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/base64.h"
 #include "request_fields.h"
 
 namespace hcache::api {
@@ -49,20 +50,7 @@ void format_field(Fields& f, EmbeddingRequest* r) {
 // The bytes of little-endian floats.
 std::string base64_of(std::span<const float> values) {
   static_assert(std::endian::native == std::endian::little);
-  static constexpr char kDigits[] =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
-  const size_t size = values.size_bytes();
-  std::string out;
-  out.reserve((size + 2) / 3 * 4);
-  for (size_t i = 0; i < size; i += 3) {
-    uint32_t three = 0;
-    for (size_t k = 0; k < 3; k++) three = three << 8U | (i + k < size ? bytes[i + k] : 0U);
-    for (size_t k = 0; k < 4; k++) {
-      out += i + k <= size ? kDigits[three >> (18 - 6 * k) & 63U] : '=';
-    }
-  }
-  return out;
+  return base64({reinterpret_cast<const char*>(values.data()), values.size_bytes()});
 }
 
 Json numbers_json(const EmbeddingRequest& request, const std::vector<float>& values) {
