@@ -153,4 +153,5 @@ if(NOT _of_source STREQUAL _of_prefix)
   message(FATAL_ERROR "${_source} and ${_prefix} are of different versions of llama.cpp: their llama.h "
                       "differ")
 endif()
+set(HCACHE_LLAMA_SOURCE_DIR ${_source})
 set(HCACHE_LLAMA_PRIVATE_INCLUDE ${_source}/src)

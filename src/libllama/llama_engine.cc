@@ -10,6 +10,7 @@
 
 #include "loaded_model.h"
 #include "model/llama_log.h"
+#include "projector.h"
 #include "state_rows.h"
 
 namespace hcache::libllama {
@@ -40,26 +41,44 @@ class LlamaEngineImpl final : public LlamaEngine {
   const LlamaModelInfo& info() const override { return info_; }
   const LlamaOptions& options() const override { return options_; }
   const StateLayout& layout() const override { return layout_; }
-  int32_t max_sequences() const override { return static_cast<int32_t>(lengths_.size()); }
-  int64_t length(int32_t seq) const override { return lengths_.at(static_cast<size_t>(seq)); }
+  const MediaReader* media() const override { return projector_.get(); }
+  int32_t max_sequences() const override { return static_cast<int32_t>(sequences_.size()); }
+  int64_t length(int32_t seq) const override { return at(seq).length; }
   int64_t shortest(int32_t seq) const override;
   Status trim(int32_t seq, int64_t n) override;
   Status set_adapters(int32_t seq, std::span<const float> scales) override;
+  void set_media(int32_t seq, std::shared_ptr<const MediaRows> media) override {
+    at(seq).media = std::move(media);
+  }
   Status copy(int32_t from, int32_t to, int64_t n) override;
   Status compute(std::span<const LlamaItem> items) override;
   Status read_rows(int32_t seq, int64_t from, int64_t to, std::span<std::byte> out) override;
   Status make_rows(int32_t seq, std::span<const int32_t> tokens) override;
   Status write_rows(int32_t seq, size_t tensor, int64_t first,
                     std::span<const std::byte> rows) override {
-    return rows_->write(seq, tensor, first, rows);
+    return rows_->write(seq, at(seq).media.get(), tensor, first, rows);
   }
   Result<std::vector<std::byte>> snapshot(int32_t seq) override;
   Status load_snapshot(int32_t seq, int64_t n, std::span<const std::byte> snapshot) override;
 
  private:
+  struct Sequence {
+    int64_t length = 0;
+    std::vector<float> scales;  // of the adapters; empty: none counts
+    std::shared_ptr<const MediaRows> media;
+  };
+  // A part of an item that libllama takes at once: tokens of a text, or rows of one medium.
+  struct Piece {
+    const LlamaItem* item = nullptr;
+    int64_t first = 0;  // row of the sequence
+    std::span<const int32_t> tokens;
+    int64_t n_logits = 0;           // of the last so many
+    const MediaRun* run = nullptr;  // null: text
+  };
   // The arrays of a llama_batch.
   struct Batch {
     std::vector<llama_token> tokens;
+    std::vector<float> embeddings;  // or these
     std::vector<llama_pos> positions;
     std::vector<int32_t> n_seqs;
     std::vector<llama_seq_id> seqs;
@@ -68,6 +87,7 @@ class LlamaEngineImpl final : public LlamaEngine {
   };
 
   Status open_adapters();
+  Status open_projector();
   Status open_context();
   // How many tokens the model takes, with its positions as they are now.
   void find_context();
@@ -75,9 +95,24 @@ class LlamaEngineImpl final : public LlamaEngine {
   [[nodiscard]] Status check_kind(const std::string& path) const;
   // Computes one token, so that the caches show how they are laid out.
   Status probe();
-  void fill_batch(std::span<const LlamaItem> items);
-  // Computes items whose sequences have the same adapters; their lengths stay as they are.
-  Status compute_alike(std::span<const LlamaItem> items);
+  [[nodiscard]] Sequence& at(int32_t seq) { return sequences_.at(static_cast<size_t>(seq)); }
+  [[nodiscard]] const Sequence& at(int32_t seq) const {
+    return sequences_.at(static_cast<size_t>(seq));
+  }
+  // Where libllama has a row of a sequence; in a medium several may be at one place.
+  [[nodiscard]] llama_pos position(int32_t seq, int64_t row) const {
+    const MediaRows* media = at(seq).media.get();
+    return static_cast<llama_pos>(media == nullptr ? row : media->position(row)[0]);
+  }
+  [[nodiscard]] Status check(const LlamaItem& item) const;
+  // Of an item, what comes first of the tokens from `done` on.
+  [[nodiscard]] Piece piece_of(const LlamaItem& item, int64_t done) const;
+  void fill_batch(std::span<const Piece> pieces);
+  Status add_rows(const Piece& piece);
+  // Computes pieces whose sequences have the same adapters, of texts or one of a medium; their
+  // lengths stay as they are.
+  Status compute_alike(std::span<const Piece> pieces);
+  Status compute_pieces(std::span<const LlamaItem> items);
   void roll_back(std::span<const LlamaItem> items);
   // Takes back what is behind the first n tokens, which is at least one; false: it can't be.
   bool cut_back(int32_t seq, int64_t n);
@@ -95,8 +130,8 @@ class LlamaEngineImpl final : public LlamaEngine {
   ContextPtr context_;
   std::unique_ptr<StateRows> rows_;
   std::vector<llama_adapter_lora*> adapters_;  // the model's, which frees them
-  std::vector<int64_t> lengths_;
-  std::vector<std::vector<float>> scales_;  // of the adapters, by sequence; empty: none counts
+  std::unique_ptr<Projector> projector_;       // null: there is none
+  std::vector<Sequence> sequences_;
   Batch batch_;
 };
 
@@ -108,7 +143,21 @@ Status LlamaEngineImpl::open(const std::string& path) {
   HCACHE_RETURN_IF_ERROR(check_kind(path));
   info_ = describe(*model_);
   HCACHE_RETURN_IF_ERROR(open_adapters());
+  HCACHE_RETURN_IF_ERROR(open_projector());
   return open_context().with_context(path);
+}
+
+Status LlamaEngineImpl::open_projector() {
+  if (options_.projector.path.empty()) return {};
+  Projector::Options options;
+  options.projector = options_.projector;
+  options.n_threads = options_.n_threads;
+  options.most_whole_rows = options_.max_batch_rows;
+  if (options_.projector.on_device && !options_.devices.empty()) {
+    options.device = options_.devices.front();
+  }
+  HCACHE_ASSIGN_OR_RETURN(projector_, Projector::load(*model_, options));
+  return {};
 }
 
 Status LlamaEngineImpl::open_adapters() {
@@ -174,8 +223,7 @@ Status LlamaEngineImpl::open_context() {
         "`hcache serve -m FILE`");
   }
   find_context();
-  lengths_.assign(params.n_seq_max, 0);
-  scales_.resize(params.n_seq_max);
+  sequences_.resize(params.n_seq_max);
   return probe();
 }
 
@@ -224,7 +272,8 @@ Status LlamaEngineImpl::probe() {
 
 void LlamaEngineImpl::clear(int32_t seq) {
   llama_memory_seq_rm(memory(), seq, -1, -1);
-  lengths_[static_cast<size_t>(seq)] = 0;
+  at(seq).length = 0;
+  at(seq).media.reset();
 }
 
 Status LlamaEngineImpl::set_adapters(int32_t seq, std::span<const float> scales) {
@@ -232,19 +281,22 @@ Status LlamaEngineImpl::set_adapters(int32_t seq, std::span<const float> scales)
     return invalid_argument(
         fmt::format("{} scales for the model's {} adapters", scales.size(), adapters_.size()));
   }
-  scales_[static_cast<size_t>(seq)].assign(scales.begin(), scales.end());
+  at(seq).scales.assign(scales.begin(), scales.end());
   return {};
 }
 
 bool LlamaEngineImpl::cut_back(int32_t seq, int64_t n) {
-  return llama_memory_seq_rm(memory(), seq, static_cast<llama_pos>(n), -1) &&
-         llama_memory_seq_pos_max(memory(), seq) == n - 1;
+  const llama_pos end = position(seq, n);
+  const llama_pos last = position(seq, n - 1);
+  return last < end && llama_memory_seq_rm(memory(), seq, end, -1) &&
+         llama_memory_seq_pos_max(memory(), seq) == last;
 }
 
 int64_t LlamaEngineImpl::shortest(int32_t seq) const {
   if (rows_->remainder() == Remainder::kNone) return 0;
   const int64_t all = length(seq);
-  if (!rows_->windows_alone()) return all;
+  // Places of media are not counted in rows.
+  if (!rows_->windows_alone() || (at(seq).media && !at(seq).media->counts_rows())) return all;
   const int64_t oldest = llama_memory_seq_pos_min(memory(), seq);
   if (oldest == 0) return 0;
   return oldest < 0 ? all : std::min(all, oldest + llama_model_n_swa(model_.get()));
@@ -261,35 +313,97 @@ Status LlamaEngineImpl::trim(int32_t seq, int64_t n) {
     return failed_precondition(
         fmt::format("a sequence of this model can't be cut back to {} tokens", n));
   }
-  lengths_[static_cast<size_t>(seq)] = n;
+  at(seq).length = n;
   return {};
 }
 
 Status LlamaEngineImpl::copy(int32_t from, int32_t to, int64_t n) {
-  if (n < shortest(from) || n > length(from)) {
+  const bool all = n == length(from);
+  const bool between = all || n == 0 || position(from, n - 1) < position(from, n);
+  if (n < shortest(from) || n > length(from) || !between) {
     return failed_precondition(
         fmt::format("a sequence of this model has no beginning of {} tokens to copy", n));
   }
-  const auto end = n == length(from) ? -1 : static_cast<llama_pos>(n);
-  llama_memory_seq_cp(memory(), from, to, -1, end);
-  scales_[static_cast<size_t>(to)] = scales_[static_cast<size_t>(from)];
-  lengths_[static_cast<size_t>(to)] = n;
+  llama_memory_seq_cp(memory(), from, to, -1, all ? -1 : position(from, n));
+  at(to) = at(from);
+  at(to).length = n;
   return {};
 }
 
 // ---- Steps
 
-void LlamaEngineImpl::fill_batch(std::span<const LlamaItem> items) {
-  batch_ = {};
-  for (const LlamaItem& item : items) {
-    const auto n = static_cast<int64_t>(item.tokens.size());
+Status LlamaEngineImpl::check(const LlamaItem& item) const {
+  const MediaRows* media = at(item.seq).media.get();
+  int64_t row = length(item.seq);
+  const int64_t end = row + static_cast<int64_t>(item.tokens.size());
+  for (const int32_t token : item.tokens) {
+    const bool of_medium = media != nullptr && media->at(row++) != nullptr;
+    if (token >= info_.n_vocab || (token < 0) != of_medium) {
+      return invalid_argument(fmt::format("the vocabulary has no token {}", token));
+    }
+  }
+  if (media != nullptr && media->step_end(length(item.seq), end) != end) {
+    return invalid_argument(
+        fmt::format("a step ends with row {}, in the middle of a picture", end));
+  }
+  return {};
+}
+
+LlamaEngineImpl::Piece LlamaEngineImpl::piece_of(const LlamaItem& item, int64_t done) const {
+  Piece piece;
+  piece.item = &item;
+  piece.first = length(item.seq) + done;
+  auto n = static_cast<int64_t>(item.tokens.size()) - done;
+  if (const MediaRows* media = at(item.seq).media.get(); media != nullptr) {
+    piece.run = media->at(piece.first);
+    const MediaRun* next = media->next(piece.first);
+    if (piece.run != nullptr) {
+      n = std::min({n, piece.run->end() - piece.first, int64_t{options_.max_batch_rows}});
+    } else if (next != nullptr) {
+      n = std::min(n, next->first - piece.first);
+    }
+  }
+  piece.tokens = item.tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(n));
+  const auto behind = static_cast<int64_t>(item.tokens.size()) - done - n;
+  piece.n_logits = std::clamp<int64_t>(item.n_logits - behind, 0, n);
+  return piece;
+}
+
+Status LlamaEngineImpl::add_rows(const Piece& piece) {
+  const std::span<const MediaRun> runs = at(piece.item->seq).media->runs();
+  if (projector_ == nullptr || piece.item->chunks == nullptr) {
+    return failed_precondition("rows of a picture are to be computed, and there is none");
+  }
+  HCACHE_ASSIGN_OR_RETURN(
+      const std::span<const float> rows,
+      projector_->encode(*piece.item->chunks, static_cast<size_t>(piece.run - runs.data())));
+  const auto width = static_cast<size_t>(llama_model_n_embd_inp(model_.get()));
+  const auto from = static_cast<size_t>(piece.first - piece.run->first);
+  const std::span<const float> taken = rows.subspan(from * width, piece.tokens.size() * width);
+  batch_.embeddings.assign(taken.begin(), taken.end());
+  // Section by section.
+  const llama_rope_type kind = llama_model_rope_type(model_.get());
+  const bool sections = kind == LLAMA_ROPE_TYPE_MROPE || kind == LLAMA_ROPE_TYPE_IMROPE;
+  for (size_t section = 0; section < (sections ? MediaRun::Position().size() : 1); ++section) {
+    for (size_t i = 0; i < piece.tokens.size(); ++i) {
+      batch_.positions.push_back(piece.run->positions[from + i][section]);
+    }
+  }
+  return {};
+}
+
+void LlamaEngineImpl::fill_batch(std::span<const Piece> pieces) {
+  for (const Piece& piece : pieces) {
+    const auto n = static_cast<int64_t>(piece.tokens.size());
     for (int64_t i = 0; i < n; ++i) {
-      batch_.tokens.push_back(item.tokens[static_cast<size_t>(i)]);
-      batch_.positions.push_back(static_cast<llama_pos>(length(item.seq) + i));
+      if (piece.run == nullptr) {
+        batch_.tokens.push_back(piece.tokens[static_cast<size_t>(i)]);
+        batch_.positions.push_back(position(piece.item->seq, piece.first + i));
+      }
       batch_.n_seqs.push_back(1);
-      batch_.seqs.push_back(item.seq);
+      batch_.seqs.push_back(piece.item->seq);
       // With hidden rows libllama gives those of all tokens.
-      batch_.wanted.push_back(item.hidden || i >= n - item.n_logits ? 1 : 0);
+      batch_.wanted.push_back(piece.item->hidden || i >= n - piece.n_logits ? 1 : 0);
     }
   }
   for (llama_seq_id& seq : batch_.seqs) batch_.seq_lists.push_back(&seq);
@@ -303,74 +417,85 @@ void LlamaEngineImpl::roll_back(std::span<const LlamaItem> items) {
 }
 
 Status LlamaEngineImpl::compute(std::span<const LlamaItem> items) {
-  for (const LlamaItem& item : items) {
-    for (const int32_t token : item.tokens) {
-      if (token < 0 || token >= info_.n_vocab) {
-        return invalid_argument(fmt::format("the vocabulary has no token {}", token));
-      }
-    }
-  }
-  // A step of libllama's has the same adapters for all, and gives logits alone or hidden rows.
-  std::vector<std::vector<LlamaItem>> groups;
-  for (const LlamaItem& item : items) {
-    const auto& scales = scales_[static_cast<size_t>(item.seq)];
-    const auto like = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
-      return scales_[static_cast<size_t>(group.front().seq)] == scales &&
-             group.front().hidden == item.hidden;
-    });
-    if (like != groups.end()) {
-      like->push_back(item);
-    } else {
-      groups.push_back({item});
-    }
-  }
-  for (const auto& group : groups) {
-    if (Status status = compute_alike(group); !status.ok()) {
-      roll_back(items);
-      return status;
-    }
+  for (const LlamaItem& item : items) HCACHE_RETURN_IF_ERROR(check(item));
+  if (Status status = compute_pieces(items); !status.ok()) {
+    roll_back(items);
+    return status;
   }
   for (const LlamaItem& item : items) {
-    lengths_[static_cast<size_t>(item.seq)] += static_cast<int64_t>(item.tokens.size());
+    at(item.seq).length += static_cast<int64_t>(item.tokens.size());
   }
   return {};
 }
 
-Status LlamaEngineImpl::compute_alike(std::span<const LlamaItem> items) {
+// A step of libllama's has tokens or rows, the same adapters for all, and gives logits alone or
+// hidden rows.
+Status LlamaEngineImpl::compute_pieces(std::span<const LlamaItem> items) {
+  std::vector<int64_t> done(items.size(), 0);
+  for (;;) {
+    std::vector<std::vector<Piece>> groups;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (done[i] == static_cast<int64_t>(items[i].tokens.size())) continue;
+      const Piece piece = piece_of(items[i], done[i]);
+      done[i] += static_cast<int64_t>(piece.tokens.size());
+      const auto like = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
+        const Piece& first = group.front();
+        return first.run == nullptr && piece.run == nullptr &&
+               at(first.item->seq).scales == at(piece.item->seq).scales &&
+               first.item->hidden == piece.item->hidden;
+      });
+      if (like != groups.end()) {
+        like->push_back(piece);
+      } else {
+        groups.push_back({piece});
+      }
+    }
+    if (groups.empty()) return {};
+    for (const auto& group : groups) HCACHE_RETURN_IF_ERROR(compute_alike(group));
+  }
+}
+
+Status LlamaEngineImpl::compute_alike(std::span<const Piece> pieces) {
   const model::ErrorLog log;
-  std::vector<float> scales = scales_[static_cast<size_t>(items.front().seq)];
+  const Piece& first = pieces.front();
+  std::vector<float> scales = at(first.item->seq).scales;
   scales.resize(adapters_.size());
   if (llama_set_adapters_lora(context_.get(), adapters_.data(), adapters_.size(), scales.data()) !=
       0) {
     return internal_error(
         fmt::format("libllama can't apply the adapters: {}", log.text("no reason")));
   }
-  fill_batch(items);
-  const llama_batch batch = {.n_tokens = static_cast<int32_t>(batch_.tokens.size()),
-                             .token = batch_.tokens.data(),
-                             .embd = nullptr,
+  batch_ = {};
+  if (first.run != nullptr) HCACHE_RETURN_IF_ERROR(add_rows(first));
+  fill_batch(pieces);
+  const llama_batch batch = {.n_tokens = static_cast<int32_t>(batch_.seqs.size()),
+                             .token = batch_.tokens.empty() ? nullptr : batch_.tokens.data(),
+                             .embd = batch_.embeddings.empty() ? nullptr : batch_.embeddings.data(),
                              .pos = batch_.positions.data(),
                              .n_seq_id = batch_.n_seqs.data(),
                              .seq_id = batch_.seq_lists.data(),
                              .logits = batch_.wanted.data()};
-  const bool hidden = items.front().hidden;
+  const bool hidden = first.item->hidden;
+  const bool whole = first.run != nullptr && first.run->whole;
   llama_set_embeddings(context_.get(), hidden);
+  if (whole) llama_set_causal_attn(context_.get(), false);
   const int32_t code = llama_decode(context_.get(), batch);
+  if (whole) llama_set_causal_attn(context_.get(), true);
   if (code != 0) {
     if (code == kNoCells) return resource_exhausted("the cache has no cells for this step");
     return internal_error(fmt::format("libllama can't compute a step of {} tokens (code {}): {}",
                                       batch.n_tokens, code, log.text("no reason")));
   }
-  int64_t end = 0;  // of the item's tokens in the batch
-  for (const LlamaItem& item : items) {
-    end += static_cast<int64_t>(item.tokens.size());
-    for (int64_t i = end - item.n_logits; i < end; ++i) {
+  int64_t end = 0;  // of the piece's tokens in the batch
+  for (const Piece& piece : pieces) {
+    end += static_cast<int64_t>(piece.tokens.size());
+    for (int64_t i = end - piece.n_logits; i < end; ++i) {
       const auto at = static_cast<int32_t>(i);
       const float* row = hidden ? llama_get_embeddings_ith(context_.get(), at)
                                 : llama_get_logits_ith(context_.get(), at);
       if (row == nullptr) return internal_error("libllama gives no rows of the step");
-      item.logits->insert(item.logits->end(), row,
-                          row + (hidden ? info_.n_embd_out : info_.n_vocab));
+      std::vector<float>& logits = *piece.item->logits;
+      logits.insert(logits.end(), row, row + (hidden ? info_.n_embd_out : info_.n_vocab));
     }
   }
   return {};
@@ -380,15 +505,15 @@ Status LlamaEngineImpl::compute_alike(std::span<const LlamaItem> items) {
 
 Status LlamaEngineImpl::read_rows(int32_t seq, int64_t from, int64_t to, std::span<std::byte> out) {
   llama_synchronize(context_.get());
-  return rows_->read(seq, from, to, out);
+  return rows_->read(seq, at(seq).media.get(), from, to, out);
 }
 
 Status LlamaEngineImpl::make_rows(int32_t seq, std::span<const int32_t> tokens) {
   if (rows_->remainder() == Remainder::kWhole) return {};
   const model::ErrorLog log;
   llama_synchronize(context_.get());
-  HCACHE_RETURN_IF_ERROR(rows_->make(seq, tokens));
-  lengths_[static_cast<size_t>(seq)] = static_cast<int64_t>(tokens.size());
+  HCACHE_RETURN_IF_ERROR(rows_->make(seq, at(seq).media.get(), tokens));
+  at(seq).length = static_cast<int64_t>(tokens.size());
   return {};
 }
 
@@ -409,12 +534,12 @@ Status LlamaEngineImpl::load_snapshot(int32_t seq, int64_t n, std::span<const st
   const size_t taken = llama_state_seq_set_data_ext(
       context_.get(), reinterpret_cast<const uint8_t*>(snapshot.data()), snapshot.size(), seq,
       snapshot_flags());
-  if (taken != snapshot.size() || llama_memory_seq_pos_max(memory(), seq) != n - 1) {
+  if (taken != snapshot.size() || llama_memory_seq_pos_max(memory(), seq) != position(seq, n - 1)) {
     clear(seq);
     return data_loss(fmt::format("a snapshot of {} bytes does not fit a sequence of {} tokens: {}",
                                  snapshot.size(), n, log.text("it is of another length")));
   }
-  lengths_[static_cast<size_t>(seq)] = n;
+  at(seq).length = n;
   return {};
 }
 

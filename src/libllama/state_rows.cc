@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -83,18 +84,26 @@ class TensorList final : public llama_io_write_i {
   bool whole_ = true;
 };
 
+MediaRun::Position position_of(Positions positions, int64_t row) {
+  if (positions != nullptr) return positions->position(row);
+  const auto p = static_cast<int32_t>(row);
+  return {p, p, p, p};
+}
+
 // Gives a cache what it reads of a sequence, but no rows.
 class CellsAlone final : public llama_io_read_i {
  public:
-  CellsAlone(const Cache& cache, llama_seq_id seq, std::span<const int32_t> tokens) {
+  CellsAlone(const Cache& cache, llama_seq_id seq, Positions positions,
+             std::span<const int32_t> tokens) {
     put<uint32_t>(1);  // streams
     put(static_cast<uint32_t>(tokens.size()));
     for (size_t i = 0; i < tokens.size(); ++i) {
-      const auto position = static_cast<llama_pos>(i);
-      put(position);
+      const MediaRun::Position position = position_of(positions, static_cast<int64_t>(i));
+      put<llama_pos>(position[0]);
       put<uint32_t>(1);  // sequences
       if (cache.cells->has_cell_ext()) {
-        put(llama_kv_cell_ext{.x = position, .y = position, .tok = tokens[i]});
+        put(llama_kv_cell_ext{
+            .x = position[2], .y = position[1], .tok = std::max(tokens[i], LLAMA_TOKEN_NULL)});
       }
       put(seq);
     }
@@ -177,9 +186,10 @@ class StateRowsImpl final : public StateRows {
   bool windows_alone() const override { return windows_alone_; }
   const std::vector<size_t>& row_bytes() const override { return row_bytes_; }
 
-  Status read(llama_seq_id seq, int64_t from, int64_t to, std::span<std::byte> out) override;
-  Status make(llama_seq_id seq, std::span<const int32_t> tokens) override;
-  Status write(llama_seq_id seq, size_t tensor, int64_t first,
+  Status read(llama_seq_id seq, Positions positions, int64_t from, int64_t to,
+              std::span<std::byte> out) override;
+  Status make(llama_seq_id seq, Positions positions, std::span<const int32_t> tokens) override;
+  Status write(llama_seq_id seq, Positions positions, size_t tensor, int64_t first,
                std::span<const std::byte> rows) override;
 
  private:
@@ -189,8 +199,8 @@ class StateRowsImpl final : public StateRows {
     size_t row = 0;  // of those asked for
     size_t n = 0;
   };
-  static Result<std::vector<Run>> runs_of(const Cache& cache, llama_seq_id seq, int64_t from,
-                                          int64_t to);
+  static Result<std::vector<Run>> runs_of(const Cache& cache, llama_seq_id seq, Positions positions,
+                                          int64_t from, int64_t to);
 
   Remainder remainder_ = Remainder::kWhole;
   bool windows_alone_ = false;
@@ -199,28 +209,46 @@ class StateRowsImpl final : public StateRows {
 };
 
 Result<std::vector<StateRowsImpl::Run>> StateRowsImpl::runs_of(const Cache& cache, llama_seq_id seq,
-                                                               int64_t from, int64_t to) {
+                                                               Positions positions, int64_t from,
+                                                               int64_t to) {
   std::vector<Run> runs;
-  const auto& cells = cache.cells->get_cells(seq).seq_pos_get(seq);
-  auto at = cells.lower_bound({static_cast<llama_pos>(from), 0});
-  for (int64_t position = from; position < to; ++position, ++at) {
-    if (at == cells.end() || at->first != position) {
-      return internal_error(fmt::format("sequence {} has no cell for token {}", seq, position));
+  const llama_kv_cells& cells = cache.cells->get_cells(seq);
+  const auto& by_position = cells.seq_pos_get(seq);
+  auto at = by_position.end();
+  for (int64_t row = from; row < to; ++row) {
+    const MediaRun::Position position = position_of(positions, row);
+    const llama_pos t = position[0];
+    // Rows of one picture may have the same first position: then the others tell them apart.
+    const bool follows =
+        at != by_position.end() && std::next(at) != by_position.end() && std::next(at)->first == t;
+    at = follows ? std::next(at) : by_position.lower_bound({t, 0});
+    const auto is_its = [&](uint32_t cell) {
+      if (positions == nullptr || !cache.cells->has_cell_ext()) return true;
+      const llama_kv_cell_ext& place = cells.ext_get(cell);
+      return place.y == position[1] && place.x == position[2];
+    };
+    if (at == by_position.end() || at->first != t || !is_its(at->second)) {
+      at = by_position.lower_bound({t, 0});
+      while (at != by_position.end() && at->first == t && !is_its(at->second)) ++at;
     }
-    const auto row = static_cast<size_t>(position - from);
+    if (at == by_position.end() || at->first != t) {
+      return internal_error(fmt::format("sequence {} has no cell for token {}", seq, row));
+    }
+    const auto number = static_cast<size_t>(row - from);
     if (!runs.empty() && runs.back().cell + runs.back().n == at->second) {
       ++runs.back().n;
     } else {
-      runs.push_back({at->second, row, 1});
+      runs.push_back({at->second, number, 1});
     }
   }
   return runs;
 }
 
-Status StateRowsImpl::read(llama_seq_id seq, int64_t from, int64_t to, std::span<std::byte> out) {
+Status StateRowsImpl::read(llama_seq_id seq, Positions positions, int64_t from, int64_t to,
+                           std::span<std::byte> out) {
   const auto n = static_cast<size_t>(to - from);
   for (const Cache& cache : caches_) {
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<Run> runs, runs_of(cache, seq, from, to));
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<Run> runs, runs_of(cache, seq, positions, from, to));
     for (const RowTensor& t : cache.tensors) {
       for (const Run& run : runs) {
         ggml_backend_tensor_get(t.tensor, out.data() + run.row * t.row_bytes,
@@ -232,9 +260,9 @@ Status StateRowsImpl::read(llama_seq_id seq, int64_t from, int64_t to, std::span
   return {};
 }
 
-Status StateRowsImpl::make(llama_seq_id seq, std::span<const int32_t> tokens) {
+Status StateRowsImpl::make(llama_seq_id seq, Positions positions, std::span<const int32_t> tokens) {
   for (const Cache& cache : caches_) {
-    CellsAlone io(cache, seq, tokens);
+    CellsAlone io(cache, seq, positions, tokens);
     try {
       cache.cells->state_read(io, seq, 0);
     } catch (const std::exception& e) {
@@ -246,7 +274,7 @@ Status StateRowsImpl::make(llama_seq_id seq, std::span<const int32_t> tokens) {
   return {};
 }
 
-Status StateRowsImpl::write(llama_seq_id seq, size_t tensor, int64_t first,
+Status StateRowsImpl::write(llama_seq_id seq, Positions positions, size_t tensor, int64_t first,
                             std::span<const std::byte> rows) {
   size_t i = tensor;
   for (const Cache& cache : caches_) {
@@ -256,7 +284,8 @@ Status StateRowsImpl::write(llama_seq_id seq, size_t tensor, int64_t first,
     }
     const RowTensor& t = cache.tensors[i];
     const auto n = static_cast<int64_t>(rows.size() / t.row_bytes);
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<Run> runs, runs_of(cache, seq, first, first + n));
+    HCACHE_ASSIGN_OR_RETURN(const std::vector<Run> runs,
+                            runs_of(cache, seq, positions, first, first + n));
     for (const Run& run : runs) {
       ggml_backend_tensor_set(t.tensor, rows.data() + run.row * t.row_bytes, run.cell * t.row_bytes,
                               run.n * t.row_bytes);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "libllama/media.h"
 
 namespace hcache::libllama {
 
@@ -25,6 +26,9 @@ enum class Remainder : uint8_t {
   kPartial,  // what LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY gives: windows, recurrent state
   kWhole,    // everything: no cache is known to be full
 };
+
+// Of each row of a sequence; null: as its number is.
+using Positions = const MediaRows*;
 
 class StateRows {
  public:
@@ -39,10 +43,11 @@ class StateRows {
   // Of each tensor; in the order in which libllama writes them.
   [[nodiscard]] virtual const std::vector<size_t>& row_bytes() const = 0;
   // Rows [from, to) of every tensor, one tensor after the other.
-  virtual Status read(llama_seq_id seq, int64_t from, int64_t to, std::span<std::byte> out) = 0;
+  virtual Status read(llama_seq_id seq, Positions positions, int64_t from, int64_t to,
+                      std::span<std::byte> out) = 0;
   // Cells for these tokens, for a sequence that is empty. kResourceExhausted.
-  virtual Status make(llama_seq_id seq, std::span<const int32_t> tokens) = 0;
-  virtual Status write(llama_seq_id seq, size_t tensor, int64_t first,
+  virtual Status make(llama_seq_id seq, Positions positions, std::span<const int32_t> tokens) = 0;
+  virtual Status write(llama_seq_id seq, Positions positions, size_t tensor, int64_t first,
                        std::span<const std::byte> rows) = 0;
 };
 

@@ -130,15 +130,16 @@ void GgufWriter::copy(std::string_view key, const GgufValue& value) {
   values_.append(reinterpret_cast<const char*>(value.bytes.data()), value.bytes.size());
 }
 
-void GgufWriter::add_tensor(std::string name, ggml_type type, int64_t ne0, int64_t ne1,
-                            int64_t ne2) {
+void GgufWriter::add_tensor(std::string name, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2,
+                            int64_t ne3) {
   GgufTensor t;
   t.name = std::move(name);
   t.type = type;
-  t.n_dims = ne2 > 0 ? 3 : ne1 > 0 ? 2 : 1;
+  t.n_dims = ne3 > 0 ? 4 : ne2 > 0 ? 3 : ne1 > 0 ? 2 : 1;
   t.ne[0] = ne0;
   t.ne[1] = std::max<int64_t>(1, ne1);
   t.ne[2] = std::max<int64_t>(1, ne2);
+  t.ne[3] = std::max<int64_t>(1, ne3);
   tensors_.push_back(std::move(t));
 }
 

@@ -27,7 +27,8 @@ class GgufWriter {
   void copy(std::string_view key, const GgufValue& value);
 
   // Tensors are written in this order; the result's `data` is empty.
-  void add_tensor(std::string name, ggml_type type, int64_t ne0, int64_t ne1 = 0, int64_t ne2 = 0);
+  void add_tensor(std::string name, ggml_type type, int64_t ne0, int64_t ne1 = 0, int64_t ne2 = 0,
+                  int64_t ne3 = 0);
   [[nodiscard]] const std::vector<GgufTensor>& tensors() const { return tensors_; }
 
   // Writes to a temporary file beside `path` and renames it when it is whole. kResourceExhausted

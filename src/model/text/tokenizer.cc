@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
+#include <span>
 
+#include "base/ids.h"
 #include "text/llama_handle.h"
 #include "text/vocab_metadata.h"
 
@@ -259,6 +261,28 @@ std::string TextDecoder::flush() {
   if (held_.empty()) return {};
   held_.clear();
   return std::string(kReplacement);
+}
+
+Result<std::string> text_with_media(const Tokenizer& tokenizer, std::span<const int32_t> tokens) {
+  constexpr size_t kIdDigits = 16;
+  std::string out;
+  while (!tokens.empty()) {
+    const bool media = tokens.front() < 0;
+    const auto end = std::find_if(tokens.begin(), tokens.end(),
+                                  [&](int32_t token) { return (token < 0) != media; });
+    const auto run = tokens.first(static_cast<size_t>(end - tokens.begin()));
+    tokens = tokens.subspan(run.size());
+    if (media) {
+      Hasher hasher("hcache media in text");
+      hasher.add(std::as_bytes(run));
+      const std::string id = to_hex(hasher.finish<ChunkId>()).substr(0, kIdDigits);
+      out += fmt::format("<media:{}:{}>", id, run.size());
+    } else {
+      HCACHE_ASSIGN_OR_RETURN(const std::string text, tokenizer.decode(run, true));
+      out += text;
+    }
+  }
+  return out;
 }
 
 }  // namespace hcache::model

@@ -124,7 +124,7 @@ class Synth {
 };
 
 void Synth::metadata(const GgufFile* vocab) {
-  const std::string& a = s_.arch;
+  const std::string& a = o_.sectioned_arch.empty() ? s_.arch : o_.sectioned_arch;
   const auto u32 = [&](const char* key, int value) {
     writer_.set_u32(fmt::format("{}.{}", a, key), static_cast<uint32_t>(value));
   };
@@ -146,6 +146,15 @@ void Synth::metadata(const GgufFile* vocab) {
   if (spec_.rope_mode >= 0) {
     u32("rope.dimension_count", s_.n_rot > 0 ? s_.n_rot : s_.head_dim);
     writer_.set_f32(fmt::format("{}.rope.freq_base", a), s_.rope_freq_base);
+  }
+  if (!o_.sectioned_arch.empty()) {
+    const int32_t part = s_.head_dim / 2 / 4;  // of the pairs that are rotated
+    const std::array<int32_t, 4> sections = {2 * part, part, part, 0};
+    writer_.copy(fmt::format("{}.rope.dimension_sections", a),
+                 {GGUF_TYPE_ARRAY,
+                  GGUF_TYPE_INT32,
+                  sections.size(),
+                  {reinterpret_cast<const uint8_t*>(sections.data()), sizeof sections}});
   }
   if (position_offset() > 0) u32("position_offset", position_offset());
   if (spec_.parallel == Parallel::kByKey) {

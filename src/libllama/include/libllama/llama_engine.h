@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "libllama/media.h"
 #include "model/rope.h"
 
 namespace hcache::libllama {
@@ -35,6 +36,7 @@ struct LlamaOptions {
   ggml_type kv_type = GGML_TYPE_F16;
   model::RopeOverride rope;
   std::vector<std::string> adapters;    // files of low-rank adapters
+  ProjectorOptions projector;           // for pictures and sounds
   std::function<bool(float)> progress;  // of loading; false cancels
 };
 
@@ -64,13 +66,15 @@ struct StateLayout {
   [[nodiscard]] size_t token_bytes() const;
 };
 
-// Tokens that are appended to a sequence, and which of them give logits.
+// Tokens that are appended to a sequence, and which of them give logits. Those below 0 are of the
+// sequence's media, whose runs that are whole end a step with their end alone.
 struct LlamaItem {
   int32_t seq = -1;
   std::span<const int32_t> tokens;
   int64_t n_logits = 0;  // of the last so many
   // The rows behind the final norm instead of logits. Such items are a step of their own.
   bool hidden = false;
+  const MediaChunks* chunks = nullptr;  // of the sequence's media, where some is among the tokens
   // Gets the rows behind what it has, n_vocab numbers each, n_embd_out of hidden ones.
   std::vector<float>* logits = nullptr;
 };
@@ -90,6 +94,9 @@ class LlamaEngine {
   [[nodiscard]] virtual const LlamaOptions& options() const = 0;
   [[nodiscard]] virtual const StateLayout& layout() const = 0;
 
+  // What its prompts may have beside text; nullptr: nothing. Any thread.
+  [[nodiscard]] virtual const MediaReader* media() const = 0;
+
   // Sequences have the numbers 0 … max_sequences() - 1, and are empty at first.
   [[nodiscard]] virtual int32_t max_sequences() const = 0;
   // How many tokens:
@@ -101,8 +108,11 @@ class LlamaEngine {
   // By how much each adapter counts in what the sequence computes from now on; none where nothing
   // was set. kInvalidArgument: not as many as there are adapters, or none of them.
   virtual Status set_adapters(int32_t seq, std::span<const float> scales) = 0;
+  // Where the sequence has tokens below 0, and will have: of a chain that begins with what it has.
+  // Null, as in an empty sequence: it has none of them.
+  virtual void set_media(int32_t seq, std::shared_ptr<const MediaRows> media) = 0;
   // `to`, which is empty, becomes the first n tokens of `from`, at least its shortest(), and has
-  // its adapters.
+  // its adapters and media.
   virtual Status copy(int32_t from, int32_t to, int64_t n) = 0;
 
   // Appends the items' tokens, at most max_batch_rows of them, each sequence once. After an error
@@ -114,7 +124,8 @@ class LlamaEngine {
 
   // Rows [from, to) of every tensor, one tensor after the other: token_bytes() for each token.
   virtual Status read_rows(int32_t seq, int64_t from, int64_t to, std::span<std::byte> out) = 0;
-  // Gives an empty sequence cells for these tokens, whose rows write_rows() fills. Until then, and
+  // Gives an empty sequence, whose media are set, cells for these tokens, whose rows write_rows()
+  // fills. Until then, and
   // until load_snapshot() where there are snapshots, it may be trimmed to nothing alone.
   virtual Status make_rows(int32_t seq, std::span<const int32_t> tokens) = 0;
   virtual Status write_rows(int32_t seq, size_t tensor, int64_t first,

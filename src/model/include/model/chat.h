@@ -24,6 +24,14 @@ struct ToolCall {
   friend bool operator==(const ToolCall&, const ToolCall&) = default;
 };
 
+// A picture or a sound in a message.
+struct Medium {
+  std::shared_ptr<const std::string> bytes{};  // of a file
+  std::string name{};                          // or its name in the server's folder of media
+};
+// What stands for one in a text. A text that has it by chance is not taken together with media.
+inline constexpr std::string_view kMediaMarker = "<__media_2f9c61d0b57e48a3__>";
+
 struct ChatMessage {
   std::string role;  // "system", "user", "assistant", "tool"
   std::string content{};
@@ -31,6 +39,7 @@ struct ChatMessage {
   std::vector<ToolCall> tool_calls{};  // assistant
   std::string tool_call_id{};          // tool: the call that it answers
   std::string name{};                  // tool: which one
+  std::vector<Medium> media{};         // in the order of the content's markers
 };
 
 struct ChatTool {

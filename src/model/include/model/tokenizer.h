@@ -110,4 +110,9 @@ class TextDecoder {
 // Malformed bytes become U+FFFD, one for each maximal prefix of a character (as Unicode 15 §3.9).
 [[nodiscard]] std::string take_valid_utf8(std::string& bytes);
 
+// The text of a chain, special tokens included, in which rows of pictures and sounds (tokens below
+// 0) are named: "<media:0123456789abcdef:256>" are 256 rows of one or more.
+[[nodiscard]] Result<std::string> text_with_media(const Tokenizer& tokenizer,
+                                                  std::span<const int32_t> tokens);
+
 }  // namespace hcache::model

@@ -107,7 +107,10 @@ struct SynthOptions {
   bool rope_factors = false;  // adds Llama 3's rope_freqs.weight
   bool long_rope = false;     // adds LongRoPE's factors
   bool head_norms = false;    // of each head, where the architecture may have them
-  int n_threads = 0;          // 0: every core
+  // The file says that it is of this architecture, which differs from the shape's by rotating in
+  // four sections (M-RoPE) alone; empty: the shape's.
+  std::string sectioned_arch;
+  int n_threads = 0;  // 0: every core
   Progress progress;
 };
 
@@ -126,6 +129,17 @@ struct AdapterOptions {
 
 // Writes a low-rank adapter (LoRA) with random weights, in F32. kNotFound: there is no such matrix.
 Status synthesise_adapter(const AdapterOptions& options, const std::string& out);
+
+struct ProjectorShape {
+  std::string model;         // whose rows it makes
+  std::string kind = "mlp";  // libmtmd's name of it: mlp, gemma3 or qwen2vl_merger
+  int image_size = 112;      // pixels of a side, where pictures have a fixed size
+  uint64_t seed = 1;
+};
+
+// Writes a projector for pictures (libmtmd's mmproj) with random weights, in F32: two layers of
+// width 64 over patches of 14 x 14 pixels. kInvalidArgument: another kind.
+Status synthesise_projector(const ProjectorShape& shape, const std::string& out);
 
 // ---- Rewrite -----------------------------------------------------------------------------------
 
