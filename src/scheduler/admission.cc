@@ -436,6 +436,7 @@ void Core::begin_restore(Task& task, int64_t tokens, std::span<const policy::Hel
                  .tokens = std::span(task.chain).first(static_cast<size_t>(task.reusable())),
                  .upto = tokens,
                  .cuts = cuts,
+                 .media = task.request.media,
                  .method = task.request.restore,
                  .compute_share = policy::restore_compute_share(decoding, options_.restore),
                  .alone = active_.empty() && queue_.size() == 1});

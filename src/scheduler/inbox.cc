@@ -20,7 +20,8 @@ Inbox::Inbox(const Executor& executor, const SchedulerOptions& options)
       options_(options),
       context_(executor.limits().context),
       arena_cells_(executor.limits().arena_cells),
-      why_no_cuts_(executor.limits().why_no_cuts) {
+      why_no_cuts_(executor.limits().why_no_cuts),
+      media_(executor.limits().media) {
   snapshot_.arena_cells = arena_cells_;
 }
 
@@ -28,6 +29,14 @@ Status Inbox::check(const Request& request) const {
   if (request.tokens.empty()) return invalid_argument("the prompt has no tokens");
   if (!request.next && request.max_new_tokens > 0) {
     return invalid_argument("the request has no next()");
+  }
+  if (request.media && !media_) {
+    return unimplemented("pictures need a model on libllama with a projector (--mmproj)");
+  }
+  const auto below = [](int32_t token) { return token < 0; };
+  if (!request.media && std::ranges::any_of(request.tokens, below)) {
+    return failed_precondition(
+        "the chain has pictures: it goes on only with a request that has them");
   }
   const auto n = static_cast<int64_t>(request.tokens.size());
   if (n > std::min(context_, arena_cells_) && limits_of(request).context == 0) {

@@ -91,6 +91,7 @@ class Inbox {
   const int64_t context_;
   const int64_t arena_cells_;
   const std::string why_no_cuts_;
+  const bool media_;
 
   mutable Mutex mutex_;
   CondVar changed_;

@@ -103,7 +103,8 @@ std::vector<Core::StepRows> Core::plan_with_room(size_t most_requests) {
   const auto parts_of = [&](const policy::StepPlan& plan) {
     std::vector<StepRows> parts;
     for (const policy::StepPiece& piece : plan.pieces) {
-      parts.push_back({ready_[static_cast<size_t>(piece.index)], piece.rows});
+      Task* task = ready_[static_cast<size_t>(piece.index)];
+      parts.push_back({task, task->rows_at_once(piece.rows)});
     }
     return parts;
   };
@@ -173,14 +174,20 @@ void Core::draft(int64_t decoding, int64_t free_cells) {
     policy::DraftLimits limits = options_.draft;
     limits.most = most;
     policy::Draft copy = policy::look_up(task->chain, limits);
+    // What was copied of a picture is no guess.
+    copy.tokens.erase(std::find_if(copy.tokens.begin(), copy.tokens.end(),
+                                   [](int32_t token) { return token < 0; }),
+                      copy.tokens.end());
     const policy::DraftLength length =
         copy.tokens.empty() ? policy::DraftLength()
                             : policy::draft_length(draft_costs(decoding),
                                                    task->copied.probability(copy.matched), limits);
+    // The drafting model sees no pictures.
+    const bool can_model = drafter_ != nullptr && task->request.media == nullptr;
     const policy::DraftLength model =
-        drafter_ == nullptr ? policy::DraftLength() : model_length(*task, decoding, limits);
+        can_model ? model_length(*task, decoding, limits) : policy::DraftLength();
     task->drafted_by_model = model.rate > length.rate;
-    if (drafter_ != nullptr && (task->drafted_by_model || !drafter_->ready(task->id))) {
+    if (can_model && (task->drafted_by_model || !drafter_->ready(task->id))) {
       modelled.push_back(task);
       wanted.push_back({.request = task->id,
                         .salt = task->request.salt,
@@ -218,6 +225,7 @@ std::vector<StepItem> Core::items_of(std::span<const StepRows> parts) {
         rows > chain.size() ? std::span<const int32_t>(task.drafted_run) : chain.first(rows);
     item.logits = part.logits();
     item.hidden = task.request.tells_hidden;
+    item.media = task.request.media.get();
     items.push_back(item);
   }
   return items;

@@ -77,6 +77,11 @@ struct Task {
   [[nodiscard]] int64_t end_of_run() const {
     return std::min(length(), policy::next_cut(held, limits));
   }
+  // How many rows a step takes that may take so many: media may want to be computed whole.
+  [[nodiscard]] int32_t rows_at_once(int32_t rows) const {
+    if (!request.media) return rows;
+    return static_cast<int32_t>(request.media->step_end(computed, computed + rows) - computed);
+  }
   // Whether logits of the prompt are still to be told, which takes computing from `told` on.
   [[nodiscard]] bool tells_logits() const {
     return request.on_prompt_logits && told < outcome.prompt_tokens;

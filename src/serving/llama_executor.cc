@@ -23,6 +23,11 @@ constexpr uint64_t kRingBytes = 64U << 20;
 // Each attempt beyond the first drops a damaged page.
 constexpr int kMostAttempts = 16;
 
+// Every chain's media come from the one projector that there is.
+std::shared_ptr<const libllama::MediaRows> rows_of(const scheduler::Media* media) {
+  return media == nullptr ? nullptr : static_cast<const MediaParts*>(media)->rows();
+}
+
 double seconds_since(Env& env, int64_t begin_ns) {
   return static_cast<double>(env.monotonic_ns() - begin_ns) * 1e-9;
 }
@@ -41,6 +46,7 @@ struct LlamaExecutor::Restore {
     store::PageRequest request;
   };
   std::vector<int32_t> tokens;  // of the whole request
+  scheduler::MediaRef media;    // of it
   int64_t upto = 0;             // most that may be restored
   std::shared_ptr<const Prefix> prefix;
   int64_t n_tokens = 0;        // that are restored
@@ -70,6 +76,7 @@ LlamaExecutor::LlamaExecutor(Env& env, state::Runtime& runtime, int64_t max_cont
   if (max_context > 0) limits_.context = std::min(limits_.context, max_context);
   limits_.max_step_rows = options.max_batch_rows;
   limits_.max_sequences = engine_.max_sequences();
+  limits_.media = engine_.media() != nullptr;
   limits_.why_no_cuts = "the model runs on libllama, whose rows stay where they are";
   for (SeqId seq = limits_.max_sequences; seq-- > 0;) free_.push_back(seq);
 }
@@ -286,6 +293,7 @@ Status LlamaExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job)
   }
   auto restore = std::make_unique<Restore>();
   restore->tokens.assign(job.tokens.begin(), job.tokens.end());
+  restore->media = job.media;
   restore->upto = job.upto;
   restore->prefix = std::static_pointer_cast<const Prefix>(job.prefix);
   restore->begin_ns = env_.monotonic_ns();
@@ -323,6 +331,7 @@ Status LlamaExecutor::open_restore(SeqId seq, Sequence& sequence) {
           {n_chunks - 1, {last, static_cast<uint16_t>(part), Encoding::kSnapshot}});
     }
   }
+  engine_.set_media(seq, rows_of(restore.media.get()));
   HCACHE_RETURN_IF_ERROR(engine_.make_rows(
       seq, std::span(restore.tokens).first(static_cast<size_t>(restore.n_tokens))));
   auto reader = runtime_.store()->new_reader({.ring_bytes = kRingBytes});
@@ -486,7 +495,13 @@ int64_t LlamaExecutor::until_snapshot(const Part& part) const {
   const int64_t begin = engine_.length(part.seq);
   const int64_t regular = (begin / kSnapshotTokens + 1) * kSnapshotTokens;
   const int64_t last = (begin + n) / kChunk * kChunk;  // whole chunk
-  const int64_t until = std::min(regular, last);
+  int64_t until = std::min(regular, last);
+  if (part.media != nullptr && until > begin && part.media->step_end(begin, until) != until) {
+    // Rows of a picture are computed at once: the last chunk before it, if there is one.
+    const libllama::MediaRun* picture = part.media->rows()->at(until);
+    until = picture->first / kChunk * kChunk;
+    if (until <= begin) return std::min(n, picture->end() - begin);
+  }
   return until > begin ? until - begin : n;
 }
 
@@ -500,6 +515,7 @@ Status LlamaExecutor::compute(std::vector<Part>* parts) {
                      .tokens = part.tokens.first(n),
                      .n_logits = std::max<int64_t>(0, part.n_logits - behind),
                      .hidden = part.hidden,
+                     .chunks = part.media == nullptr ? nullptr : part.media->chunks(),
                      .logits = &logits_[part.item]});
   }
   HCACHE_RETURN_IF_ERROR(engine_.compute(items));
@@ -537,11 +553,12 @@ Result<scheduler::StepOutput> LlamaExecutor::step(std::span<const scheduler::Ste
   int64_t n_rows = 0;
   for (size_t i = 0; i < items.size(); ++i) {
     HCACHE_RETURN_IF_ERROR(find(items[i].seq).status());
+    engine_.set_media(items[i].seq, rows_of(items[i].media));
     const auto n = static_cast<int64_t>(items[i].tokens.size());
     n_rows += n;
     lengths.push_back(engine_.length(items[i].seq));
     parts.push_back({i, items[i].seq, items[i].tokens, scheduler::logits_count(items[i].logits, n),
-                     items[i].hidden, n > 1});
+                     items[i].hidden, n > 1, static_cast<const MediaParts*>(items[i].media)});
   }
   if (n_rows > free_cells()) return resource_exhausted("the cache has no cells for this step");
   logits_.assign(items.size(), {});

@@ -18,6 +18,7 @@
 #include "base/status.h"
 #include "policy/drafting.h"
 #include "scheduler/executor.h"
+#include "serving/media.h"
 #include "state/llama_saver.h"
 #include "state/runtime.h"
 
@@ -82,6 +83,7 @@ class LlamaExecutor : public scheduler::Executor {
     int64_t n_logits = 0;             // of the last so many
     bool hidden = false;              // the rows behind the final norm instead
     bool of_prompt = false;           // more than a token: no reply goes on with it
+    const MediaParts* media = nullptr;
   };
 
   Result<Sequence*> find(scheduler::SeqId seq);

@@ -79,6 +79,9 @@ class ServingImpl : public Serving {
   state::Runtime& runtime() override { return *runtime_; }
   int64_t context() const override { return limits_.context; }
   const std::string& why_no_cuts() const override { return limits_.why_no_cuts; }
+  const libllama::MediaReader* media() const override {
+    return runtime_->llama() == nullptr ? nullptr : runtime_->llama()->engine->media();
+  }
   uint64_t bytes_read_ahead() const override {
     return executor_ ? executor_->bytes_read_ahead() : 0;
   }

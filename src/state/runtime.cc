@@ -200,6 +200,12 @@ Status RuntimeImpl::open_llama() {
   llama.rope = options_.rope;
   for (const AdapterFile& file : options_.adapters) llama.adapters.push_back(file.path);
   llama.progress = report("loading the model");
+  llama.projector = options_.projector;
+  if (!llama.projector.path.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(llama.projector.digest,
+                            model::file_digest(env_, llama.projector.path, digest_dir(),
+                                               report("checking the projector")));
+  }
   HCACHE_ASSIGN_OR_RETURN(llama_.engine, libllama::LlamaEngine::load(options_.model_path, llama));
   card_ = model_card(options_.model_path, *llama_.engine);
   HCACHE_RETURN_IF_ERROR(know_adapters());
@@ -217,6 +223,13 @@ Status RuntimeImpl::init() {
   HCACHE_RETURN_IF_ERROR(env_.make_dirs(options_.state_dir));
   HCACHE_ASSIGN_OR_RETURN(
       devices_, model::open_devices(options_.device, options_.n_threads, options_.offload));
+  if (!options_.projector.path.empty()) {
+    if (options_.forward == EngineChoice::kOwn) {
+      return unimplemented(
+          "a projector (--mmproj) needs the model on libllama: leave out --engine own");
+    }
+    options_.forward = EngineChoice::kLlama;
+  }
   if (options_.forward != EngineChoice::kLlama) HCACHE_RETURN_IF_ERROR(load_model());
   if (!model_) return open_llama();
   HCACHE_RETURN_IF_ERROR(know_adapters());

@@ -314,7 +314,7 @@ class FakeExecutor final : public Executor {
   void completed(uint64_t ticket) override { EXPECT_EQ(admitted_from.erase(ticket), 1U); }
 
   Status begin_restore(SeqId seq, const RestoreJob& job) override {
-    const auto& [prefix, tokens, upto, cuts, method, compute_share, alone] = job;
+    const auto& [prefix, tokens, upto, cuts, media, method, compute_share, alone] = job;
     compute_shares.push_back(compute_share);
     planned_alone.push_back(alone);
     calls.push_back("restore " + std::to_string(upto));

@@ -19,5 +19,7 @@ hcache_test(serving_adapters_test unit/serving_adapters_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_drafting_test unit/serving_drafting_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_media_test unit/serving_media_test.cc SEALED
+  LIBS hcache_serving hcache_model_tools)
 hcache_test(serving_llama_test unit/serving_llama_test.cc SEALED
   LIBS hcache_serving hcache_model_tools hcache::llama)

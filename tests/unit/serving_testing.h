@@ -94,6 +94,7 @@ struct How {
   std::string salt = {};
   std::optional<policy::TruncationLimits> truncation = {};
   std::vector<float> adapters = {};  // by how much each counts
+  scheduler::MediaRef media = {};    // of the chain
 };
 
 // A chain that was computed, and the greedy answer to it, every token of which has its row.
@@ -120,6 +121,7 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
   request.cache = how.cache;
   request.restore.mode = how.mode;
   request.truncation = how.truncation;
+  request.media = how.media;
   request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
     if (said.logits.empty()) said.logits.assign(logits.begin(), logits.end());
     const bool stop = static_cast<int>(said.answer.size()) == n_answer;

@@ -37,6 +37,7 @@ struct ExecutorLimits {
   int32_t max_sequences = 0;  // most sequences that exist at a time
   // Why sequences can't be cut; empty: they can.
   std::string why_no_cuts = {};
+  bool media = false;  // whether chains may have any
 };
 
 // Which tokens' logits a step is to give.
@@ -47,6 +48,21 @@ enum class LogitsOf : uint8_t { kNone, kLast, kAll };
   return of == LogitsOf::kLast ? 1 : 0;
 }
 
+// What stands for the tokens of a chain that are below 0: rows of pictures and sounds. Opaque to
+// the scheduler, but for where steps may end.
+class Media {
+ public:
+  Media() = default;
+  Media(const Media&) = delete;
+  Media& operator=(const Media&) = delete;
+  virtual ~Media() = default;
+
+  // The end of a step that computes tokens [from, to) of the chain: `to`, or, where that is in the
+  // middle of rows that are computed at once, their beginning, or their end if they come first.
+  [[nodiscard]] virtual int64_t step_end(int64_t from, int64_t to) const = 0;
+};
+using MediaRef = std::shared_ptr<const Media>;
+
 struct StepItem {
   SeqId seq = kNoSeq;
   std::span<const int32_t> tokens;  // appended; at least one
@@ -54,6 +70,7 @@ struct StepItem {
   // Instead of those logits what the output matrix would make them of: the rows behind the final
   // norm.
   bool hidden = false;
+  const Media* media = nullptr;  // of the sequence's chain; null: it has none
 };
 
 struct StepOutput {
@@ -91,6 +108,7 @@ struct RestoreJob {
   int64_t upto = 0;                      // how many of them are restored at most
   // The chain's, as saved_prefix() was told. Those before its end have been made when it is done.
   std::span<const policy::HeldRows> cuts = {};
+  MediaRef media = {};  // of the chain
   RestoreMethod method = {};
   // It is planned with this share of the device's time for its arithmetic, in (0, 1].
   double compute_share = 1;

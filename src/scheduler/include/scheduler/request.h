@@ -92,6 +92,7 @@ inline constexpr int64_t kAsManyAsFit = std::numeric_limits<int64_t>::max();
 
 struct Request {
   std::vector<int32_t> tokens;  // the prompt; at least one
+  MediaRef media;               // of it; null: it has none
   // Tokens to generate at most; cut to what fits, unless `truncation` makes room: then kAsManyAsFit
   // are as many as the context has. 0: the prompt is computed and kept, no more.
   int64_t max_new_tokens = kAsManyAsFit;

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "scheduler/scheduler.h"
 #include "serving/draft_model.h"
+#include "serving/media.h"
 #include "state/runtime.h"
 
 namespace hcache::serving {
@@ -80,6 +81,8 @@ class Serving {
   [[nodiscard]] virtual int64_t context() const = 0;  // most rows of one sequence
   // Why what outgrows the context can't be cut; empty: it can.
   [[nodiscard]] virtual const std::string& why_no_cuts() const = 0;
+  // What prompts may have beside text; nullptr: nothing.
+  [[nodiscard]] virtual const libllama::MediaReader* media() const = 0;
   // Read from disks for requests that waited.
   [[nodiscard]] virtual uint64_t bytes_read_ahead() const = 0;
   // nullopt: the ordinary engine runs.

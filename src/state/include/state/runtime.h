@@ -39,7 +39,9 @@ struct RuntimeOptions {
   EngineChoice forward = EngineChoice::kOwn;
   model::RopeOverride rope;           // of rotary positions, instead of the file's
   std::vector<AdapterFile> adapters;  // low-rank adapters that sequences may have
-  int32_t max_sequences = 64;         // of a model on libllama, idle ones included
+  // Beside the model, for pictures and sounds; needs libllama. Its digest is found out.
+  libllama::ProjectorOptions projector;
+  int32_t max_sequences = 64;  // of a model on libllama, idle ones included
   model::WeightPlace weights = model::WeightPlace::kAuto;
   uint64_t device_memory = 0;           // for weights, KV cache and buffers; 0: what is free
   std::string state_dir;                // profiles, digests; created (0700)
