@@ -169,7 +169,7 @@ class Cli(unittest.TestCase):
         self.assertEqual(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 0)
         self.assertGreater(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 128)
         # What is allowed decides, and is remembered.
-        slow = ["run", "--save", "kv", "--restore-method", "kv", "--link", "20MB/s", "-p", words]
+        slow = ["run", "--save", "kv", "--restore-method", "kv", "--link", "2MB/s", "-p", words]
         strict = json.loads(self.talk(*slow, "--quality", "0.0000001"))
         self.assertGreater(strict["restore"]["restored_tokens"], 128, "the exact state, or packed")
         lax = json.loads(self.talk(*slow, "--quality", "10"))
