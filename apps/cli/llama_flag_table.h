@@ -39,7 +39,7 @@ constexpr std::string_view kCaching = "the cache is managed without it";
 constexpr std::string_view kLogging = "see --log-requests and --verbose";
 constexpr std::string_view kFixed = "it can't be chosen here";
 constexpr std::string_view kDrafting = "answers are the same: see --model-draft and --draft-max";
-constexpr std::string_view kMedia = "requests with images, sound or video are refused";
+constexpr std::string_view kVideo = "requests with video are refused: send pictures of it";
 constexpr std::string_view kPage = "the page is part of the server";
 constexpr std::string_view kTools = "the server runs no tools, its clients do";
 constexpr std::string_view kCors = "--cors-origins alone decides who may call";
@@ -179,25 +179,24 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
      kParallel, "LLAMA_ARG_N_PARALLEL", "-1"},
     {"-cb,--cont-batching,-nocb,--no-cont-batching", Meaning::kIgnored, Value::kNone,
      reasons::kAlways, "LLAMA_ARG_CONT_BATCHING"},
-    {"-mm,--mmproj", Meaning::kIgnored, Value::kOne, reasons::kMedia, "LLAMA_ARG_MMPROJ"},
-    {"-mmu,--mmproj-url", Meaning::kIgnored, Value::kOne, reasons::kMedia, "LLAMA_ARG_MMPROJ_URL"},
+    {"-mm,--mmproj", Meaning::kOption, Value::kOne, "--mmproj", "LLAMA_ARG_MMPROJ"},
+    {"-mmu,--mmproj-url", Meaning::kIgnored, Value::kOne,
+     "download the projector and name its file with --mmproj", "LLAMA_ARG_MMPROJ_URL"},
     {"--mmproj-auto,--no-mmproj,--no-mmproj-auto", Meaning::kIgnored, Value::kNone,
-     reasons::kMedia, "LLAMA_ARG_MMPROJ_AUTO"},
-    {"--mmproj-offload,--no-mmproj-offload", Meaning::kIgnored, Value::kNone,
-     reasons::kMedia, "LLAMA_ARG_MMPROJ_OFFLOAD"},
+     "a projector is loaded where --mmproj names it", "LLAMA_ARG_MMPROJ_AUTO"},
+    {"--mmproj-offload,--no-mmproj-offload", Meaning::kOff, Value::kNone,
+     "--no-mmproj-offload", "LLAMA_ARG_MMPROJ_OFFLOAD"},
     {"-mmdev,--mmproj-device", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "MTMD_BACKEND_DEVICE"},
-    {"--image-min-tokens", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "LLAMA_ARG_IMAGE_MIN_TOKENS"},
-    {"--image-max-tokens", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "LLAMA_ARG_IMAGE_MAX_TOKENS"},
+     "the projector is where the model's first layers are", "MTMD_BACKEND_DEVICE"},
+    {"--image-min-tokens", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_IMAGE_MIN_TOKENS"},
+    {"--image-max-tokens", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_IMAGE_MAX_TOKENS"},
     {"--mtmd-batch-max-tokens", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "LLAMA_ARG_MTMD_BATCH_MAX_TOKENS"},
-    {"--video-fps", Meaning::kIgnored, Value::kOne, reasons::kMedia, "LLAMA_ARG_VIDEO_FPS"},
+     "pictures are computed one by one", "LLAMA_ARG_MTMD_BATCH_MAX_TOKENS"},
+    {"--video-fps", Meaning::kIgnored, Value::kOne, reasons::kVideo, "LLAMA_ARG_VIDEO_FPS"},
     {"--video-timestamp-interval", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "LLAMA_ARG_VIDEO_TIMESTAMP_INTERVAL"},
+     reasons::kVideo, "LLAMA_ARG_VIDEO_TIMESTAMP_INTERVAL"},
     {"--video-ffmpeg-dir", Meaning::kIgnored, Value::kOne,
-     reasons::kMedia, "LLAMA_ARG_VIDEO_FFMPEG_DIR"},
+     reasons::kVideo, "LLAMA_ARG_VIDEO_FFMPEG_DIR"},
     {"--rpc", Meaning::kRpc, Value::kOne, "--device", "LLAMA_ARG_RPC"},
     {"-lm,--load-mode", Meaning::kIgnored, Value::kOne, reasons::kLoading, "LLAMA_ARG_LOAD_MODE"},
     {"-lzm,--lazy-mode", Meaning::kIgnored, Value::kOne, reasons::kLoading, "LLAMA_ARG_LAZY_MODE"},
@@ -287,7 +286,7 @@ inline constexpr LlamaFlagRow kLlamaFlags[] = {
     {"--slots,--no-slots", Meaning::kOff, Value::kNone,
      "--hide-slots", "LLAMA_ARG_ENDPOINT_SLOTS"},
     {"--slot-save-path", Meaning::kOwn, Value::kOne, ""},
-    {"--media-path", Meaning::kIgnored, Value::kOne, reasons::kMedia},
+    {"--media-path", Meaning::kOwn, Value::kOne, ""},
     {"--models-dir", Meaning::kOwn, Value::kOne, "", "LLAMA_ARG_MODELS_DIR"},
     {"--models-preset", Meaning::kRefused, Value::kOne,
      "all models of --models-dir have the options of the command line", "LLAMA_ARG_MODELS_PRESET"},

@@ -62,6 +62,16 @@ struct AdapterArgs : Options {
   int64_t seed = integer(&seed, "--seed", "N", 1, {0}, "the same seed gives the same weights");
 };
 
+struct ProjectorArgs : Options {
+  std::string in = text(&in, "IN", "", "", "GGUF file of the model", {.required = true});
+  std::string out = text(&out, "OUT", "", "", "GGUF file to write", {.required = true});
+  std::string kind = choice(&kind, "--kind", "mlp", "mlp|gemma3|qwen2vl_merger",
+                            "libmtmd's name of what makes rows of a picture");
+  int image_size = integer(&image_size, "--image-size", "PIXELS", 112, {28, 4096},
+                           "side of pictures, where they have a fixed size; a multiple of 28");
+  int64_t seed = integer(&seed, "--seed", "N", 1, {0}, "the same seed gives the same weights");
+};
+
 struct RequantizeArgs : RewriteArgs {
   std::string type = text(&type, "--type", "TYPE", kDefaultType, kTypeHelp);
 };
@@ -127,6 +137,15 @@ Status synth_adapter(const AdapterArgs& args) {
   return model::synthesise_adapter(options, args.out);
 }
 
+Status synth_projector(const ProjectorArgs& args) {
+  model::ProjectorShape shape;
+  shape.model = args.in;
+  shape.kind = args.kind;
+  shape.image_size = args.image_size;
+  shape.seed = static_cast<uint64_t>(args.seed);
+  return model::synthesise_projector(shape, args.out);
+}
+
 Status expand(const RewriteArgs& args) {
   return model::expand_kv(args.in, args.out, args.model.threads,
                           progress_of(std::make_shared<ProgressLine>(), "writing " + args.out));
@@ -149,6 +168,9 @@ void add_model(CLI::App& app, Verb* verb) {
   add_verb<AdapterArgs>(*group, verb, "synth-adapter",
                         "Write a low-rank adapter (LoRA) of a model with random weights",
                         synth_adapter);
+  add_verb<ProjectorArgs>(
+      *group, verb, "synth-projector",
+      "Write a projector for pictures (--mmproj) of a model with random weights", synth_projector);
   add_verb<RewriteArgs>(*group, verb, "expand-kv",
                         "Write the multi-head twin of a grouped-query model: same answers, every "
                         "query head with a K and V head of its own",

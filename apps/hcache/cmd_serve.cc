@@ -16,6 +16,7 @@
 #include "commands.h"
 #include "draft_args.h"
 #include "encoder/encoder_server.h"
+#include "media_args.h"
 #include "model/pooling.h"
 #include "model/tools.h"
 #include "overflow_args.h"
@@ -83,6 +84,7 @@ struct ServeArgs : Options {
       integer(&sequence_ctx, "--sequence-ctx", "TOKENS", 0, {0},
               "most tokens of one conversation; 0: as many as --ctx and the model have");
   DraftArgs draft{this};
+  MediaArgs media{this};
   int step_tokens = integer(&step_tokens, "--step-tokens", "TOKENS", 256, {1, 65536},
                             "most tokens of one step: replies first, then prompts");
   std::string queue_policy =
@@ -269,6 +271,7 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.truncate = args.overflow.truncates();
   o.runtime.truncates = o.truncate;
   o.truncation = args.overflow.limits();
+  args.media.apply(&o);
   args.draft.apply(args.runtime, &o);
   return o;
 }
@@ -321,9 +324,10 @@ Status serve_models(const ServeArgs& args, const http::Options& http) {
     HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.model.path, &args.answers.aliases},
                                        "can't be had with --models-dir, whose files are the "
                                        "models and their names"));
-    HCACHE_RETURN_IF_ERROR(args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters,
-                                        &args.adapters_off, &args.draft.model},
-                                       "is for one model, and --models-dir has several"));
+    HCACHE_RETURN_IF_ERROR(
+        args.refuse({&args.runtime.adapters, &args.runtime.scaled_adapters, &args.adapters_off,
+                     &args.draft.model, &args.media.projector},
+                    "is for one model, and --models-dir has several"));
   }
   HCACHE_ASSIGN_OR_RETURN(const auto router,
                           start_models(args.models, servers, http, !args.no_page));

@@ -26,6 +26,7 @@ void DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* options
   if (!device.empty()) draft.runtime.device = device;
   draft.runtime.rope = {};
   draft.runtime.adapters.clear();
+  draft.runtime.projector = {};
   draft.runtime.weights = model::WeightPlace::kAuto;
   draft.runtime.device_memory = 0;
   draft.runtime.quality = 0;

@@ -328,7 +328,7 @@ class Clients(unittest.TestCase):
         picture = {"role": "user", "content": "What is this?", "images": [b"PNG"]}
         status, text = error(lambda: self.ollama.chat("tiny", [picture]))
         self.assertEqual(status, 400)
-        self.assertIn("images are not supported", text)
+        self.assertIn("--mmproj", text)
         with ollama.Client(self.server.url) as stranger:
             self.assertEqual(error(stranger.list)[0], 401)
 

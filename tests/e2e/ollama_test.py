@@ -143,7 +143,7 @@ class Ollama(serving.OneServer):
         self.assertIn("other", self.refused(404, "POST", "/api/show", {"model": "other"}))
 
     def test_refusals(self):
-        self.assertIn("images", self.refused(400, "POST", "/api/chat", {
+        self.assertIn("--mmproj", self.refused(400, "POST", "/api/chat", {
             "messages": [{"role": "user", "content": "What is this?", "images": ["iVBORw0KGgo="]}]}))
         self.assertIn("messages[0].role", self.refused(400, "POST", "/api/chat",
                                                        {"messages": [{"content": "x"}]}))

@@ -80,9 +80,8 @@ TEST(OllamaRequests, Messages) {
   bad_chat(R"({"messages": [{"content": "Hi"}]})", "messages[0].role: missing");
   bad_chat(R"({"messages": [{"role": "user", "content": []}]})",
            "messages[0].content: expected a string, got an array");
-  bad_chat(R"({"messages": [{"role": "user", "images": ["iVBO"]}]})",
-           "messages[0].images: images are not supported: this server has no projector, only text "
-           "is");
+  bad_chat(R"({"messages": [{"role": "user", "images": ["iV-O"]}]})",
+           "messages[0].images[0]: byte 2 of 4 is no base64");
 }
 
 TEST(OllamaRequests, WithoutAnythingToAnswerTheyLoad) {

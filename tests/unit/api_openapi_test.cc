@@ -90,7 +90,11 @@ std::vector<Json> samples(const Json& schema) {
   if (schema.contains("enum")) return {schema["enum"].begin(), schema["enum"].end()};
   const std::string type = schema["type"];
   if (type == "boolean") return {true, false};
-  if (type == "string") return {"x", std::string(schema.value("maxLength", size_t{3}), 'x')};
+  if (type == "string") {
+    const auto shortest = schema.value("minLength", size_t{1});
+    return {std::string(shortest, 'x'),
+            std::string(schema.value("maxLength", std::max(shortest, size_t{3})), 'x')};
+  }
   if (type == "integer" || type == "number") {
     return {schema.value("minimum", Json(0)), schema.value("maximum", Json(1000))};
   }

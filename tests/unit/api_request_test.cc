@@ -263,9 +263,11 @@ TEST(Chat, WrongMessagesAreNamed) {
   wrong(R"([{"role": "user", "content": [{"type": "text", "text": 5}]}])",
         "messages[0].content[0].text: expected a string, got a number");
   wrong(R"([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])",
-        "messages[0].content[0].type: images are not supported, only text is");
+        "messages[0].content[0].image_url.url: base64 of 1 digits is cut short");
   wrong(R"([{"role": "user", "content": [{"type": "input_audio"}]}])",
-        "messages[0].content[0].type: parts of type 'input_audio' are not supported, only text is");
+        "messages[0].content[0].input_audio: missing");
+  wrong(R"([{"role": "user", "content": [{"type": "video"}]}])",
+        "messages[0].content[0].type: parts of type 'video' are not supported here");
   wrong(R"([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}])",
         "messages[0].tool_calls: only the assistant calls tools");
   wrong(R"([{"role": "assistant", "tool_calls": [{"function": {}}]}])",
@@ -415,7 +417,7 @@ TEST(Response, Items) {
       "input[0].type: 'computer_call' is none of message, function_call, function_call_output, "
       "reasoning");
   bad(response(), R"({"input": [{"role": "user", "content": [{"type": "input_image"}]}]})",
-      "input[0].content[0].type: images are not supported, only text is");
+      "input[0].content[0].image_url: missing");
   bad(response(), R"({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]})",
       "input[0].arguments: missing");
 }
@@ -490,7 +492,7 @@ TEST(Messages, Blocks) {
 
   bad(messages(), R"({"messages": []})", "messages: empty");
   bad(messages(), R"({"messages": [{"role": "user", "content": [{"type": "image"}]}]})",
-      "messages[0].content[0].type: images are not supported, only text is");
+      "messages[0].content[0].source: missing");
   bad(messages(), R"({"messages": [{"role": "user", "content": [{"type": "document"}]}]})",
       "messages[0].content[0].type: blocks of type 'document' are not supported");
   bad(messages(), R"({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]})",

@@ -157,7 +157,7 @@ TEST(VolatileText, WhatIsWrongIsStillRefused) {
       refused(
           R"({"messages": [{"role": "system", "content": [{"type": "image", "text": "s", )" VOLATILE
           R"(}]}, {"role": "user", "content": "a"}]})"),
-      "messages[0].content[0].type: images are not supported, only text is");
+      "messages[0].content[0].source: missing");
 }
 
 }  // namespace

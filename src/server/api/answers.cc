@@ -167,7 +167,8 @@ Json props_answer(const ServerProps& props) {
       {"is_sleeping", false},  // one that sleeps is answered for by the router
       {"model_alias", props.model_name},
       {"model_path", props.model_path},
-      {"modalities", {{"vision", false}, {"audio", false}}},
+      {"modalities", {{"vision", props.pictures}, {"audio", props.sounds}}},
+      {"media_marker", model::kMediaMarker},
       {"chat_template", props.chat_template},
       {"bos_token", props.bos_text},
       {"eos_token", props.eos_text},

@@ -98,6 +98,7 @@ Json ollama_show_answer(const OllamaModel& model) {
   Json capabilities = {"completion", "tools"};
   if (model.thinks) capabilities.push_back("thinking");
   if (model.fills_gaps) capabilities.push_back("insert");
+  if (model.sees) capabilities.push_back("vision");
   return {{"parameters", parameters_text(model)},
           {"template", model.chat_template},
           {"details", details_json(model)},

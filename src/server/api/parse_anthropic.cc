@@ -16,7 +16,8 @@ using model::ToolChoice;
 const std::vector<std::string> kTextParts = {"text"};
 
 void append(std::string* text, const std::string& more) {
-  if (!text->empty() && !more.empty()) *text += "\n";
+  const bool behind_text = !text->empty() && !text->ends_with(model::kMediaMarker);
+  if (behind_text && !more.empty()) *text += "\n";
   *text += more;
 }
 
@@ -32,6 +33,14 @@ void text_block(Fields& f, Turn* turn) {
   f.value("cache_control", cache_control_schema(), {},
           [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
   append(&turn->message.content, text);
+}
+
+void image_block(Fields& f, Turn* turn) {
+  model::Medium medium;
+  f.required().object("source", {}, [&](Fields& o) { image_source_fields(o, &medium); });
+  f.value("cache_control", cache_control_schema(), {},
+          [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
+  append_medium(std::move(medium), &turn->message);
 }
 
 void thinking_block(Fields& f, Turn* turn) {
@@ -53,9 +62,9 @@ void call_block(Fields& f, Turn* turn) {
 void result_block(Fields& f, Turn* turn) {
   ChatMessage result{"tool"};
   f.required().text("tool_use_id", &result.tool_call_id, {});
-  f.value("content", content_schema(kTextParts), {},
+  f.value("content", message_content_schema(kTextParts), {},
           [&](const Json& value, const std::string& path) {
-            return read_content(value, path, kTextParts, &result.content);
+            return read_message_content(value, path, kTextParts, &result);
           });
   bool failed = false;
   f.flag("is_error", &failed, {});
@@ -67,11 +76,9 @@ struct Block {
   const char* type;
   void (*declare)(Fields&, Turn*);
 };
-constexpr Block kBlocks[] = {{"text", text_block},
-                             {"thinking", thinking_block},
-                             {"redacted_thinking", redacted_block},
-                             {"tool_use", call_block},
-                             {"tool_result", result_block}};
+constexpr Block kBlocks[] = {{"text", text_block},         {"image", image_block},
+                             {"thinking", thinking_block}, {"redacted_thinking", redacted_block},
+                             {"tool_use", call_block},     {"tool_result", result_block}};
 
 Status read_block(const Json& value, const std::string& path, Turn* turn) {
   Fields f(value, path);
@@ -83,9 +90,7 @@ Status read_block(const Json& value, const std::string& path, Turn* turn) {
     block.declare(f, turn);
     return f.status();
   }
-  f.fail("type", type == "image"
-                     ? std::string("images are not supported, only text is")
-                     : fmt::format("blocks of type '{}' are not supported", type.substr(0, 64)));
+  f.fail("type", fmt::format("blocks of type '{}' are not supported", type.substr(0, 64)));
   return f.status();
 }
 

@@ -14,15 +14,9 @@ using model::ChatMessage;
 
 constexpr size_t kMaxModelName = 512;
 
-void no_images_field(Fields& f) {
-  f.value("images", {{"type", "array"}, {"items", {{"type", "string"}}}, {"maxItems", 0}},
-          "Not supported; must be empty.",
-          [](const Json& value, const std::string& path) -> Status {
-            if (!value.is_array()) return wrong_kind(path, "an array", value);
-            if (value.empty()) return {};
-            return invalid_argument(fmt::format(
-                "{}: images are not supported: this server has no projector, only text is", path));
-          });
+// Pictures come before the text, as Ollama has them.
+void put_markers_first(size_t n, std::string* text) {
+  for (size_t i = 0; i < n; ++i) text->insert(0, model::kMediaMarker);
 }
 
 void ollama_message_fields(Fields& f, ChatMessage* m) {
@@ -32,7 +26,8 @@ void ollama_message_fields(Fields& f, ChatMessage* m) {
   calls_field(f, m);
   f.text("tool_name", &m->name, "Of a tool's message: which one.");
   f.text("tool_call_id", &m->tool_call_id, "Of a tool's message: the call it answers.");
-  no_images_field(f);
+  images_field(f, &m->media);
+  put_markers_first(m->media.size(), &m->content);
 }
 
 // "json", or a schema.
@@ -153,16 +148,22 @@ void ollama_generate_fields(Fields& f, InfillRequest* r) {
             return invalid_argument(
                 fmt::format("{}: not supported; send the conversation to /api/chat", path));
           });
-  no_images_field(f);
+  std::vector<model::Medium> media;
+  images_field(f, &media);
+  if (!media.empty() && !r->suffix.empty()) f.fail("images", "can't be combined with a suffix");
+  put_markers_first(media.size(), &r->prefix);
   ollama_fields(f, &g, &chat);
   g.only_loads = r->prefix.empty() && r->suffix.empty();
   if (raw || !r->suffix.empty()) {
     g.sampling.json_schema = chat.json_schema;
-    if (r->suffix.empty()) g.prompts.push_back({{std::exchange(r->prefix, {})}});
+    if (r->suffix.empty()) {
+      g.prompts.push_back({{std::exchange(r->prefix, {})}, std::move(media)});
+    }
     return;
   }
   if (!system.empty()) chat.messages.push_back({"system", std::move(system)});
   chat.messages.push_back({"user", std::exchange(r->prefix, {})});
+  chat.messages.back().media = std::move(media);
   g.chat = std::move(chat);
   check_tools(f, g);
 }

@@ -19,12 +19,13 @@ const std::vector<std::string> kTextParts = {"text", "refusal"};
 // them.
 void message_fields(Fields& f, ChatMessage* m, std::string* begun) {
   f.required().one_of("role", &m->role, {"system", "developer", "user", "assistant", "tool"}, {});
-  f.value("content", content_schema(kTextParts), "Text; parts of it are joined by newlines.",
+  f.value("content", message_content_schema(kTextParts),
+          "Text, pictures and sounds; parts of text are joined by newlines.",
           [&](const Json& value, const std::string& path) {
             if (m->role == "assistant") {
               HCACHE_RETURN_IF_ERROR(read_content(value, path, kTextParts, begun, "\n\n"));
             }
-            return read_content(value, path, kTextParts, &m->content);
+            return read_message_content(value, path, kTextParts, m);
           });
   f.text("reasoning_content", &m->reasoning, "What the assistant thought before it answered.");
   f.text("name", &m->name, {});

@@ -8,6 +8,9 @@ namespace hcache::api {
 
 Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
                                            const Prompt& prompt) {
+  if (!prompt.media.empty()) {
+    return invalid_argument("multimodal_data: only prompts that are to be continued may have any");
+  }
   std::vector<int32_t> tokens;
   for (const Prompt::Part& part : prompt.parts) {
     if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {
@@ -30,6 +33,9 @@ Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
 
 Result<std::vector<int32_t>> prompt_tokens(const model::Tokenizer& tokenizer,
                                            const TokenizeRequest& request) {
+  if (!request.content.media.empty()) {
+    return invalid_argument("multimodal_data: only prompts that are to be continued may have any");
+  }
   std::vector<int32_t> tokens;
   for (const Prompt::Part& part : request.content.parts) {
     if (const auto* ids = std::get_if<std::vector<int32_t>>(&part)) {

@@ -48,14 +48,32 @@ bool several_prompts(const Json& value) {
          std::all_of(value.begin(), value.end(), [](const Json& x) { return x.is_string(); });
 }
 
-// llama-server's {"prompt_string": "..."}.
+// libmtmd's own marker, which clients know that don't look into /props.
+void use_own_marker(std::string* text) {
+  constexpr std::string_view kCommon = "<__media__>";
+  for (size_t at = text->find(kCommon); at != std::string::npos; at = text->find(kCommon, at)) {
+    text->replace(at, kCommon.size(), model::kMediaMarker);
+    at += model::kMediaMarker.size();
+  }
+}
+
+// llama-server's {"prompt_string": "...", "multimodal_data": [...]}.
 Status read_prompt_object(const Json& value, const std::string& path, Prompt* out) {
   Fields f(value, path);
   std::string text;
   f.required().text("prompt_string", &text, {});
-  if (f.has("multimodal_data") && !value["multimodal_data"].empty()) {
-    f.fail("multimodal_data", "images are not supported, only text is");
-  }
+  f.value("multimodal_data", {{"type", "array"}, {"items", medium_schema()}},
+          "Pictures and sounds, one for each marker in the text (media_marker in /props).",
+          [&](const Json& list, const std::string& at) -> Status {
+            if (!list.is_array()) return wrong_kind(at, "an array", list);
+            for (size_t i = 0; i < list.size(); ++i) {
+              model::Medium medium;
+              HCACHE_RETURN_IF_ERROR(read_medium(list[i], fmt::format("{}[{}]", at, i), &medium));
+              out->media.push_back(std::move(medium));
+            }
+            return {};
+          });
+  if (!out->media.empty()) use_own_marker(&text);
   out->parts.emplace_back(std::move(text));
   return f.status();
 }
@@ -226,7 +244,9 @@ Status read_prompt_body(const Json& body, const Fields::Declare& declare) {
 Json prompt_schema() {
   const Json part = {{"anyOf", Json::array({Json{{"type", "string"}}, token_schema()})}};
   const Json object = {{"type", "object"},
-                       {"properties", {{"prompt_string", {{"type", "string"}}}}},
+                       {"properties",
+                        {{"prompt_string", {{"type", "string"}}},
+                         {"multimodal_data", {{"type", "array"}, {"items", medium_schema()}}}}},
                        {"required", Json::array({"prompt_string"})}};
   return {{"anyOf", Json::array({Json{{"type", "string"}}, object,
                                  Json{{"type", "array"}, {"items", part}, {"minItems", 1}}})}};
@@ -332,23 +352,25 @@ Status read_content(const Json& value, const std::string& path,
   if (!value.is_array()) return wrong_kind(path, "a string or an array of parts", value);
   std::string joined;
   for (size_t i = 0; i < value.size(); i++) {
-    Fields part(value[i], fmt::format("{}[{}]", path, i));
-    std::string type;
-    part.required().text("type", &type, {});
-    if (part.ok() && std::find(types.begin(), types.end(), type) == types.end()) {
-      const bool image = type.find("image") != std::string::npos;
-      part.fail("type", image ? std::string("images are not supported, only text is")
-                              : fmt::format("parts of type '{}' are not supported, only text is",
-                                            type.substr(0, 64)));
-    }
     std::string text;
-    part.required().text(type == "refusal" ? "refusal" : "text", &text, {});
-    if (!part.ok()) return part.status();
+    HCACHE_RETURN_IF_ERROR(read_text_part(value[i], fmt::format("{}[{}]", path, i), types, &text));
     if (!joined.empty()) joined += separator;
     joined += text;
   }
   *out = std::move(joined);
   return {};
+}
+
+Status read_text_part(const Json& value, const std::string& path,
+                      const std::vector<std::string>& types, std::string* text) {
+  Fields part(value, path);
+  std::string type;
+  part.required().text("type", &type, {});
+  if (part.ok() && std::find(types.begin(), types.end(), type) == types.end()) {
+    part.fail("type", fmt::format("parts of type '{}' are not supported here", type.substr(0, 64)));
+  }
+  part.required().text(type == "refusal" ? "refusal" : "text", text, {});
+  return part.status();
 }
 
 void metadata_field(Fields& f, Json* metadata, std::string_view doc) {

@@ -43,6 +43,26 @@ namespace hcache::api {
 [[nodiscard]] Status read_content(const Json& value, const std::string& path,
                                   const std::vector<std::string>& types, std::string* out,
                                   std::string_view separator = "\n");
+[[nodiscard]] Status read_text_part(const Json& value, const std::string& path,
+                                    const std::vector<std::string>& types, std::string* text);
+
+// The same of a message, some of whose parts may be media: OpenAI's image_url, input_image and
+// input_audio, Anthropic's image. A marker stands for each, without a separator around it.
+[[nodiscard]] Json message_content_schema(const std::vector<std::string>& types);
+[[nodiscard]] Status read_message_content(const Json& value, const std::string& path,
+                                          const std::vector<std::string>& types,
+                                          model::ChatMessage* message,
+                                          std::string_view separator = "\n");
+// What one of them is: "data:image/png;base64,…", bare base64, or "file://NAME" of the server's
+// folder. The server fetches nothing.
+[[nodiscard]] Status read_medium(const Json& value, const std::string& path, model::Medium* medium);
+// Ollama's list of base64 texts, behind the message's text.
+void images_field(Fields& f, std::vector<model::Medium>* media);
+[[nodiscard]] Json medium_schema();
+// An image block's source, as Anthropic has it.
+void image_source_fields(Fields& f, model::Medium* medium);
+// Puts a medium at the end of a message.
+void append_medium(model::Medium medium, model::ChatMessage* message);
 
 // An object of a few short texts.
 void metadata_field(Fields& f, Json* metadata, std::string_view doc);

@@ -29,9 +29,9 @@ ChatMessage& assistant_turn(ChatInput* chat) {
 void message_item(Fields& f, ChatInput* chat) {
   ChatMessage message;
   f.required().one_of("role", &message.role, {"system", "developer", "user", "assistant"}, {});
-  f.required().value("content", content_schema(kTextParts), {},
+  f.required().value("content", message_content_schema(kTextParts), {},
                      [&](const Json& value, const std::string& path) {
-                       return read_content(value, path, kTextParts, &message.content);
+                       return read_message_content(value, path, kTextParts, &message);
                      });
   const bool continues = message.role == "assistant" && !chat->messages.empty() &&
                          chat->messages.back().role == "assistant" &&
@@ -54,9 +54,9 @@ void call_item(Fields& f, ChatInput* chat) {
 void result_item(Fields& f, ChatInput* chat) {
   ChatMessage message{"tool"};
   f.required().text("call_id", &message.tool_call_id, {});
-  f.required().value("output", content_schema(kTextParts), {},
+  f.required().value("output", message_content_schema(kTextParts), {},
                      [&](const Json& value, const std::string& path) {
-                       return read_content(value, path, kTextParts, &message.content);
+                       return read_message_content(value, path, kTextParts, &message);
                      });
   chat->messages.push_back(std::move(message));
 }
@@ -97,6 +97,10 @@ Json kept_parts(const Json& content, const char* type_of_text) {
   if (!content.is_array()) return parts;
   for (const Json& part : content) {
     const std::string type = text_of(part, "type");
+    if (!part.contains(type == "refusal" ? "refusal" : "text")) {
+      parts.push_back(part);  // a picture
+      continue;
+    }
     add(type, text_of(part, type == "refusal" ? "refusal" : "text"));
   }
   return parts;

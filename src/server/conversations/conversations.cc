@@ -54,7 +54,7 @@ Json items_json(const ItemList& list) {
 
 std::string Conversations::chain_text(std::span<const int32_t> tokens) const {
   if (!tokens.empty() && tokens[0] == tokenizer_.bos()) tokens = tokens.subspan(1);
-  return tokenizer_.decode(tokens, true).value_or({});
+  return model::text_with_media(tokenizer_, tokens).value_or({});
 }
 
 Conversations::TextKey Conversations::key_of(std::string_view text) {
@@ -184,8 +184,11 @@ Result<Conversations::Tokens> Conversations::tokenise(const SaltId& salt, std::s
     MutexLock lock(mutex_);
     const auto tenant = tenants_.find(salt);
     const Found found = tenant == tenants_.end() ? Found() : find_text(tenant->second, body);
-    if (found.entry != nullptr && (found.entry->tokens[0] == tokenizer_.bos()) == begins_with_bos) {
-      const auto chain = std::span(found.entry->tokens).first(found.turn.tokens);
+    std::span<const int32_t> chain;
+    if (found.entry != nullptr) chain = std::span(found.entry->tokens).first(found.turn.tokens);
+    // A text that names pictures as chain_text() does has none.
+    const bool text_alone = std::ranges::none_of(chain, [](int32_t token) { return token < 0; });
+    if (!chain.empty() && text_alone && (chain[0] == tokenizer_.bos()) == begins_with_bos) {
       out.tokens.assign(chain.begin(), chain.end());
       out.known = static_cast<int64_t>(chain.size());
       known_bytes = found.turn.text.length;
@@ -422,7 +425,7 @@ Result<Conversation> Conversations::add(const SaltId& salt, store::Session sessi
   if (session.fingerprint != fingerprint_) {
     return invalid_argument(fmt::format("session '{}' is another model's", session.name));
   }
-  HCACHE_RETURN_IF_ERROR(tokenizer_.decode(session.tokens, true).status());
+  HCACHE_RETURN_IF_ERROR(model::text_with_media(tokenizer_, session.tokens).status());
   session.created_ns = session.updated_ns = env_.wall_ns();
   Entry entry = entry_of(std::move(session));
   entry.conversation.pinned = false;

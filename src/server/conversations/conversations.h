@@ -185,6 +185,7 @@ class Conversations {
     Turn turn;
   };
 
+  // As model::text_with_media() has it, without BOS at the beginning.
   [[nodiscard]] std::string chain_text(std::span<const int32_t> tokens) const;
   [[nodiscard]] static TextKey key_of(std::string_view text);
   // The longest known text that `text` begins with.

@@ -36,7 +36,14 @@ std::string key_of_text(std::string_view text) {
 std::string key_of_chat(const std::vector<model::ChatMessage>& messages) {
   const auto first =
       std::ranges::find_if(messages, [](const auto& message) { return message.role != "system"; });
-  if (first != messages.end()) return key_of_text(first->content);
+  if (first != messages.end()) {
+    Hasher hasher(kPurpose);
+    hasher.add(first->content);
+    for (const model::Medium& medium : first->media) {
+      hasher.add(medium.bytes ? std::string_view(*medium.bytes) : medium.name);
+    }
+    return key_of(hasher);
+  }
   return key_of_text(messages.empty() ? std::string() : messages.front().content);
 }
 

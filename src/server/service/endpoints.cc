@@ -87,6 +87,11 @@ Result<int64_t> EndpointTable::count_tokens(const model::ChatInput& chat) const 
   HCACHE_ASSIGN_OR_RETURN(const model::ChatPrompt prompt, service_.render(chat));
   const model::EncodeOptions options = {
       .add_special = service_.chat_template().add_special(prompt.text), .parse_special = true};
+  if (const auto media = Service::media_of(chat); !media.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(const libllama::MediaPrompt with,
+                            service_.tokenise(prompt.text, media, options.add_special));
+    return static_cast<int64_t>(with.tokens.size());
+  }
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           service_.tokenizer().encode(prompt.text, options));
   return static_cast<int64_t>(tokens.size());
@@ -146,6 +151,8 @@ Json EndpointTable::props() const {
   props.build = "hcache " HCACHE_VERSION;
   props.weights = service_.runtime().card().places;
   props.engine = service_.runtime().card().engine;
+  props.pictures = service_.takes_pictures();
+  props.sounds = service_.takes_sounds();
   return api::props_answer(props);
 }
 

@@ -141,18 +141,38 @@ Status Generation::make_prompts() {
     api::apply_prompt(*chat_, &request_);
     const model::EncodeOptions options = {
         .add_special = service_.chat_template().add_special(chat_->text), .parse_special = true};
+    if (const auto media = Service::media_of(*request_.chat); !media.empty()) {
+      return add_prompt(chat_->text, media, options.add_special);
+    }
     HCACHE_ASSIGN_OR_RETURN(Conversations::Tokens tokens,
                             service_.conversations().tokenise(salt_.id, chat_->text, options));
     prompt_texts_.push_back(chat_->text);
     prompts_.push_back(std::move(tokens.tokens));
+    media_.emplace_back();
     return {};
   }
   for (const api::Prompt& prompt : request_.prompts) {
+    if (!prompt.media.empty()) {
+      HCACHE_RETURN_IF_ERROR(
+          add_prompt(std::get<std::string>(prompt.parts.front()), prompt.media, true));
+      continue;
+    }
     HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens, prompt_tokens(prompt));
     HCACHE_ASSIGN_OR_RETURN(std::string text, service_.tokenizer().decode(tokens, true));
     prompt_texts_.push_back(std::move(text));
     prompts_.push_back(std::move(tokens));
+    media_.emplace_back();
   }
+  return {};
+}
+
+Status Generation::add_prompt(const std::string& text, std::span<const model::Medium> media,
+                              bool add_special) {
+  HCACHE_ASSIGN_OR_RETURN(libllama::MediaPrompt prompt,
+                          service_.tokenise(text, media, add_special));
+  prompt_texts_.push_back(text);
+  media_.push_back(std::make_shared<serving::MediaParts>(prompt));
+  prompts_.push_back(std::move(prompt.tokens));
   return {};
 }
 
@@ -198,7 +218,9 @@ Status Generation::make_choices() {
       choice.prompt = prompt;
       sampling.seed = seed + static_cast<uint32_t>(i);
       HCACHE_ASSIGN_OR_RETURN(choice.sampler, model::Sampler::create(tokenizer, sampling));
-      choice.sampler->remember(prompts_[prompt]);
+      std::vector<int32_t> text = prompts_[prompt];
+      std::erase_if(text, [](int32_t token) { return token < 0; });
+      choice.sampler->remember(text);
       choice.stops.emplace(request_.stop);
     }
   }
@@ -219,6 +241,7 @@ Status Generation::submit() {
   for (size_t i = 0; i < choices_.size(); ++i) {
     scheduler::Request request;
     request.tokens = prompts_[choices_[i].prompt];
+    request.media = media_[choices_[i].prompt];
     const int64_t most =
         request_.max_tokens >= 0 ? request_.max_tokens : service_.options().max_new_tokens;
     if (most >= 0) request.max_new_tokens = most;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,9 @@ class Generation : public std::enable_shared_from_this<Generation> {
   Status prepare();
   Status make_prompts();
   Result<std::vector<int32_t>> prompt_tokens(const api::Prompt& prompt);
+  // A prompt that has media.
+  Status add_prompt(const std::string& text, std::span<const model::Medium> media,
+                    bool add_special);
   Status add_biases();
   Status make_choices();
   Status submit();
@@ -109,6 +113,7 @@ class Generation : public std::enable_shared_from_this<Generation> {
   std::string response_id_;  // of a response that later ones may go on from
   std::vector<std::string> prompt_texts_;
   std::vector<std::vector<int32_t>> prompts_;
+  std::vector<scheduler::MediaRef> media_;  // of each prompt; null: it has none
   std::deque<Choice> choices_;
   std::atomic<bool> gone_ = false;  // the client is
   int64_t submitted_ns_ = 0;

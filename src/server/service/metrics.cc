@@ -134,6 +134,9 @@ struct Metrics::Impl {
       gauge("hcache_remote_events", "What happened with the remote store so far");
   prometheus::Gauge& read_ahead =
       gauge("hcache_read_ahead_bytes", "Read from disks for requests that waited, so far").Add({});
+  prometheus::Gauge& media_encoded =
+      gauge("hcache_media_encoded", "Pictures and sounds that the projector has run for, so far")
+          .Add({});
   prometheus::Gauge& weights_streamed =
       gauge("hcache_weights_streamed_bytes",
             "Weights of layers that are not on the device brought there, so far")
@@ -279,6 +282,7 @@ std::string Metrics::text(const MetricsSnapshot& snapshot) {
     set(impl_->batch_bytes, {}, batches->bytes);
   }
   impl_->read_ahead.Set(static_cast<double>(snapshot.bytes_read_ahead));
+  impl_->media_encoded.Set(static_cast<double>(snapshot.media_encoded));
   impl_->weights_streamed.Set(static_cast<double>(snapshot.weights.bytes));
   impl_->weights_wait.Set(snapshot.weights.wait_s);
   impl_->weights_errors.Set(static_cast<double>(snapshot.weights.read_errors));

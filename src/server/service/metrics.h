@@ -24,6 +24,7 @@ struct MetricsSnapshot {
   state::SaverStats saver;  // zeros without a saver
   http::Counters http;
   uint64_t bytes_read_ahead = 0;
+  int64_t media_encoded = 0;
   engine::WeightStats weights;
   std::optional<BatchesStat> batches;  // absent where the server takes none
 };

@@ -91,6 +91,7 @@ api::OllamaModel OllamaEndpoints::model() const {
   out.chat_template = service_.chat_template().source();
   out.thinks = service_.chat_template().thinks();
   out.fills_gaps = knows_gaps(service_.tokenizer());
+  out.sees = service_.takes_pictures();
   out.sampling = service_.options().sampling;
   return out;
 }

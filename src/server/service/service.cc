@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kNsPerSecond = 1'000'000'000;
 constexpr int64_t kExpiryNs = 60 * kNsPerSecond;
 constexpr int64_t kStatNs = 5 * kNsPerSecond;
+constexpr size_t kShownName = 128;  // of a name that a client sends
 // Separates the parts of a salt, none of which can contain it.
 constexpr char kSaltSeparator = '\x1f';
 
@@ -129,6 +130,53 @@ Result<model::ChatPrompt> Service::render(model::ChatInput chat) const {
   api::apply_template_args(template_defaults_, &chat);
   ignored_lines_.drop_from(&chat);
   return chat_template_->prompt(chat);
+}
+
+std::vector<model::Medium> Service::media_of(const model::ChatInput& chat) {
+  std::vector<model::Medium> media;
+  for (const model::ChatMessage& message : chat.messages) {
+    media.insert(media.end(), message.media.begin(), message.media.end());
+  }
+  return media;
+}
+
+Result<std::string> Service::read_medium(const std::string& name) const {
+  const std::filesystem::path path(name);
+  const bool below =
+      !name.empty() && path.is_relative() &&
+      std::none_of(path.begin(), path.end(), [](const auto& p) { return p == ".."; });
+  if (options_.media_dir.empty() || !below) {
+    return invalid_argument(fmt::format(
+        "file://{}: {}", name.substr(0, kShownName),
+        options_.media_dir.empty() ? "this server names no folder of media (--media-path DIR)"
+                                   : "expected the name of a file in the folder of media"));
+  }
+  auto bytes = read_whole_file(env_, join_path(options_.media_dir, name));
+  if (!bytes.ok()) {
+    return invalid_argument(
+        fmt::format("file://{}: no file that can be read", name.substr(0, kShownName)));
+  }
+  return bytes;
+}
+
+Result<libllama::MediaPrompt> Service::tokenise(const std::string& text,
+                                                std::span<const model::Medium> media,
+                                                bool add_special) {
+  const libllama::MediaReader* reader = serving_->media();
+  if (reader == nullptr) {
+    return invalid_argument(
+        "pictures and sounds need a model with a projector: start the server with --mmproj FILE");
+  }
+  std::vector<std::string> files;
+  for (const model::Medium& medium : media) {
+    if (medium.bytes) {
+      files.push_back(*medium.bytes);
+      continue;
+    }
+    HCACHE_ASSIGN_OR_RETURN(std::string bytes, read_medium(medium.name));
+    files.push_back(std::move(bytes));
+  }
+  return reader->tokenise(text, files, add_special);
 }
 
 void Service::open_batches() {
@@ -267,6 +315,7 @@ std::string Service::metrics_text() {
   if (batches_) snapshot.batches = batches_->stat();
   snapshot.weights = runtime().weight_stats();
   snapshot.bytes_read_ahead = serving_->bytes_read_ahead();
+  if (serving_->media() != nullptr) snapshot.media_encoded = serving_->media()->encoded();
   return metrics_.text(snapshot);
 }
 

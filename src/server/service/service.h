@@ -64,6 +64,19 @@ class Service {
   // A conversation in the model's words, with the variables that the server was started with and
   // without the lines that are no part of a prompt.
   [[nodiscard]] Result<model::ChatPrompt> render(model::ChatInput chat) const;
+  // A text in which markers stand for media, which are there, as tokens. kInvalidArgument: the
+  // model takes none, or not these.
+  [[nodiscard]] Result<libllama::MediaPrompt> tokenise(const std::string& text,
+                                                       std::span<const model::Medium> media,
+                                                       bool add_special);
+  [[nodiscard]] bool takes_pictures() const {
+    return serving_->media() != nullptr && serving_->media()->takes_pictures();
+  }
+  [[nodiscard]] bool takes_sounds() const {
+    return serving_->media() != nullptr && serving_->media()->takes_sounds();
+  }
+  // The media of a conversation, in the order of their markers.
+  [[nodiscard]] static std::vector<model::Medium> media_of(const model::ChatInput& chat);
   [[nodiscard]] scheduler::Scheduler& scheduler() { return serving_->scheduler(); }
   [[nodiscard]] Conversations& conversations() { return *conversations_; }
   [[nodiscard]] store::Store* store() { return runtime().store(); }
@@ -121,6 +134,8 @@ class Service {
   Status init();
   [[nodiscard]] Salt key_salt(const http::Request& request, const std::string& cache_salt) const;
   [[nodiscard]] Status check_cuts() const;
+  // A file of the folder of media. kInvalidArgument.
+  [[nodiscard]] Result<std::string> read_medium(const std::string& name) const;
   // With the vocabulary that the model which drafts shares with this one; nullopt: none drafts.
   // Errors name its file, and where the vocabularies differ.
   [[nodiscard]] Result<std::optional<serving::DraftOptions>> draft_options() const;

@@ -133,7 +133,7 @@ Result<Json> SessionEndpoints::get(const Call& call) const {
   HCACHE_ASSIGN_OR_RETURN(const Conversation c, service_.conversations().get(salt, name));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           service_.conversations().tokens(salt, name));
-  HCACHE_ASSIGN_OR_RETURN(std::string text, service_.tokenizer().decode(tokens, true));
+  HCACHE_ASSIGN_OR_RETURN(std::string text, model::text_with_media(service_.tokenizer(), tokens));
   Json json = session_json(c, service_.env().wall_ns());
   json["text"] = std::move(text);
   HCACHE_RETURN_IF_ERROR(add_saved(service_, salt, tokens, &json));

@@ -36,7 +36,8 @@ struct ServerOptions {
   // file's. And what it is good for, in words of the operator's.
   std::set<std::string> aliases;
   std::set<std::string> tags;
-  std::string chat_template;               // Jinja source; empty: the model's own
+  std::string chat_template;  // Jinja source; empty: the model's own
+  std::string media_dir;      // whose files requests may name as file://…; empty: none
   std::vector<std::string> ignored_lines;  // of system prompts: patterns (fnmatch) of whole lines
   std::string template_args;     // a JSON object: of chat templates, unless requests set them
   std::optional<bool> thinking;  // of chat templates, unless requests say; absent: as they have it

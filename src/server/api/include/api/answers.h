@@ -69,6 +69,8 @@ struct ServerProps {
   std::string build;
   std::string weights;  // where they are
   std::string engine;   // "own", or "libllama: " and how state is kept
+  bool pictures = false;
+  bool sounds = false;
 };
 [[nodiscard]] Json props_answer(const ServerProps& props);
 

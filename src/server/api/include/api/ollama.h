@@ -30,6 +30,7 @@ struct OllamaModel {
   std::string chat_template;
   bool thinks = false;
   bool fills_gaps = false;
+  bool sees = false;                // pictures
   model::SamplingOptions sampling;  // of requests that name none
 };
 

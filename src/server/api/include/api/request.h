@@ -36,6 +36,7 @@ enum class Dialect {
 struct Prompt {
   using Part = std::variant<std::string, std::vector<int32_t>>;
   std::vector<Part> parts;
+  std::vector<model::Medium> media = {};  // in the order of the markers; then there is one text
 };
 
 // How long a client wants the state of a conversation to be kept.
