@@ -48,6 +48,14 @@ def tearDownModule():
     MODELS.cleanup()
 
 
+def runs(process: str) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 class Router(Server):
     """The router with state in a folder of its own."""
 
@@ -57,6 +65,13 @@ class Router(Server):
         super().__init__(PROGRAM, "--models-dir", models or MODELS.name, "--state-dir",
                          state or self.folder.name, "-t", "1", "--ctx", "2048", "--dram", "0",
                          *STATE_COMES_BACK, *options, env=env)
+
+    def kill(self) -> None:
+        """And waits for its servers, which follow it at their own pace and write until then."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        servers = " ".join(file.read_text() for file in tasks.glob("*/children")).split()
+        super().kill()
+        wait_until(lambda: not any(runs(server) for server in servers), "the router's servers")
 
     def __exit__(self, *details):
         super().__exit__(*details)
