@@ -62,7 +62,7 @@ inline std::string picture(int width, int height, uint32_t seed) {
   put(static_cast<uint32_t>(height), 4);
   put(1, 2);
   put(24, 2);
-  put(0, 24);
+  bytes.append(24, '\0');
   for (int i = 0; i < row_bytes * height; ++i) {
     seed = seed * 1664525U + 1013904223U;
     bytes += static_cast<char>(seed >> 24U);
