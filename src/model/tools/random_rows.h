@@ -4,6 +4,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <span>
+#include <string>
+
+#include "base/status.h"
+#include "gguf_writer.h"
 
 namespace hcache::model {
 
@@ -32,5 +37,10 @@ inline void fill_uniform(uint64_t stream, int64_t row, int64_t n, Init init, flo
     out[i] = init.mean + init.width * (2.0F * u - 1.0F);
   }
 }
+
+// Writes a file whose tensors are F32 and have values of `inits`, one for each. They depend on the
+// seed and the tensor's name.
+Status write_random(const GgufWriter& writer, std::span<const Init> inits, uint64_t seed,
+                    const std::string& out);
 
 }  // namespace hcache::model

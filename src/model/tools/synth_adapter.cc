@@ -3,7 +3,6 @@
 #include <cmath>
 #include <memory>
 
-#include "base/xxh3.h"
 #include "gguf_file.h"
 #include "gguf_writer.h"
 #include "model/tools.h"
@@ -49,16 +48,7 @@ Status synthesise_adapter(const AdapterOptions& options, const std::string& out)
                                  options.only.empty() ? "that an adapter could change"
                                                       : "whose name holds '" + options.only + "'"));
   }
-  const auto fill = [&](size_t index, int64_t first_row, int64_t n_rows, uint8_t* data) {
-    const GgufTensor& t = writer.tensors()[index];
-    const uint64_t stream = XXH3_64bits_withSeed(t.name.data(), t.name.size(), options.seed);
-    auto* rows = reinterpret_cast<float*>(data);
-    for (int64_t r = 0; r < n_rows; ++r) {
-      fill_uniform(stream, first_row + r, t.ne[0], inits[index], rows + r * t.ne[0]);
-    }
-    return Status();
-  };
-  return writer.write(out, fill, /*n_threads=*/1, /*progress=*/{});
+  return write_random(writer, inits, options.seed, out);
 }
 
 }  // namespace hcache::model

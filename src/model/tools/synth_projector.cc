@@ -5,7 +5,6 @@
 #include <memory>
 #include <vector>
 
-#include "base/xxh3.h"
 #include "gguf_file.h"
 #include "gguf_writer.h"
 #include "model/tools.h"
@@ -29,7 +28,9 @@ class ProjectorSynth {
   ProjectorSynth(const ProjectorShape& shape, int64_t n_embd) : s_(shape), n_embd_(n_embd) {}
 
   Status build();
-  [[nodiscard]] Status write(const std::string& out) const;
+  [[nodiscard]] Status write(const std::string& out) const {
+    return write_random(writer_, inits_, s_.seed, out);
+  }
 
  private:
   void metadata();
@@ -137,19 +138,6 @@ Status ProjectorSynth::build() {
         "no projector '{}' can be made; those that can: mlp, gemma3, qwen2vl_merger", s_.kind));
   }
   return {};
-}
-
-Status ProjectorSynth::write(const std::string& out) const {
-  const auto fill = [&](size_t index, int64_t first_row, int64_t n_rows, uint8_t* data) {
-    const GgufTensor& t = writer_.tensors()[index];
-    const uint64_t stream = XXH3_64bits_withSeed(t.name.data(), t.name.size(), s_.seed);
-    auto* rows = reinterpret_cast<float*>(data);
-    for (int64_t r = 0; r < n_rows; ++r) {
-      fill_uniform(stream, first_row + r, t.ne[0], inits_[index], rows + r * t.ne[0]);
-    }
-    return Status();
-  };
-  return writer_.write(out, fill, /*n_threads=*/1, /*progress=*/{});
 }
 
 }  // namespace

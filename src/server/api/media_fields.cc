@@ -45,10 +45,6 @@ void url_field(Fields& f, std::string_view name, std::string_view inner, Medium*
 
 void image_url_part(Fields& f, Medium* medium) { url_field(f, "image_url", "url", medium); }
 void audio_part(Fields& f, Medium* medium) { url_field(f, "input_audio", "data", medium); }
-void image_part(Fields& f, Medium* medium) {
-  f.required().object("source", {}, [&](Fields& o) { image_source_fields(o, medium); });
-}
-
 struct Part {
   const char* type;
   void (*declare)(Fields&, Medium*);
@@ -56,7 +52,7 @@ struct Part {
 constexpr Part kParts[] = {{"image_url", image_url_part},
                            {"input_image", image_url_part},
                            {"input_audio", audio_part},
-                           {"image", image_part}};
+                           {"image", image_source_field}};
 
 const Part* media_part(const std::string& type) {
   const auto* part = std::find_if(std::begin(kParts), std::end(kParts),
@@ -94,14 +90,17 @@ Status read_medium(const Json& value, const std::string& path, Medium* medium) {
   return decode(text.substr(comma + 1), path, medium);
 }
 
-void image_source_fields(Fields& f, Medium* medium) {
-  std::string type;
-  std::string media_type;
-  f.required().one_of("type", &type, {"base64", "url"}, {});
-  f.text("media_type", &media_type, {});
-  f.required().value(
-      type == "url" ? "url" : "data", medium_schema(), {},
-      [&](const Json& value, const std::string& path) { return read_medium(value, path, medium); });
+void image_source_field(Fields& f, Medium* medium) {
+  f.required().object("source", {}, [&](Fields& o) {
+    std::string type;
+    std::string media_type;
+    o.required().one_of("type", &type, {"base64", "url"}, {});
+    o.text("media_type", &media_type, {});
+    o.required().value(type == "url" ? "url" : "data", medium_schema(), {},
+                       [&](const Json& value, const std::string& path) {
+                         return read_medium(value, path, medium);
+                       });
+  });
 }
 
 void append_medium(Medium medium, ChatMessage* message) {
@@ -109,10 +108,10 @@ void append_medium(Medium medium, ChatMessage* message) {
   message->media.push_back(std::move(medium));
 }
 
-void images_field(Fields& f, std::vector<Medium>* media) {
+void media_field(Fields& f, std::string_view name, std::string_view doc,
+                 std::vector<Medium>* media) {
   f.value(
-      "images", {{"type", "array"}, {"items", medium_schema()}},
-      "Pictures, in base64; for models with a projector.",
+      name, {{"type", "array"}, {"items", medium_schema()}}, doc,
       [&](const Json& value, const std::string& path) -> Status {
         if (!value.is_array()) return wrong_kind(path, "an array", value);
         for (size_t i = 0; i < value.size(); ++i) {

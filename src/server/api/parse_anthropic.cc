@@ -27,19 +27,23 @@ struct Turn {
   std::vector<ChatMessage> results;
 };
 
+// Others than volatile_text.h's do nothing.
+void cache_control_field(Fields& f) {
+  f.value("cache_control", cache_control_schema(), {},
+          [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
+}
+
 void text_block(Fields& f, Turn* turn) {
   std::string text;
   f.required().text("text", &text, {});
-  f.value("cache_control", cache_control_schema(), {},
-          [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
+  cache_control_field(f);
   append(&turn->message.content, text);
 }
 
 void image_block(Fields& f, Turn* turn) {
   model::Medium medium;
-  f.required().object("source", {}, [&](Fields& o) { image_source_fields(o, &medium); });
-  f.value("cache_control", cache_control_schema(), {},
-          [](const Json& /*value*/, const std::string& /*path*/) { return Status(); });
+  image_source_field(f, &medium);
+  cache_control_field(f);
   append_medium(std::move(medium), &turn->message);
 }
 

@@ -19,6 +19,10 @@ void put_markers_first(size_t n, std::string* text) {
   for (size_t i = 0; i < n; ++i) text->insert(0, model::kMediaMarker);
 }
 
+void images_field(Fields& f, std::vector<model::Medium>* media) {
+  media_field(f, "images", "Pictures, in base64; for models with a projector.", media);
+}
+
 void ollama_message_fields(Fields& f, ChatMessage* m) {
   f.required().one_of("role", &m->role, {"system", "user", "assistant", "tool"}, {});
   f.text("content", &m->content, {});

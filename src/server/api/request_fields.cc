@@ -62,17 +62,9 @@ Status read_prompt_object(const Json& value, const std::string& path, Prompt* ou
   Fields f(value, path);
   std::string text;
   f.required().text("prompt_string", &text, {});
-  f.value("multimodal_data", {{"type", "array"}, {"items", medium_schema()}},
-          "Pictures and sounds, one for each marker in the text (media_marker in /props).",
-          [&](const Json& list, const std::string& at) -> Status {
-            if (!list.is_array()) return wrong_kind(at, "an array", list);
-            for (size_t i = 0; i < list.size(); ++i) {
-              model::Medium medium;
-              HCACHE_RETURN_IF_ERROR(read_medium(list[i], fmt::format("{}[{}]", at, i), &medium));
-              out->media.push_back(std::move(medium));
-            }
-            return {};
-          });
+  media_field(f, "multimodal_data",
+              "Pictures and sounds, one for each marker in the text (media_marker in /props).",
+              &out->media);
   if (!out->media.empty()) use_own_marker(&text);
   out->parts.emplace_back(std::move(text));
   return f.status();

@@ -56,11 +56,12 @@ namespace hcache::api {
 // What one of them is: "data:image/png;base64,…", bare base64, or "file://NAME" of the server's
 // folder. The server fetches nothing.
 [[nodiscard]] Status read_medium(const Json& value, const std::string& path, model::Medium* medium);
-// Ollama's list of base64 texts, behind the message's text.
-void images_field(Fields& f, std::vector<model::Medium>* media);
+// A list of them.
+void media_field(Fields& f, std::string_view name, std::string_view doc,
+                 std::vector<model::Medium>* media);
 [[nodiscard]] Json medium_schema();
-// An image block's source, as Anthropic has it.
-void image_source_fields(Fields& f, model::Medium* medium);
+// The `source` of an image block, as Anthropic has it.
+void image_source_field(Fields& f, model::Medium* medium);
 // Puts a medium at the end of a message.
 void append_medium(model::Medium medium, model::ChatMessage* message);
 
