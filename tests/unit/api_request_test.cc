@@ -587,21 +587,40 @@ TEST(Embedding, VectorsAreCutAndNormalised) {
   const auto shaped = [&](int normalize, int64_t dimensions = 0) {
     r.normalize = normalize;
     r.dimensions = dimensions;
-    std::vector<float> v = {3, -4, 5};
-    EXPECT_TRUE(shape_embedding(r, &v).ok());
-    return v;
+    Embedding made = {.rows = {{3, -4, 5}}};
+    EXPECT_TRUE(shape_embedding(r, true, &made).ok());
+    return made.rows.front();
   };
   EXPECT_EQ(shaped(kNotNormalized), (std::vector<float>{3, -4, 5}));
   EXPECT_EQ(shaped(kNotNormalized, 2), (std::vector<float>{3, -4}));
   EXPECT_EQ(shaped(kEuclidean, 2), (std::vector<float>{0.6F, -0.8F}));
   EXPECT_EQ(shaped(kMaxNormalized, 2), (std::vector<float>{24570, -32760}));
   EXPECT_EQ(shaped(1), (std::vector<float>{0.25F, -4.0F / 12, 5.0F / 12}));
-  std::vector<float> zeros = {0, 0};
-  EXPECT_TRUE(shape_embedding(r, &zeros).ok());
-  EXPECT_EQ(zeros, (std::vector<float>{0, 0}));
+  Embedding zeros = {.rows = {{0, 0}}};
+  EXPECT_TRUE(shape_embedding(r, true, &zeros).ok());
+  EXPECT_EQ(zeros.rows.front(), (std::vector<float>{0, 0}));
   r.dimensions = 3;
-  EXPECT_EQ(shape_embedding(r, &zeros).message(),
+  EXPECT_EQ(shape_embedding(r, true, &zeros).message(),
             "dimensions: 3, but the model's vectors have 2 numbers");
+  // Rows of single tokens are left as they are.
+  Embedding rows = {.rows = {{3, 4}, {5, 6}}};
+  EXPECT_TRUE(shape_embedding(r, false, &rows).ok());
+  EXPECT_EQ(rows.rows, (std::vector<std::vector<float>>{{3, 4}, {5, 6}}));
+}
+
+TEST(Embedding, OnlyOneFormHasARowForEachToken) {
+  for (const EmbeddingRoute& route : embedding_routes(kEuclidean)) {
+    const bool rows = std::string_view(route.path).find("/embedding") == 0;
+    EmbeddingRequest r;
+    r.form = rows ? EmbeddingForm::kLlama : EmbeddingForm::kOpenAi;
+    EXPECT_TRUE(check_pooling(r, true).ok()) << route.path;
+    EXPECT_EQ(check_pooling(r, false).ok(), rows) << route.path;
+    const auto parsed =
+        route.parse(json(R"({"model": "m", "input": "a", "content": "a", "prompt": "a"})"));
+    ASSERT_TRUE(parsed.ok()) << route.path << ": " << parsed.status().to_string();
+    EXPECT_EQ(parsed->form == EmbeddingForm::kLlama, rows) << route.path;
+    EXPECT_EQ(parsed->inputs.size(), 1U) << route.path;
+  }
 }
 
 TEST(SlotFile, IsANameAndNoPath) {

@@ -105,6 +105,29 @@ Result<EmbeddingRequest> read_embedding(const Json& body, EmbeddingForm form, in
   return r;
 }
 
+Status shape_vector(const EmbeddingRequest& request, std::vector<float>* vector) {
+  if (request.dimensions > static_cast<int64_t>(vector->size())) {
+    return invalid_argument(fmt::format("dimensions: {}, but the model's vectors have {} numbers",
+                                        request.dimensions, vector->size()));
+  }
+  if (request.dimensions > 0) vector->resize(static_cast<size_t>(request.dimensions));
+  if (request.normalize == kNotNormalized) return {};
+  double norm = 0;
+  for (const float value : *vector) {
+    const double magnitude = std::abs(static_cast<double>(value));
+    if (request.normalize == kMaxNormalized) {
+      norm = std::max(norm, magnitude);
+    } else {
+      norm += std::pow(magnitude, request.normalize);
+    }
+  }
+  norm = request.normalize == kMaxNormalized ? norm / kLargestInt16
+                                             : std::pow(norm, 1.0 / request.normalize);
+  if (norm == 0) return {};
+  for (float& value : *vector) value = static_cast<float>(value / norm);
+  return {};
+}
+
 }  // namespace
 
 void embedding_fields(Fields& f, EmbeddingRequest* r) {
@@ -163,26 +186,30 @@ Result<EmbeddingRequest> parse_ollama_embeddings(const Json& body) {
   return read_embedding(body, EmbeddingForm::kOllamaOne, kNotNormalized, ollama_embeddings_fields);
 }
 
-Status shape_embedding(const EmbeddingRequest& request, std::vector<float>* vector) {
-  if (request.dimensions > static_cast<int64_t>(vector->size())) {
-    return invalid_argument(fmt::format("dimensions: {}, but the model's vectors have {} numbers",
-                                        request.dimensions, vector->size()));
+std::vector<EmbeddingRoute> embedding_routes(int normalize) {
+  const auto openai = [normalize](const Json& body) { return parse_embedding(body, normalize); };
+  const auto llama = [normalize](const Json& body) {
+    return parse_llama_embedding(body, normalize);
+  };
+  return {{.path = "/v1/embeddings", .parse = openai},
+          {.path = "/embedding", .parse = llama},
+          {.path = "/embeddings", .parse = llama},
+          {.path = "/api/embed", .parse = parse_ollama_embed},
+          {.path = "/api/embeddings", .parse = parse_ollama_embeddings}};
+}
+
+Status check_pooling(const EmbeddingRequest& request, bool pooled) {
+  if (pooled || request.form == EmbeddingForm::kLlama) return {};
+  return invalid_argument(
+      "this answer has one vector for a text, and the server was started with --pooling none, or "
+      "the model's file says so; take /embedding, or start it with --pooling mean");
+}
+
+Status shape_embedding(const EmbeddingRequest& request, bool pooled, Embedding* embedding) {
+  if (!pooled) return {};
+  for (std::vector<float>& row : embedding->rows) {
+    HCACHE_RETURN_IF_ERROR(shape_vector(request, &row));
   }
-  if (request.dimensions > 0) vector->resize(static_cast<size_t>(request.dimensions));
-  if (request.normalize == kNotNormalized) return {};
-  double norm = 0;
-  for (const float value : *vector) {
-    const double magnitude = std::abs(static_cast<double>(value));
-    if (request.normalize == kMaxNormalized) {
-      norm = std::max(norm, magnitude);
-    } else {
-      norm += std::pow(magnitude, request.normalize);
-    }
-  }
-  norm = request.normalize == kMaxNormalized ? norm / kLargestInt16
-                                             : std::pow(norm, 1.0 / request.normalize);
-  if (norm == 0) return {};
-  for (float& value : *vector) value = static_cast<float>(value / norm);
   return {};
 }
 

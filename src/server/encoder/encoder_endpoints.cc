@@ -59,6 +59,10 @@ bool EncoderEndpoints::ranks() const {
   return queue_.encoder().options().pooling == model::Pooling::kRank;
 }
 
+bool EncoderEndpoints::pools() const {
+  return queue_.encoder().options().pooling != model::Pooling::kNone;
+}
+
 // ---- From a request to its answer ---------------------------------------------------------------
 
 http::Handler EncoderEndpoints::on_intake(std::function<void(const AskedPtr&)> run) {
@@ -149,12 +153,7 @@ Result<EncoderEndpoints::Texts> EncoderEndpoints::texts_of(const api::EmbeddingR
   if (ranks()) {
     return unimplemented("this model ranks documents and makes no vectors; ask /v1/rerank");
   }
-  if (queue_.encoder().options().pooling == model::Pooling::kNone &&
-      request.form != api::EmbeddingForm::kLlama) {
-    return invalid_argument(
-        "this answer has one vector for a text, and the server was started with --pooling none, "
-        "or the model's file says so; take /embedding, or start it with --pooling mean");
-  }
+  HCACHE_RETURN_IF_ERROR(api::check_pooling(request, pools()));
   Texts texts;
   const auto most = static_cast<size_t>(queue_.encoder().options().max_text_tokens);
   for (const api::Prompt& input : request.inputs) {
@@ -182,15 +181,11 @@ void EncoderEndpoints::embed(const AskedPtr& asked, const ParseEmbedding& parse)
   submit(asked, std::move(*texts),
          [this, request = std::move(*request), tokens = std::move(tokens),
           begin_ns](std::vector<EncodedText> rows) -> Result<Json> {
-           const bool pooled = queue_.encoder().options().pooling != model::Pooling::kNone;
            std::vector<api::Embedding> embeddings(rows.size());
            for (size_t i = 0; i < rows.size(); ++i) {
              embeddings[i].tokens = tokens[i];
              embeddings[i].rows = std::move(rows[i]);
-             if (!pooled) continue;  // rows of single tokens are given as they are
-             for (auto& row : embeddings[i].rows) {
-               HCACHE_RETURN_IF_ERROR(api::shape_embedding(request, &row));
-             }
+             HCACHE_RETURN_IF_ERROR(api::shape_embedding(request, pools(), &embeddings[i]));
            }
            const std::string& name = request.model_name.empty() ? model_name_ : request.model_name;
            return api::embeddings_answer(request, name, embeddings, env_.monotonic_ns() - begin_ns);
@@ -331,17 +326,9 @@ void EncoderEndpoints::add_refusals(http::Router* router) {
 }
 
 void EncoderEndpoints::add_to(http::Router* router) {
-  const int normalize = options_.embd_normalize;
-  router->add("POST", "/v1/embeddings", embed_by([normalize](const Json& body) {
-                return api::parse_embedding(body, normalize);
-              }));
-  for (const char* path : {"/embedding", "/embeddings"}) {
-    router->add("POST", path, embed_by([normalize](const Json& body) {
-                  return api::parse_llama_embedding(body, normalize);
-                }));
+  for (api::EmbeddingRoute& route : api::embedding_routes(options_.embd_normalize)) {
+    router->add("POST", route.path, embed_by(std::move(route.parse)));
   }
-  router->add("POST", "/api/embed", embed_by(api::parse_ollama_embed));
-  router->add("POST", "/api/embeddings", embed_by(api::parse_ollama_embeddings));
   for (const char* path : {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}) {
     router->add("POST", path, on_intake([this](const AskedPtr& asked) { rerank(asked); }));
   }

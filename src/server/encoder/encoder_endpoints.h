@@ -72,6 +72,7 @@ class EncoderEndpoints {
   [[nodiscard]] Status check_text(const std::vector<int32_t>& text, const std::string& name,
                                   Asked* asked) const;
   [[nodiscard]] bool ranks() const;
+  [[nodiscard]] bool pools() const;
 
   void add_quick(http::Router* router);
   void add_public(http::Router* router);

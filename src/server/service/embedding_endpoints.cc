@@ -16,7 +16,6 @@
 namespace hcache::server {
 namespace {
 
-using api::EmbeddingForm;
 using api::Json;
 using scheduler::Outcome;
 
@@ -58,11 +57,7 @@ class EmbeddingJob : public std::enable_shared_from_this<EmbeddingJob> {
 
   Status make_texts() {
     HCACHE_ASSIGN_OR_RETURN(const model::Pooling pooling, service_.pooling());
-    if (pooling == model::Pooling::kNone && request_.form != EmbeddingForm::kLlama) {
-      return invalid_argument(
-          "this answer has one vector for a text, and the server was started with --pooling none; "
-          "take /embedding, or start it with --pooling mean");
-    }
+    HCACHE_RETURN_IF_ERROR(api::check_pooling(request_, pooling != model::Pooling::kNone));
     for (const api::Prompt& input : request_.inputs) {
       HCACHE_ASSIGN_OR_RETURN(std::vector<int32_t> tokens,
                               api::prompt_tokens(service_.tokenizer(), input));
@@ -141,13 +136,9 @@ class EmbeddingJob : public std::enable_shared_from_this<EmbeddingJob> {
       api::Embedding& made = embeddings.emplace_back();
       made.rows = std::move(text.pooler).vectors();
       made.tokens = static_cast<int64_t>(text.tokens.size());
-      // Rows of single tokens are given as they are, as llama-server does.
-      if (service_.pooling().value() == model::Pooling::kNone) continue;
-      for (std::vector<float>& row : made.rows) {
-        if (Status status = api::shape_embedding(request_, &row); !status.ok()) {
-          return fail(status);
-        }
-      }
+      const bool pooled = service_.pooling().value() != model::Pooling::kNone;
+      const Status status = api::shape_embedding(request_, pooled, &made);
+      if (!status.ok()) return fail(status);
     }
     answered_ = true;
     const std::string& name =
@@ -208,20 +199,12 @@ void refuse_to_rank(const http::Request& request,
 }  // namespace
 
 void EmbeddingEndpoints::add_to(http::Router* router) {
-  const int normalize = service_.options().embd_normalize;
-  router->add("POST", "/v1/embeddings", embed_by(service_, [normalize](const Json& body) {
-                return api::parse_embedding(body, normalize);
-              }));
-  for (const char* path : {"/embedding", "/embeddings"}) {
-    router->add("POST", path, embed_by(service_, [normalize](const Json& body) {
-                  return api::parse_llama_embedding(body, normalize);
-                }));
+  for (api::EmbeddingRoute& route : api::embedding_routes(service_.options().embd_normalize)) {
+    router->add("POST", route.path, embed_by(service_, std::move(route.parse)));
   }
   for (const char* path : {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}) {
     router->add("POST", path, refuse_to_rank);
   }
-  router->add("POST", "/api/embed", embed_by(service_, api::parse_ollama_embed));
-  router->add("POST", "/api/embeddings", embed_by(service_, api::parse_ollama_embeddings));
 }
 
 }  // namespace hcache::server

@@ -45,6 +45,10 @@ class EndpointTable final : public Endpoints {
   http::Handler slow(Answer answer) { return answer_on(service_.keeper(), std::move(answer)); }
   http::Handler generate(Parse parse);
 
+  void add_generation(http::Router* router);
+  void add_model(http::Router* router);
+  void add_operation(http::Router* router);
+
   Result<api::GenerationRequest> infill(const Json& body) const;
   Result<int64_t> count_tokens(const model::ChatInput& chat) const;
   Result<Json> input_tokens(const Call& call, Parse parse) const;
@@ -255,14 +259,7 @@ void add_page(http::Router* router) {
 
 // ---- The table ----------------------------------------------------------------------------------
 
-void EndpointTable::add_to(http::Router* router) {
-  const RouteOptions is_public = {.is_public = true};
-  const auto plain = [](const std::string& text, const std::string& type) {
-    return [text, type](const Request&, const std::shared_ptr<Responder>& responder) {
-      responder->send(200, {{"Content-Type", type}}, text);
-    };
-  };
-
+void EndpointTable::add_generation(http::Router* router) {
   for (const char* path : {"/v1/chat/completions", "/chat/completions"}) {
     router->add("POST", path, generate(api::parse_chat_completion));
     router->add("POST", path + std::string("/input_tokens"), quick([this](Call& call) {
@@ -276,17 +273,21 @@ void EndpointTable::add_to(http::Router* router) {
                 quick([this](Call& call) { return input_tokens(call, api::parse_response); }));
   }
   router->add("POST", "/v1/messages", generate(api::parse_messages));
-  for (const char* path : {"/completion", "/completions"}) {
-    router->add("POST", path, generate(api::parse_llama_completion));
-  }
-  router->add("POST", "/infill",
-              generate_by(service_, [this](const Json& body) { return infill(body); }));
   router->add("POST", "/v1/messages/count_tokens", quick([this](Call& call) -> Result<Json> {
                 HCACHE_ASSIGN_OR_RETURN(const model::ChatInput chat,
                                         api::parse_count_tokens(call.body));
                 HCACHE_ASSIGN_OR_RETURN(const int64_t tokens, count_tokens(chat));
                 return api::count_tokens_answer(tokens);
               }));
+  for (const char* path : {"/completion", "/completions"}) {
+    router->add("POST", path, generate(api::parse_llama_completion));
+  }
+  router->add("POST", "/infill",
+              generate_by(service_, [this](const Json& body) { return infill(body); }));
+}
+
+void EndpointTable::add_model(http::Router* router) {
+  const RouteOptions is_public = {.is_public = true};
   for (const char* path : {"/v1/models", "/models"}) {
     router->add("GET", path, quick([this](Call&) -> Result<Json> {
                   const api::ModelCard card = model_card(service_);
@@ -308,6 +309,10 @@ void EndpointTable::add_to(http::Router* router) {
   router->add("POST", "/apply-template",
               quick([this](Call& call) { return apply_template(call); }));
   router->add("GET", "/props", quick([this](Call&) -> Result<Json> { return props(); }));
+}
+
+void EndpointTable::add_operation(http::Router* router) {
+  const RouteOptions is_public = {.is_public = true};
   for (const char* path : {"/health", "/v1/health"}) {
     router->add(
         "GET", path,
@@ -319,13 +324,6 @@ void EndpointTable::add_to(http::Router* router) {
         },
         is_public);
   }
-
-  sessions_.add_to(router);
-  conversations_.add_to(router);
-  slots_.add_to(router);
-  batches_.add_to(router);
-  ollama_.add_to(router);
-  embeddings_.add_to(router);
   router->add("GET", "/v1/store", slow([this](Call& call) { return store_stat(call); }));
   router->add("POST", "/v1/store/verify", slow([this](Call&) { return store_verify(); }));
   router->add("POST", "/v1/store/gc", slow([this](Call&) { return store_gc(); }));
@@ -341,8 +339,25 @@ void EndpointTable::add_to(http::Router* router) {
     service_.events().subscribe(std::move(responder));
   });
   if (service_.options().page) add_page(router);
-  router->add("GET", "/openapi.json", plain(api::openapi_document(), "application/json"),
-              is_public);
+  router->add(
+      "GET", "/openapi.json",
+      [document = api::openapi_document()](const Request&,
+                                           const std::shared_ptr<Responder>& responder) {
+        responder->send(200, {{"Content-Type", "application/json"}}, document);
+      },
+      is_public);
+}
+
+void EndpointTable::add_to(http::Router* router) {
+  add_generation(router);
+  add_model(router);
+  add_operation(router);
+  sessions_.add_to(router);
+  conversations_.add_to(router);
+  slots_.add_to(router);
+  batches_.add_to(router);
+  ollama_.add_to(router);
+  embeddings_.add_to(router);
 }
 
 }  // namespace

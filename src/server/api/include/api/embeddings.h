@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,9 +52,20 @@ struct Embedding {
   int64_t tokens = 0;                    // of the input
 };
 
-// What the request wants of a model's vector: its first dimensions, normalised.
-// kInvalidArgument: it has not as many.
-Status shape_embedding(const EmbeddingRequest& request, std::vector<float>* vector);
+// Where vectors are asked for, and in which words; every server that makes some has these.
+struct EmbeddingRoute {
+  const char* path;
+  std::function<Result<EmbeddingRequest>(const Json& body)> parse;
+};
+// `normalize`: of requests that say nothing.
+[[nodiscard]] std::vector<EmbeddingRoute> embedding_routes(int normalize);
+
+// kInvalidArgument: without pooling there is a row for each token, which the answer's form has not.
+[[nodiscard]] Status check_pooling(const EmbeddingRequest& request, bool pooled);
+// What the request wants of vectors: their first dimensions, normalised; rows of single tokens stay
+// as they are, as llama-server gives them. kInvalidArgument: they have not as many.
+[[nodiscard]] Status shape_embedding(const EmbeddingRequest& request, bool pooled,
+                                     Embedding* embedding);
 
 // Every embedding has one row, but for EmbeddingForm::kLlama.
 [[nodiscard]] Json embeddings_answer(const EmbeddingRequest& request, std::string_view model_name,
