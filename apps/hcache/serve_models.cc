@@ -79,6 +79,7 @@ ModelCommand command_of(const ModelServers& servers, const std::string& program,
     out.args.push_back("--store=" + (only ? store : join_path(store, file.name)));
   }
   if (!only) out.args.push_back("--alias=" + file.name);
+  if (!file.projector.empty()) out.args.push_back("--mmproj=" + file.projector);
   out.args.insert(out.args.end(), servers.given.args.begin(), servers.given.args.end());
   std::vector<std::string> environment = servers.given.environment;
   if (!servers.api_keys.empty()) {

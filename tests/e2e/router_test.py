@@ -206,6 +206,22 @@ class Loading(unittest.TestCase):
                 self.assertEqual([m["id"] for m in listed], ["a"])
                 wait_until(lambda: "c" not in server.servers(), "the removed model's end")
 
+    def test_a_projector_in_a_models_folder_is_its_own(self):
+        with tempfile.TemporaryDirectory() as models:
+            Path(models, "seeing").mkdir()
+            for name in ("a.gguf", "seeing/model.gguf"):
+                shutil.copy(Path(MODELS.name) / "a.gguf", Path(models) / name)
+            subprocess.run([PROGRAM, "model", "synth-projector", Path(models) / "a.gguf",
+                            Path(models) / "seeing/mmproj-model.gguf"], check=True, stderr=subprocess.DEVNULL)
+            with Router(models=models) as server:
+                sizes = {entry["id"]: entry["meta"]["size"]
+                         for entry in server.call("GET", "/v1/models")[1]["data"]}
+                self.assertEqual(sizes["seeing"] - sizes["a"],
+                                 os.path.getsize(Path(models) / "seeing/mmproj-model.gguf"))
+                sees = {name: server.call("GET", f"/props?model={name}")[1]["modalities"]["vision"]
+                        for name in ("a", "seeing")}
+                self.assertEqual(sees, {"a": False, "seeing": True})
+
     def test_loading_and_unloading_by_hand(self):
         with Router("--no-models-autoload") as server:
             status, answer, _ = server.call("POST", "/v1/chat/completions",

@@ -28,6 +28,7 @@ class ModelFiles : public ::testing::Test {
     for (const ModelFile& m : *models) {
       out.push_back(m.name + " " + m.path.substr(dir_.path().size() + 1) + " " +
                     std::to_string(m.bytes));
+      if (!m.projector.empty()) out.back() += " " + m.projector.substr(dir_.path().size() + 1);
     }
     return out;
   }
@@ -40,6 +41,8 @@ TEST_F(ModelFiles, FilesFoldersAndParts) {
   put("Large-00002-of-00002.gguf", 5);
   put("seeing/model.gguf", 6);
   put("seeing/mmproj-model.gguf", 7);
+  put("seeing/z-mmproj-f16.gguf", 100);  // the first is taken
+  put("alone/mmproj-model.gguf", 7);
   put("cut/big-00001-of-00003.gguf", 1);
   put("cut/big-00002-of-00003.gguf", 1);
   put("cut/big-00003-of-00003.gguf", 1);
@@ -48,9 +51,10 @@ TEST_F(ModelFiles, FilesFoldersAndParts) {
   put(".hidden.gguf", 1);
   put(".cache/model.gguf", 1);
   put("notes.txt", 1);
-  EXPECT_THAT(found(),
-              ElementsAre("Large Large-00001-of-00002.gguf 9", "cut cut/big-00001-of-00003.gguf 3",
-                          "seeing seeing/model.gguf 6", "small small.gguf 3"));
+  EXPECT_THAT(
+      found(),
+      ElementsAre("Large Large-00001-of-00002.gguf 9", "cut cut/big-00001-of-00003.gguf 3",
+                  "seeing seeing/model.gguf 13 seeing/mmproj-model.gguf", "small small.gguf 3"));
 }
 
 TEST_F(ModelFiles, NamesThatOnlyLookLikeParts) {

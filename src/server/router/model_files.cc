@@ -13,6 +13,8 @@ namespace {
 constexpr std::string_view kEnding = ".gguf";
 constexpr std::string_view kPart = "-00001-of-00001";  // of a model in several files
 
+bool is_projector(std::string_view file) { return file.find("mmproj") != std::string_view::npos; }
+
 bool is_digits(std::string_view text) {
   return std::ranges::all_of(text, [](unsigned char c) { return std::isdigit(c) != 0; });
 }
@@ -37,7 +39,7 @@ Result<std::map<std::string, ModelFile>> models_of(Env& env, const std::string& 
                                                    const std::vector<std::string>& files) {
   std::map<std::string, ModelFile> models;
   for (const std::string& file : files) {
-    if (!file.ends_with(kEnding) || file.starts_with('.') || file.starts_with("mmproj")) continue;
+    if (!file.ends_with(kEnding) || file.starts_with('.') || is_projector(file)) continue;
     const std::string path = join_path(folder, file);
     HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env.file_info(path));
     if (!info.exists || info.directory) continue;
@@ -50,6 +52,28 @@ Result<std::map<std::string, ModelFile>> models_of(Env& env, const std::string& 
   }
   std::erase_if(models, [](const auto& m) { return m.second.path.empty(); });
   return models;
+}
+
+// The first of the projectors among a folder's files, for the model in it.
+Status add_projector(Env& env, const std::string& folder, const std::vector<std::string>& files,
+                     ModelFile* model) {
+  std::vector<std::string> found;
+  for (const std::string& file : files) {
+    if (file.ends_with(kEnding) && !file.starts_with('.') && is_projector(file)) {
+      found.push_back(file);
+    }
+  }
+  if (found.empty()) return {};
+  std::ranges::sort(found);
+  if (found.size() > 1) {
+    log::warn("{} holds {} projectors; {} is taken", folder, found.size(), found.front());
+  }
+  const std::string path = join_path(folder, found.front());
+  HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env.file_info(path));
+  if (!info.exists || info.directory) return {};
+  model->projector = path;
+  model->bytes += info.size;
+  return {};
 }
 
 }  // namespace
@@ -70,6 +94,7 @@ Result<std::vector<ModelFile>> find_models(Env& env, const std::string& folder) 
     }
     ModelFile model = std::move(inside.begin()->second);
     model.name = entry;
+    HCACHE_RETURN_IF_ERROR(add_projector(env, path, files, &model));
     if (!models.emplace(entry, std::move(model)).second) {
       log::warn("{} is left out: a file of that name is a model already", path);
     }

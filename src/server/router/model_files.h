@@ -15,8 +15,9 @@ namespace hcache::router {
 
 // Every GGUF file of the folder is a model, and every folder in it that holds one; of a model in
 // several files (NAME-00001-of-00003.gguf) the first stands for all. Names are those of the files
-// without the ending, or the folder's. Files that begin with "mmproj" belong to others, what begins
-// with a dot is nobody's. Sorted by name. Errors as Env::list_dir.
+// without the ending, or the folder's. A file with "mmproj" in its name is the projector of the
+// model that has the folder with it to itself, elsewhere it is left out, as is what begins with a
+// dot. Sorted by name. Errors as Env::list_dir.
 [[nodiscard]] Result<std::vector<ModelFile>> find_models(Env& env, const std::string& folder);
 
 }  // namespace hcache::router

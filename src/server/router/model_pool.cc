@@ -46,6 +46,7 @@ std::string id_of(Env& env, const ModelFile& file) {
   }
   return to_hex(Hasher("hcache model file")
                     .add(file.path)
+                    .add(file.projector)
                     .add_u64(file.bytes)
                     .add_u64(static_cast<std::uint64_t>(identity.mtime_ns))
                     .finish<Id128<struct ModelFileTag>>());

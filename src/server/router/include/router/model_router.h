@@ -24,7 +24,8 @@ namespace hcache::router {
 struct ModelFile {
   std::string name;         // for clients
   std::string path;         // the file, or the first of its parts
-  std::uint64_t bytes = 0;  // of all parts
+  std::uint64_t bytes = 0;  // of all parts, and of the projector
+  std::string projector{};  // for pictures and sounds, in the model's own folder; empty: none
 };
 
 // What its file says of a model.
