@@ -334,7 +334,14 @@ Status LlamaExecutor::open_restore(SeqId seq, Sequence& sequence) {
   engine_.set_media(seq, rows_of(restore.media.get()));
   HCACHE_RETURN_IF_ERROR(engine_.make_rows(
       seq, std::span(restore.tokens).first(static_cast<size_t>(restore.n_tokens))));
-  auto reader = runtime_.store()->new_reader({.ring_bytes = kRingBytes});
+  store::ReaderOptions reading;
+  reading.ring_bytes = kRingBytes;
+  if (step_pace_.known()) {
+    const auto rows = static_cast<double>(limits_.max_step_rows);
+    reading.remote_timeout_s =
+        static_cast<double>(restore.n_tokens) * step_pace_.at(limits_.max_step_rows) / rows;
+  }
+  auto reader = runtime_.store()->new_reader(reading);
   Status status = reader.status();
   if (status.ok()) {
     std::vector<store::PageRequest> requests;

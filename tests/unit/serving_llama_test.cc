@@ -3,6 +3,9 @@
 // fused weights), and by rows and snapshots of windows (gemma3).
 #include <gmock/gmock.h>
 
+#include <csignal>
+
+#include "redis_testing.h"
 #include "serving_testing.h"
 
 namespace hcache::serving {
@@ -92,6 +95,44 @@ TEST_P(LlamaServing, AnotherProcessGoesOn) {
   longer.insert(longer.end(), again.answer.begin(), again.answer.end());
   EXPECT_EQ(saved_tokens(*serving, longer), static_cast<int64_t>(longer.size()));
   EXPECT_TRUE(serving->runtime().store()->check_integrity().ok());
+}
+
+// What another server has put into the remote store comes from there, snapshots included; where
+// that store answers no more, it is computed.
+TEST_P(LlamaServing, AnotherServerGoesOnFromTheRemoteStore) {
+  hcache::testing::RedisServer redis;
+  options_.remote.url = redis.url();
+  options_.remote.timeout_s = 60;
+  Talk before;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    before = talk(*serving);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto look_up = [&](Serving& serving) {
+    serving.runtime().look_up(before.all(), own_salt("").id, {});
+    return saved_tokens(serving, before.all());
+  };
+  for (const bool answers : {true, false}) {
+    options_.state_dir = dir_.file(answers ? "second" : "third");
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    say(*serving, random_tokens(96, 4), 1, {.save = false});  // it knows how fast it computes
+    EXPECT_GT(look_up(*serving), kPrompt);
+    if (!answers) redis.signal(SIGSTOP);
+    const Said again = say(*serving, before.all(), 8);
+    if (!answers) redis.signal(SIGCONT);
+    EXPECT_EQ(again.answer, before.second.answer);
+    if (answers) {
+      EXPECT_EQ(again.record().restored_tokens, restored(before) / 64 * 64);  // whole chunks
+      EXPECT_GT(again.record().read.remote, 0U);
+      EXPECT_EQ(again.record().read.disk, 0U);
+    } else {
+      EXPECT_EQ(again.record().restored_tokens, 0);
+    }
+    ASSERT_TRUE(serving->close().ok());
+  }
 }
 
 // The beginnings of a conversation: those that a model can't be cut back to come from the store, or

@@ -49,6 +49,7 @@ class Acceptance {
 class StepPace {
  public:
   void note(int64_t rows, double seconds);
+  [[nodiscard]] bool known() const { return !seconds_.empty(); }
   // Between known ones by interpolation. Beyond them half of what one row takes is for every row,
   // and the rest for the step, about as on CPUs; of nothing known in units of a row's time.
   [[nodiscard]] double at(int64_t rows) const;
