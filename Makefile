@@ -67,8 +67,8 @@ test-llama-server: release build/clients/ready  ## Run llama-server's own tests 
 test-archs: release peer  ## Run models of every architecture against llama-server, and over a kill
 	@$(PYTHON) tests/e2e/archs_test.py build/release/bin/hcache \
 	  "$$($(PYTHON) scripts/third_party.py peer | sed -n 1p)" "$$($(PYTHON) scripts/third_party.py archs)"
-	@$(PYTHON) tests/e2e/media_test.py build/release/bin/hcache \
-	  "$$($(PYTHON) scripts/third_party.py peer | sed -n 1p)" LikeLlamaServer
+	@for script in media encoders; do $(PYTHON) tests/e2e/$${script}_test.py build/release/bin/hcache \
+	  "$$($(PYTHON) scripts/third_party.py peer | sed -n 1p)" LikeLlamaServer || exit; done
 
 .PHONY: test-page
 test-page: release build/clients/ready  ## Run the page in a browser (installs Debian's chromium)

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""`hcache serve` with models that make vectors or ranks: small BERT models with random weights.
+"""`hcache serve` with models that make vectors or ranks: small BERT models with random weights, and a
+decoder that ranks.
 
-    encoders_test.py HCACHE [MAKE_TINY_ENCODER] [-v] [name]
+    encoders_test.py HCACHE [MAKE_TINY_ENCODER] [LLAMA_SERVER] [-v] [name]
+
+With LLAMA_SERVER its vectors and ranks are compared, too.
 """
 
 import base64
@@ -24,6 +27,7 @@ PROGRAM = sys.argv.pop(1)
 MAKE = Path(PROGRAM).resolve().parent / "make_tiny_encoder"
 if len(sys.argv) > 1 and "make_tiny_encoder" in sys.argv[1]:
     MAKE = Path(sys.argv.pop(1))
+PEER = sys.argv.pop(1) if len(sys.argv) > 1 and Path(sys.argv[1]).is_file() else None
 NONE, MEAN, RANK = 0, 1, 4  # as files have them
 CONTEXT = 64
 WIDTH = 32
@@ -35,6 +39,13 @@ def model(pooling: int, context: int = CONTEXT) -> str:
     path = Path(FOLDER.name) / f"tiny-{pooling}-{context}.gguf"
     if not path.exists():
         subprocess.run([MAKE, path, str(pooling), str(context)], check=True)
+    return str(path)
+
+
+def ranking_decoder() -> str:
+    path = Path(FOLDER.name) / "ranking-decoder.gguf"
+    if not path.exists():
+        subprocess.run([MAKE, path, "qwen3", serving.default_model()], check=True)
     return str(path)
 
 
@@ -206,6 +217,53 @@ class Ranks(Case):
                                   capture_output=True, text=True, timeout=60)
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(words, done.stderr)
+
+
+    def test_a_decoder_ranks_by_its_first_label(self):
+        body = {"query": "Where is the light?", "documents": ["On a rock.", "It rains.", serving.TEXT[:600]]}
+        with serving.Server(PROGRAM, "-m", ranking_decoder(), "-t", "1") as server:
+            self.assertEqual(server.call("GET", "/props")[1]["pooling"], "rank")
+            results = server.post("/v1/rerank", body)["results"]
+            scores = {result["index"]: result["relevance_score"] for result in results}
+            for i, document in enumerate(body["documents"]):
+                self.assertTrue(0 < scores[i] < 1, scores)  # its share of two labels
+                # The file says what the two are written into.
+                prompt = ("Does the document answer the query?\nQuery: Where is the light?\n"
+                          f"Document: {document}\n")
+                tokens = len(server.post("/tokenize", {"content": prompt})["tokens"])
+                one = server.post("/v1/rerank", {**body, "documents": [document]})
+                self.assertEqual(one["usage"]["total_tokens"], tokens)
+                self.assertAlmostEqual(one["results"][0]["relevance_score"], scores[i], delta=2e-3)
+            self.assertGreater(max(scores.values()) - min(scores.values()), 1e-2)
+            self.assert_error(server.call("POST", "/v1/embeddings", {"input": "x"}), 501, "/v1/rerank")
+            self.assertEqual(server.stop(), 0)
+
+
+@unittest.skipUnless(PEER, "needs llama-server")
+class LikeLlamaServer(Case):
+    TEXTS = ("the sea", "a storm", "light house keeper 42!", "x y z")
+
+    def test_vectors(self):
+        with serving.llama_server(PEER, model(MEAN), "--embeddings") as theirs, start(MEAN) as server:
+            for path, body in (("/v1/embeddings", {"input": self.TEXTS}),
+                               ("/v1/embeddings", {"input": "the sea"})):
+                ours, other = server.post(path, body), theirs.post(path, body)
+                self.assertEqual(ours["usage"], other["usage"])
+                for a, b in zip(vectors(ours), vectors(other), strict=True):
+                    self.assert_close(a, b)
+
+    def test_ranks(self):
+        body = {"query": "a house", "documents": self.TEXTS}
+        for path, delta in ((model(RANK), 1e-3), (ranking_decoder(), 2e-3)):
+            with self.subTest(model=path), \
+                    serving.llama_server(PEER, path, "--reranking") as theirs, \
+                    serving.Server(PROGRAM, "-m", path, "-t", "1", "--reranking") as server:
+                ours, other = (s.post("/v1/rerank", body) for s in (server, theirs))
+                self.assertEqual(ours["usage"], other["usage"])
+                scores = [{result["index"]: result["relevance_score"] for result in answer["results"]}
+                          for answer in (ours, other)]
+                for i in range(len(self.TEXTS)):
+                    self.assertAlmostEqual(scores[0][i], scores[1][i], delta=delta)
 
 
 class Serving(Case):

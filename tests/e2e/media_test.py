@@ -7,7 +7,6 @@ With LLAMA_SERVER its answers are compared, too.
 """
 
 import base64
-import contextlib
 import json
 import random
 import re
@@ -15,7 +14,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 
@@ -249,32 +247,15 @@ class Protocols(Case):
 @unittest.skipUnless(PEER, "needs llama-server")
 class LikeLlamaServer(Case):
     def test_answers(self):
-        port = serving.free_port()
-        peer = subprocess.Popen([PEER, "-m", MODEL, "--mmproj", self.projector, "--port", str(port),
-                                 "-t", "2", "-c", "4096", "-np", "1", "--no-webui"],
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            theirs = Server.__new__(Server)
-            theirs.url = f"http://127.0.0.1:{port}"
-
-            def up() -> bool:
-                with contextlib.suppress(OSError):
-                    return theirs.call("GET", "/health")[0] == 200
-                time.sleep(0.2)
-                return False
-
-            wait_until(up, "llama-server")
-            with self.start() as server:
-                for seed in range(4):
-                    messages = [*ask(seed), {"role": "assistant", "content": "A ship."},
-                                *ask(seed + 10, "And here?")]
-                    ours, other = (s.chat(messages, max_tokens=16) for s in (server, theirs))
-                    self.assertEqual(ours["usage"]["prompt_tokens"], other["usage"]["prompt_tokens"])
-                    self.assertEqual(ours["choices"][0]["message"]["content"],
-                                     other["choices"][0]["message"]["content"])
-        finally:
-            peer.kill()
-            peer.wait()
+        with serving.llama_server(PEER, MODEL, "--mmproj", self.projector, "-c", "4096",
+                                  "-np", "1") as theirs, self.start() as server:
+            for seed in range(4):
+                messages = [*ask(seed), {"role": "assistant", "content": "A ship."},
+                            *ask(seed + 10, "And here?")]
+                ours, other = (s.chat(messages, max_tokens=16) for s in (server, theirs))
+                self.assertEqual(ours["usage"]["prompt_tokens"], other["usage"]["prompt_tokens"])
+                self.assertEqual(ours["choices"][0]["message"]["content"],
+                                 other["choices"][0]["message"]["content"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the server's tests share: a server process, plain requests, and conversations."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -254,6 +255,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def llama_server(program: str, model: str, *options: str):
+    """llama-server with a model, to be asked as ours is."""
+    port = free_port()
+    process = subprocess.Popen([program, "-m", model, "--port", str(port), "-t", "2", "--no-webui", *options],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        server = Server.__new__(Server)
+        server.url = f"http://127.0.0.1:{port}"
+
+        def up() -> bool:
+            with contextlib.suppress(OSError):
+                return server.call("GET", "/health")[0] == 200
+            return process.poll() is not None
+
+        wait_until(up, "llama-server")
+        if process.poll() is not None:
+            raise RuntimeError(f"llama-server ended with code {process.returncode}")
+        yield server
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Redis:

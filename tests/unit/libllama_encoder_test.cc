@@ -153,6 +153,26 @@ TEST(LlamaEncoder, TakesADecoderByItsPooling) {
   }
 }
 
+TEST(LlamaEncoder, TakesADecoderThatRanks) {
+  const model::test::TempDir dir;
+  auto options = model::test::tiny_options("qwen3", 2, GGML_TYPE_F32);
+  options.ranking_labels = 2;
+  const std::string path = model::test::make_tiny(dir, options);
+  const auto encoder = loaded(path);
+  EXPECT_EQ(encoder->options().pooling, model::Pooling::kRank);
+  EXPECT_EQ(encoder->width(), 2);
+  const std::vector<Text> texts = {text_of(30, 1), text_of(9, 2), text_of(17, 3)};
+  const std::vector<EncodedText> together = encoder->encode(texts).value();
+  for (size_t i = 0; i < texts.size(); ++i) {
+    const std::vector<float>& scores = together[i].front();
+    const EncodedText alone = by_libllama(path, texts[i], LLAMA_POOLING_TYPE_RANK, 2);
+    ASSERT_EQ(scores.size(), 2);
+    for (size_t k = 0; k < 2; ++k) EXPECT_NEAR(scores[k], alone.front()[k], 2e-3);
+    EXPECT_NEAR(scores[0] + scores[1], 1, 1e-5);  // shares of the labels
+  }
+  EXPECT_GT(std::abs(together[0].front()[0] - together[1].front()[0]), 1e-2) << "all are the same";
+}
+
 TEST(LlamaEncoder, SaysWhatItCantTake) {
   const model::test::TempDir dir;
   const std::string path = tiny_file(dir, {});

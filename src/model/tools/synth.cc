@@ -80,6 +80,7 @@ class Synth {
     writer_.add_tensor(name + ".bias", GGML_TYPE_F32, n_out, s_.n_expert);
     inits_.push_back({0.0F, kBias});
   }
+  void ranking_metadata(const std::string& arch, bool with_vocabulary);
   void dense(const std::string& prefix, float residual_gain);
   void experts(const std::string& prefix, float residual_gain);
   void expert_metadata();
@@ -176,6 +177,7 @@ void Synth::metadata(const GgufFile* vocab) {
   for (const auto& [key, value] : o_.extra_numbers) writer_.set_f32(key, value);
   for (const auto& [key, value] : o_.extra_strings) writer_.set_string(key, value);
   for (const auto& [key, value] : o_.extra_integers) writer_.set_u32(key, value);
+  if (o_.ranking_labels > 0) ranking_metadata(a, vocab != nullptr);
   if (vocab == nullptr) {
     writer_.set_string("tokenizer.ggml.model", "no_vocab");
     return;
@@ -183,6 +185,21 @@ void Synth::metadata(const GgufFile* vocab) {
   for (const auto& [key, value] : vocab->values()) {
     if (key.starts_with("tokenizer.")) writer_.copy(key, value);
   }
+}
+
+void Synth::ranking_metadata(const std::string& arch, bool with_vocabulary) {
+  constexpr uint32_t kRank = 4;  // llama.cpp's LLAMA_POOLING_TYPE_RANK
+  writer_.set_u32(fmt::format("{}.pooling_type", arch), kRank);
+  std::vector<uint8_t> labels;  // each a length of eight bytes and a letter
+  for (int i = 0; i < o_.ranking_labels; i++) {
+    labels.insert(labels.end(), {1, 0, 0, 0, 0, 0, 0, 0, static_cast<uint8_t>('a' + i)});
+  }
+  writer_.copy(
+      fmt::format("{}.classifier.output_labels", arch),
+      {GGUF_TYPE_ARRAY, GGUF_TYPE_STRING, static_cast<uint64_t>(o_.ranking_labels), labels});
+  if (!with_vocabulary) return;
+  writer_.set_string("tokenizer.chat_template.rerank",
+                     "Does the document answer the query?\nQuery: {query}\nDocument: {document}\n");
 }
 
 void Synth::layer(int index) {
@@ -262,6 +279,11 @@ void Synth::expert_metadata() {
 }
 
 Status Synth::build(const GgufFile* vocab) {
+  constexpr int kMostLabels = 26;
+  if (o_.ranking_labels < 0 || o_.ranking_labels > kMostLabels) {
+    return invalid_argument(
+        fmt::format("labels: {} is not from 0 to {}", o_.ranking_labels, kMostLabels));
+  }
   if (o_.n_layer < 0) return invalid_argument(fmt::format("layers: {} is negative", o_.n_layer));
   if (o_.n_layer > 0) s_.n_layer = o_.n_layer;
   if (vocab != nullptr) {
@@ -281,6 +303,10 @@ Status Synth::build(const GgufFile* vocab) {
   norm("output_norm", s_.n_embd);
   if (!s_.tied_output) matrix("output.weight", s_.n_embd, s_.n_vocab, output_sigma);
   if (s_.output_bias) vector("output.bias", s_.n_vocab, {0.0F, 1.0F});
+  if (o_.ranking_labels > 0) {
+    writer_.add_tensor("cls.output.weight", GGML_TYPE_F32, s_.n_embd, o_.ranking_labels);
+    inits_.push_back(standard_deviation(output_sigma / 2));
+  }
   constexpr Init kFactors = {4.0F, 3.0F};
   if (o_.rope_factors) vector("rope_freqs.weight", s_.head_dim / 2, kFactors);
   if (o_.long_rope) {

@@ -110,6 +110,9 @@ struct SynthOptions {
   // The file says that it is of this architecture, which differs from the shape's by rotating in
   // four sections (M-RoPE) alone; empty: the shape's.
   std::string sectioned_arch;
+  // A head for so many labels, by which the model ranks texts, as Qwen3-Reranker's files have it
+  // (with what a query and a document are written into, where there is a vocabulary); 0: none.
+  int ranking_labels = 0;
   int n_threads = 0;  // 0: every core
   Progress progress;
 };
