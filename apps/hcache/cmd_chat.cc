@@ -10,6 +10,7 @@
 
 #include "base/env.h"
 #include "commands.h"
+#include "draft_args.h"
 #include "overflow_args.h"
 #include "session.h"
 
@@ -22,6 +23,7 @@ struct ChatArgs : Options {
   std::string file = text(&file, "-f,--file", "FILE", "", "first say what this file holds");
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  DraftArgs draft{this};
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print one JSON object per turn instead of text");
 };
@@ -96,8 +98,8 @@ Status chat(const ChatArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(model::SamplingOptions sampling, args.sampling.resolved());
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto serving,
-                          open_serving(args.runtime, env, line, args.overflow.truncates()));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line,
+                                                           args.overflow.truncates(), &args.draft));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*serving, args.runtime, args.talk.session));
   if (args.overflow.truncates()) conversation->truncate(args.overflow.limits());

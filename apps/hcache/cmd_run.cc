@@ -6,6 +6,7 @@
 
 #include "base/env.h"
 #include "commands.h"
+#include "draft_args.h"
 #include "overflow_args.h"
 #include "session.h"
 
@@ -22,6 +23,7 @@ struct RunArgs : Options {
                   {.excludes = "--system"});
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  DraftArgs draft{this};
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print JSON instead of text");
 };
@@ -39,8 +41,8 @@ Status run(const RunArgs& args) {
   HCACHE_ASSIGN_OR_RETURN(const model::SamplingOptions sampling, args.sampling.resolved());
   ProgressLine line;
   ThrottledEnv env(Env::real());
-  HCACHE_ASSIGN_OR_RETURN(const auto serving,
-                          open_serving(args.runtime, env, line, args.overflow.truncates()));
+  HCACHE_ASSIGN_OR_RETURN(const auto serving, open_serving(args.runtime, env, line,
+                                                           args.overflow.truncates(), &args.draft));
   HCACHE_ASSIGN_OR_RETURN(const auto conversation,
                           Conversation::open(*serving, args.runtime, args.talk.session));
   if (args.overflow.truncates()) conversation->truncate(args.overflow.limits());

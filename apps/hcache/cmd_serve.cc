@@ -272,7 +272,8 @@ Result<server::ServerOptions> server_options(const ServeArgs& args) {
   o.runtime.truncates = o.truncate;
   o.truncation = args.overflow.limits();
   args.media.apply(&o);
-  args.draft.apply(args.runtime, &o);
+  o.scheduler.draft = args.draft.limits();
+  o.draft = args.draft.drafter(args.runtime, o.runtime);
   return o;
 }
 

@@ -12,14 +12,20 @@ constexpr uint64_t kQuotaShare = 8;
 
 }  // namespace
 
-void DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* options) const {
-  options->scheduler.draft.most = most >= 0 ? most : model.empty() ? 0 : kMostGuessed;
-  options->scheduler.draft.least = least;
-  if (model.empty() || options->scheduler.draft.most == 0) return;
+policy::DraftLimits DraftArgs::limits() const {
+  policy::DraftLimits limits;
+  limits.most = most >= 0 ? most : model.empty() ? 0 : kMostGuessed;
+  limits.least = least;
+  return limits;
+}
+
+std::optional<serving::DraftOptions> DraftArgs::drafter(
+    const RuntimeArgs& runtime, const state::RuntimeOptions& answering) const {
+  if (model.empty() || limits().most == 0) return std::nullopt;
   serving::DraftOptions draft;
   draft.p_min = static_cast<float>(p_min);
   // As the model that answers, but for what is about that one.
-  draft.runtime = options->runtime;
+  draft.runtime = answering;
   draft.runtime.model_path = model;
   draft.runtime.forward = state::EngineChoice::kAuto;
   draft.runtime.offload = {};
@@ -43,7 +49,7 @@ void DraftArgs::apply(const RuntimeArgs& runtime, server::ServerOptions* options
   for (const std::string& dir : runtime.state.stores) {
     draft.runtime.store_dirs.push_back(join_path(dir, "draft"));
   }
-  options->draft = std::move(draft);
+  return draft;
 }
 
 }  // namespace hcache::cli

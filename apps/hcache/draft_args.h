@@ -1,10 +1,12 @@
 // What guesses the next tokens of a reply: the conversation itself, or a second model.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "common_options.h"
-#include "server/server.h"
+#include "policy/drafting.h"
+#include "serving/draft_model.h"
 #include "session.h"
 
 namespace hcache::cli {
@@ -31,8 +33,11 @@ struct DraftArgs : Options {
       number(&p_min, "--draft-p-min", "P", 0.5, {0, 1},
              "it guesses no token that it gives less probability", {.needs = "--model-draft"});
 
-  // Behind the runtime's options, which those of the model follow.
-  void apply(const RuntimeArgs& runtime, server::ServerOptions* options) const;
+  [[nodiscard]] policy::DraftLimits limits() const;
+  // The model that guesses for the one that is opened with `answering`, whose options it follows;
+  // nullopt: none does.
+  [[nodiscard]] std::optional<serving::DraftOptions> drafter(
+      const RuntimeArgs& runtime, const state::RuntimeOptions& answering) const;
 };
 
 }  // namespace hcache::cli

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/units.h"
+#include "draft_args.h"
 #include "state/sample_text.h"
 
 namespace hcache::cli {
@@ -197,13 +198,32 @@ Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args, Th
   return runtime;
 }
 
+namespace {
+
+Status share_vocabulary(const state::RuntimeOptions& answering, serving::DraftOptions* draft) {
+  const std::string& path = draft->runtime.model_path;
+  HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(answering.model_path));
+  const auto common = model::common_vocabulary(*tokenizer, path);
+  if (!common.ok()) return common.status().with_context("--model-draft " + path);
+  draft->n_vocab = *common;
+  return {};
+}
+
+}  // namespace
+
 Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args, ThrottledEnv& env,
-                                                       ProgressLine& line, bool truncates) {
+                                                       ProgressLine& line, bool truncates,
+                                                       const DraftArgs* draft) {
   serving::ServingOptions options;
   HCACHE_ASSIGN_OR_RETURN(options.runtime, opened_options(args, env, line));
   options.runtime.truncates = truncates;
   // A single conversation: the plan weighs what restoring little of it is worth.
   options.scheduler.reuse.cheap_tokens = 0;
+  if (draft != nullptr) {
+    options.scheduler.draft = draft->limits();
+    options.draft = draft->drafter(args, options.runtime);
+  }
+  if (options.draft) HCACHE_RETURN_IF_ERROR(share_vocabulary(options.runtime, &*options.draft));
   auto serving = serving::Serving::open(env, options);
   line.finish();
   return serving;
@@ -260,6 +280,8 @@ Json to_json(const Turn& turn) {
                {"prompt_tokens", turn.prompt_tokens},
                {"resident", turn.resident},
                {"dropped_tokens", turn.dropped_tokens},
+               {"drafted_tokens", turn.drafted_tokens},
+               {"accepted_tokens", turn.accepted_tokens},
                {"ttft_ms", turn.ttft_s * 1e3},
                {"decode_tps", turn.decode_tokens_per_s()},
                {"finish", turn.finish},
@@ -297,6 +319,9 @@ std::string summary(const Turn& turn) {
   out += fmt::format("; first token after {:.2f} s", turn.ttft_s);
   if (turn.decode_tokens_per_s() > 0) {
     out += fmt::format("; {:.1f} tokens/s", turn.decode_tokens_per_s());
+  }
+  if (turn.drafted_tokens > 0) {
+    out += fmt::format("; {} of {} guesses came true", turn.accepted_tokens, turn.drafted_tokens);
   }
   if (turn.dropped_tokens > 0) {
     out += fmt::format("; the oldest {} tokens have left the context", turn.dropped_tokens);
@@ -444,6 +469,8 @@ Result<Turn> Conversation::take_turn(const std::vector<int32_t>& added,
   turn.resident = turn.history_tokens > 0 && outcome.resident_tokens > 0;
   turn.computed_tokens = outcome.new_tokens;
   turn.dropped_tokens = outcome.dropped_tokens;
+  turn.drafted_tokens = outcome.drafted_tokens;
+  turn.accepted_tokens = outcome.accepted_tokens;
   turn.prefill_s = outcome.prefill_s;
   if (!outcome.restores.empty()) turn.record = outcome.restores.back();
   emit(decoder.flush());

@@ -22,6 +22,8 @@
 
 namespace hcache::cli {
 
+struct DraftArgs;
+
 // Rotary positions other than the file's, by llama-server's options.
 struct RopeArgs : Options {
   using Options::Options;
@@ -163,11 +165,11 @@ struct TalkArgs : Options {
 [[nodiscard]] Result<std::unique_ptr<state::Runtime>> open_runtime(const RuntimeArgs& args,
                                                                    ThrottledEnv& env,
                                                                    ProgressLine& line);
-// The same with what runs requests on it, which truncates conversations or not.
-[[nodiscard]] Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args,
-                                                                     ThrottledEnv& env,
-                                                                     ProgressLine& line,
-                                                                     bool truncates = false);
+// The same with what runs requests on it, which truncates conversations or not, and guesses tokens
+// or not (null).
+[[nodiscard]] Result<std::unique_ptr<serving::Serving>> open_serving(
+    const RuntimeArgs& args, ThrottledEnv& env, ProgressLine& line, bool truncates = false,
+    const DraftArgs* draft = nullptr);
 // --link.
 struct Link {
   bool paper = false;
@@ -185,11 +187,13 @@ void slow_to(const Link& link, ThrottledEnv& env, state::RuntimeOptions* options
 struct Turn {
   std::string reply;
   std::vector<int32_t> reply_tokens;
-  std::string finish;            // "stop", "length" or "interrupted"
-  int64_t history_tokens = 0;    // of the conversation before this turn
-  int64_t prompt_tokens = 0;     // that this turn added before the reply
-  bool resident = false;         // the history was still in the KV cache: nothing to restore
-  int64_t computed_tokens = 0;   // of history and prompt: neither resident nor restored
+  std::string finish;           // "stop", "length" or "interrupted"
+  int64_t history_tokens = 0;   // of the conversation before this turn
+  int64_t prompt_tokens = 0;    // that this turn added before the reply
+  bool resident = false;        // the history was still in the KV cache: nothing to restore
+  int64_t computed_tokens = 0;  // of history and prompt: neither resident nor restored
+  int64_t drafted_tokens = 0;   // guesses, and how many of them came true
+  int64_t accepted_tokens = 0;
   int64_t dropped_tokens = 0;    // that have left the context by the end of the turn
   policy::RestoreRecord record;  // of the restore; zeros when there was none
   double prefill_s = 0;          // compute behind the restore

@@ -88,6 +88,33 @@ class Drafting(unittest.TestCase):
                 server.stop()
             self.assertEqual(chunks(folder), 0)
 
+    def test_on_the_command_line(self):
+        guesses = ("--model-draft", MODEL, "--draft-max", "5", "--draft-min", "5", "--draft-p-min", "0")
+
+        def run(folder: str, text: str, *options: str) -> dict:
+            out = subprocess.run(
+                [PROGRAM, "run", "-m", MODEL, "--device", "cpu", "--state-dir", folder, "-t", "2", "-c",
+                 "2048", "--session", "talk", "-p", text, "-n", "40", "--temp", "0", "--json", *options],
+                check=True, stdout=subprocess.PIPE, text=True)
+            return json.loads(out.stdout)
+
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+            for text in (QUESTION[0]["content"], NEXT["content"]):  # the second is another process's
+                expected = run(other, text)
+                self.assertEqual(expected["drafted_tokens"], 0)
+                answer = run(folder, text, *guesses)
+                self.assertEqual(answer["reply_tokens"], expected["reply_tokens"])
+                self.assertEqual(answer["history_tokens"], expected["history_tokens"])
+                self.assertGreaterEqual(answer["drafted_tokens"], answer["accepted_tokens"])
+                if answer["history_tokens"] == 0:  # else the reply may end before the state is back
+                    self.assertGreaterEqual(answer["accepted_tokens"], 10)
+            self.assertGreaterEqual(chunks(folder), CHUNKS)
+            bad = subprocess.run([PROGRAM, "run", "-m", MODEL, "-p", "x", "--model-draft",
+                                  str(Path(folder) / "none.gguf"), "--state-dir", folder],
+                                 capture_output=True, text=True, timeout=120, check=False)
+            self.assertNotEqual(bad.returncode, 0)
+            self.assertIn("none.gguf", bad.stderr)
+
     def test_other_vocabularies_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "without.gguf")

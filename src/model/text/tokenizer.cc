@@ -238,6 +238,11 @@ Result<int32_t> common_vocabulary(const Tokenizer& a, const Tokenizer& b) {
   return fewer;
 }
 
+Result<int32_t> common_vocabulary(const Tokenizer& a, const std::string& gguf_path) {
+  HCACHE_ASSIGN_OR_RETURN(const auto b, Tokenizer::load(gguf_path));
+  return common_vocabulary(a, *b);
+}
+
 Result<std::string> Tokenizer::decode(std::span<const int32_t> tokens, bool special) const {
   TextDecoder decoder(*this, special);
   std::string out;

@@ -60,7 +60,13 @@ Status Service::init() {
   serving::ServingOptions serving;
   serving.runtime = options_.runtime;
   serving.scheduler = options_.scheduler;
-  HCACHE_ASSIGN_OR_RETURN(serving.draft, draft_options());
+  serving.draft = options_.draft;
+  if (serving.draft) {
+    const std::string& drafter = serving.draft->runtime.model_path;
+    const auto common = model::common_vocabulary(*tokenizer_, drafter);
+    if (!common.ok()) return common.status().with_context("--model-draft " + drafter);
+    serving.draft->n_vocab = *common;
+  }
   serving.max_sequences = options_.max_sequences;
   serving.max_context = options_.max_context;
   serving.tick = [this] { tick(); };
@@ -78,20 +84,6 @@ Status Service::init() {
   events_ = std::make_unique<Events>([this] { return event_text(); });
   next_expiry_ns_ = env_.monotonic_ns() + kExpiryNs;
   return {};
-}
-
-Result<std::optional<serving::DraftOptions>> Service::draft_options() const {
-  std::optional<serving::DraftOptions> draft = options_.draft;
-  if (!draft) return draft;
-  const auto common = [&]() -> Result<int32_t> {
-    HCACHE_ASSIGN_OR_RETURN(const auto own, model::Tokenizer::load(draft->runtime.model_path));
-    return model::common_vocabulary(*tokenizer_, *own);
-  }();
-  if (!common.ok()) {
-    return common.status().with_context("--model-draft " + draft->runtime.model_path);
-  }
-  draft->n_vocab = *common;
-  return draft;
 }
 
 Status Service::check_cuts() const {

@@ -138,7 +138,6 @@ class Service {
   [[nodiscard]] Result<std::string> read_medium(const std::string& name) const;
   // With the vocabulary that the model which drafts shares with this one; nullopt: none drafts.
   // Errors name its file, and where the vocabularies differ.
-  [[nodiscard]] Result<std::optional<serving::DraftOptions>> draft_options() const;
   [[nodiscard]] policy::TruncationLimits truncation_limits() const;
   // What the store has of a conversation, whether it was truncated or not.
   [[nodiscard]] Result<store::Match> saved(std::span<const int32_t> tokens, const SaltId& salt);

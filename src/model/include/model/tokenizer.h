@@ -86,6 +86,8 @@ class Tokenizer {
 // are called may differ, since files name unused ones as they like, and so may the number, by
 // padding.
 [[nodiscard]] Result<int32_t> common_vocabulary(const Tokenizer& a, const Tokenizer& b);
+// The same with a file's; its errors as well.
+[[nodiscard]] Result<int32_t> common_vocabulary(const Tokenizer& a, const std::string& gguf_path);
 
 // Turns a stream of tokens into text that is valid UTF-8 at every moment: bytes of a character
 // that is not complete yet are held back, and bytes that can't become one are replaced by U+FFFD.
