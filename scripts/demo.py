@@ -130,7 +130,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="GGUF model (default: the one that `make` fetches)")
     parser.add_argument("--program", type=Path, default=ROOT / "build/release/bin/hcache")
-    parser.add_argument("--turns", type=int, default=3,
+    parser.add_argument("--turns", type=int, default=6,
                         help="how often each method restores; recomputing is done once")
     args = parser.parse_args()
     args.model = args.model or lib.default_model()
