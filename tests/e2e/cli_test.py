@@ -168,13 +168,21 @@ class Cli(unittest.TestCase):
         exact = [word if word != "q8_0" else "on" for word in rounded]
         self.assertEqual(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 0)
         self.assertGreater(json.loads(self.talk(*exact))["restore"]["restored_tokens"], 128)
+
         # What is allowed decides, and is remembered.
-        slow = ["run", "--save", "kv", "--restore-method", "kv", "--link", "2MB/s", "-p", words]
-        strict = json.loads(self.talk(*slow, "--quality", "0.0000001"))
-        self.assertGreater(strict["restore"]["restored_tokens"], 128, "the exact state, or packed")
-        lax = json.loads(self.talk(*slow, "--quality", "10"))
-        self.assertEqual(lax["restore"]["restored_tokens"], 0, "another state: four bits")
-        self.assertGreater(json.loads(self.talk(*slow, "--quality", "10"))["restore"]["restored_tokens"], 128)
+        def allowed(link: str, quality: str) -> int:
+            turn = self.talk("run", "--save", "kv", "--restore-method", "kv", "--link", link, "-p", words,
+                             "--quality", quality)
+            return json.loads(turn)["restore"]["restored_tokens"]
+
+        # By which link rounding pays depends on how fast this machine computes and unpacks.
+        for link in ("2MB/s", "8MB/s", "20MB/s", "60MB/s"):
+            self.assertGreater(allowed(link, "0.0000001"), 128, "the exact state, or packed")
+            if allowed(link, "10") == 0:  # another state
+                break
+        else:
+            self.fail("four bits pay by no link")
+        self.assertGreater(allowed(link, "10"), 128)
         self.assertIn("--quality", self.talk(*rounded, "--quality", "1", code=2))
         stat = json.loads(self.hcache("store", "stat", "--state-dir", self.state, "--json"))
         self.assertGreater(stat["tokens"], 3 * 128, "each has its own")
