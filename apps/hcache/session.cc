@@ -222,8 +222,8 @@ Result<std::unique_ptr<serving::Serving>> open_serving(const RuntimeArgs& args, 
   if (draft != nullptr) {
     options.scheduler.draft = draft->limits();
     options.draft = draft->drafter(args, options.runtime);
+    if (options.draft) HCACHE_RETURN_IF_ERROR(share_vocabulary(options.runtime, &*options.draft));
   }
-  if (options.draft) HCACHE_RETURN_IF_ERROR(share_vocabulary(options.runtime, &*options.draft));
   auto serving = serving::Serving::open(env, options);
   line.finish();
   return serving;

@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import random
 import re
 import signal
@@ -76,33 +75,6 @@ class Outcome:
         return ([f"not served: {self.error}"] if self.error else []) + self.notes
 
 
-class Peer(serving.Server):
-    """llama-server with a model."""
-
-    def __init__(self, program: str, model: Path):
-        port = serving.free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        self.process = subprocess.Popen([program, "-m", str(model), "--port", str(port), *PEER_OPTIONS],
-                                        stdout=self.log, stderr=self.log, env={**os.environ, **ENVIRONMENT})
-        try:
-            while not self.ready():
-                if self.process.poll() is not None:
-                    raise RuntimeError(f"it did not start: {last_words(self)}")
-                time.sleep(0.02)
-        except BaseException:
-            self.kill()
-            raise
-
-    def ready(self) -> bool:
-        with contextlib.suppress(OSError):
-            return self.call("GET", "/health")[0] == 200
-        return False
-
-    def _close(self) -> None:
-        pass
-
-
 class Hcache(serving.Server):
     """`hcache serve` with a model and a state folder."""
 
@@ -117,12 +89,6 @@ class Hcache(serving.Server):
             raise
 
 
-def last_words(server: serving.Server) -> str:
-    lines = [line for line in server.errors().splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"GGML_ASSERT|abort|error|fail", line, re.IGNORECASE)]
-    return (telling or lines or ["nothing was logged"])[-1].strip()
-
-
 @contextlib.contextmanager
 def explained(server: serving.Server):
     """Ends the server; where it was lost, the exception says what it logged last."""
@@ -130,7 +96,7 @@ def explained(server: serving.Server):
         try:
             yield server
         except serving.LOST as error:
-            raise RuntimeError(f"{error}: {last_words(server)}") from None
+            raise RuntimeError(f"{error}: {serving.last_words(server)}") from None
 
 
 @contextlib.contextmanager
@@ -185,7 +151,7 @@ def compare_restart(expected: dict, answer: dict) -> tuple[str, str]:
 
 def ask_peer(program: str, model: Path, seed: int) -> tuple[list[int], dict]:
     """A prompt, and llama-server's answer."""
-    with explained(Peer(program, model)) as server:
+    with explained(serving.LlamaServer(program, model, *PEER_OPTIONS, env=ENVIRONMENT)) as server:
         # Some architectures abort beyond the positions that they learned.
         learned = server.call("GET", "/v1/models")[1]["data"][0]["meta"]["n_ctx_train"]
         length = min(PROMPT, learned - REPLY - NEW - REPLY)

@@ -244,7 +244,8 @@ class LikeLlamaServer(Case):
     TEXTS = ("the sea", "a storm", "light house keeper 42!", "x y z")
 
     def test_vectors(self):
-        with serving.llama_server(PEER, model(MEAN), "--embeddings") as theirs, start(MEAN) as server:
+        with serving.LlamaServer(PEER, model(MEAN), "-t", "2", "--embeddings") as theirs, \
+                start(MEAN) as server:
             for path, body in (("/v1/embeddings", {"input": self.TEXTS}),
                                ("/v1/embeddings", {"input": "the sea"})):
                 ours, other = server.post(path, body), theirs.post(path, body)
@@ -256,7 +257,7 @@ class LikeLlamaServer(Case):
         body = {"query": "a house", "documents": self.TEXTS}
         for path, delta in ((model(RANK), 1e-3), (ranking_decoder(), 2e-3)):
             with self.subTest(model=path), \
-                    serving.llama_server(PEER, path, "--reranking") as theirs, \
+                    serving.LlamaServer(PEER, path, "-t", "2", "--reranking") as theirs, \
                     serving.Server(PROGRAM, "-m", path, "-t", "1", "--reranking") as server:
                 ours, other = (s.post("/v1/rerank", body) for s in (server, theirs))
                 self.assertEqual(ours["usage"], other["usage"])

@@ -247,8 +247,8 @@ class Protocols(Case):
 @unittest.skipUnless(PEER, "needs llama-server")
 class LikeLlamaServer(Case):
     def test_answers(self):
-        with serving.llama_server(PEER, MODEL, "--mmproj", self.projector, "-c", "4096",
-                                  "-np", "1") as theirs, self.start() as server:
+        with serving.LlamaServer(PEER, MODEL, "--mmproj", self.projector, "-t", "2", "-c", "4096",
+                                 "-np", "1") as theirs, self.start() as server:
             for seed in range(4):
                 messages = [*ask(seed), {"role": "assistant", "content": "A ship."},
                             *ask(seed + 10, "And here?")]

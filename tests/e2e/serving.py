@@ -257,28 +257,37 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextlib.contextmanager
-def llama_server(program: str, model: str, *options: str):
+class LlamaServer(Server):
     """llama-server with a model, to be asked as ours is."""
-    port = free_port()
-    process = subprocess.Popen([program, "-m", model, "--port", str(port), "-t", "2", "--no-webui", *options],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        server = Server.__new__(Server)
-        server.url = f"http://127.0.0.1:{port}"
 
-        def up() -> bool:
-            with contextlib.suppress(OSError):
-                return server.call("GET", "/health")[0] == 200
-            return process.poll() is not None
+    def __init__(self, program: str, model: str | Path, *options: str, env: dict | None = None):
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        self.process = subprocess.Popen([program, "-m", str(model), "--port", str(port), *options],
+                                        stdout=self.log, stderr=self.log, env={**os.environ, **(env or {})})
+        try:
+            wait_until(self.ready, "llama-server")
+        except BaseException:
+            self.kill()
+            raise
 
-        wait_until(up, "llama-server")
-        if process.poll() is not None:
-            raise RuntimeError(f"llama-server ended with code {process.returncode}")
-        yield server
-    finally:
-        process.kill()
-        process.wait()
+    def ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"it did not start: {last_words(self)}")
+        with contextlib.suppress(OSError):
+            return self.call("GET", "/health")[0] == 200
+        return False
+
+    def _close(self) -> None:
+        pass
+
+
+def last_words(server: Server) -> str:
+    """The last telling line of what it logged."""
+    lines = [line for line in server.errors().splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"GGML_ASSERT|abort|error|fail", line, re.IGNORECASE)]
+    return (telling or lines or ["nothing was logged"])[-1].strip()
 
 
 class Redis:

@@ -118,7 +118,9 @@ TEST_P(LlamaServing, AnotherServerGoesOnFromTheRemoteStore) {
     options_.state_dir = dir_.file(answers ? "second" : "third");
     const auto serving = open(options_);
     ASSERT_NE(serving, nullptr);
-    say(*serving, random_tokens(96, 4), 1, {.save = false});  // it knows how fast it computes
+    // Where it knows how fast it computes, it waits no longer than that takes: for a model so small
+    // an answer might not come in time.
+    if (!answers) say(*serving, random_tokens(96, 4), 1, {.save = false});
     EXPECT_GT(look_up(*serving), kPrompt);
     if (!answers) redis.signal(SIGSTOP);
     const Said again = say(*serving, before.all(), 8);

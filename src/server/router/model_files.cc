@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <iterator>
 #include <map>
 #include <string_view>
 
@@ -13,6 +14,7 @@ namespace {
 constexpr std::string_view kEnding = ".gguf";
 constexpr std::string_view kPart = "-00001-of-00001";  // of a model in several files
 
+bool is_gguf(std::string_view file) { return file.ends_with(kEnding) && !file.starts_with('.'); }
 bool is_projector(std::string_view file) { return file.find("mmproj") != std::string_view::npos; }
 
 bool is_digits(std::string_view text) {
@@ -39,7 +41,7 @@ Result<std::map<std::string, ModelFile>> models_of(Env& env, const std::string& 
                                                    const std::vector<std::string>& files) {
   std::map<std::string, ModelFile> models;
   for (const std::string& file : files) {
-    if (!file.ends_with(kEnding) || file.starts_with('.') || is_projector(file)) continue;
+    if (!is_gguf(file) || is_projector(file)) continue;
     const std::string path = join_path(folder, file);
     HCACHE_ASSIGN_OR_RETURN(const FileInfo info, env.file_info(path));
     if (!info.exists || info.directory) continue;
@@ -58,11 +60,8 @@ Result<std::map<std::string, ModelFile>> models_of(Env& env, const std::string& 
 Status add_projector(Env& env, const std::string& folder, const std::vector<std::string>& files,
                      ModelFile* model) {
   std::vector<std::string> found;
-  for (const std::string& file : files) {
-    if (file.ends_with(kEnding) && !file.starts_with('.') && is_projector(file)) {
-      found.push_back(file);
-    }
-  }
+  std::ranges::copy_if(files, std::back_inserter(found),
+                       [](const std::string& file) { return is_gguf(file) && is_projector(file); });
   if (found.empty()) return {};
   std::ranges::sort(found);
   if (found.size() > 1) {

@@ -38,18 +38,18 @@ constexpr int kTooMany = 429;
 constexpr int kBadGateway = 502;
 constexpr int kNotNow = 503;
 
-// Of the version of a file: enough to tell a replaced one.
+// Of the versions of its files: enough to tell replaced ones.
 std::string id_of(Env& env, const ModelFile& file) {
-  FileIdentity identity;
-  if (const auto opened = env.open_file(file.path, {}); opened.ok()) {
-    if (const auto found = (*opened)->identity(); found.ok()) identity = *found;
+  Hasher hasher("hcache model file");
+  hasher.add_u64(file.bytes);
+  for (const std::string& path : {file.path, file.projector}) {
+    FileIdentity identity;
+    if (const auto opened = env.open_file(path, {}); opened.ok()) {
+      if (const auto found = (*opened)->identity(); found.ok()) identity = *found;
+    }
+    hasher.add(path).add_u64(static_cast<std::uint64_t>(identity.mtime_ns));
   }
-  return to_hex(Hasher("hcache model file")
-                    .add(file.path)
-                    .add(file.projector)
-                    .add_u64(file.bytes)
-                    .add_u64(static_cast<std::uint64_t>(identity.mtime_ns))
-                    .finish<Id128<struct ModelFileTag>>());
+  return to_hex(hasher.finish<Id128<struct ModelFileTag>>());
 }
 
 // "exit code 2: no such file".

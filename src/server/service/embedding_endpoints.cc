@@ -131,12 +131,12 @@ class EmbeddingJob : public std::enable_shared_from_this<EmbeddingJob> {
   }
 
   void answer() {
+    const bool pooled = service_.pooling().value() != model::Pooling::kNone;
     std::vector<api::Embedding> embeddings;
     for (Text& text : texts_) {
       api::Embedding& made = embeddings.emplace_back();
       made.rows = std::move(text.pooler).vectors();
       made.tokens = static_cast<int64_t>(text.tokens.size());
-      const bool pooled = service_.pooling().value() != model::Pooling::kNone;
       const Status status = api::shape_embedding(request_, pooled, &made);
       if (!status.ok()) return fail(status);
     }
