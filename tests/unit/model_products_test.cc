@@ -135,30 +135,75 @@ TEST(Products, EveryKernelGivesTheSameBits) {
   }
 }
 
+// What is not a number has no sign to agree on.
+void make_scales_finite(const Case& c, std::vector<uint8_t>& weight, std::mt19937& rng) {
+  const size_t block = ggml_type_size(c.type);
+  for (size_t i = 0; i < weight.size(); i += block) {
+    if (c.type == GGML_TYPE_MXFP4) {
+      weight[i] = static_cast<uint8_t>(rng() % 130);
+      continue;
+    }
+    const size_t at = i + (c.type == GGML_TYPE_Q6_K ? 208 : 0);
+    weight[at + 1] &= 0xBF;
+    if (c.kind == BlockKind::kQ4_1 || c.kind == BlockKind::kQ5_1 || c.kind == BlockKind::kQ4K ||
+        c.kind == BlockKind::kQ5K) {
+      weight[at + 3] &= 0xBF;
+    }
+  }
+}
+
 // Codes and scales that no quantiser writes: any bytes have one meaning to all kernels.
 TEST(Products, EveryKernelReadsAnyBytesAlike) {
   std::mt19937 rng(3);
   for (const Case& c : kCases) {
     Operands o(c, 512, 33, 5);
     for (uint8_t& byte : o.weight) byte = static_cast<uint8_t>(rng());
-    // No infinite scale: what is not a number has no sign to agree on.
-    const size_t block = ggml_type_size(c.type);
-    for (size_t i = 0; i < o.weight.size(); i += block) {
-      if (c.type == GGML_TYPE_MXFP4) {
-        o.weight[i] = static_cast<uint8_t>(rng() % 130);
-        continue;
-      }
-      const size_t at = i + (c.type == GGML_TYPE_Q6_K ? 208 : 0);
-      o.weight[at + 1] &= 0xBF;
-      if (c.kind == BlockKind::kQ4_1 || c.kind == BlockKind::kQ5_1 || c.kind == BlockKind::kQ4K ||
-          c.kind == BlockKind::kQ5K) {
-        o.weight[at + 3] &= 0xBF;
-      }
-    }
+    make_scales_finite(c, o.weight, rng);
     const std::vector<float> expected = multiply(kProductPortable, c, o, 0, o.n_rows);
     for (const auto& [name, kernel] : usable_kernels()) {
       expect_same(multiply(*kernel, c, o, 0, o.n_rows), expected,
                   std::string(name) + ", " + ggml_type_name(c.type));
+    }
+  }
+}
+
+// Every quant of a row; quantisers write up to 127 on both sides.
+void fill_row(const Case& c, uint8_t* row, int64_t n_in, int8_t quant) {
+  if (c.rows == RowKind::kQ8K) {
+    for (int64_t i = 0; i < n_in; i += kChunk, row += 4 + kChunk + 2 * kChunk / 16) {
+      std::memset(row + 4, static_cast<uint8_t>(quant), kChunk);
+      for (size_t j = 0; j < kChunk / 16; ++j) {
+        const auto sum = static_cast<int16_t>(16 * quant);
+        std::memcpy(row + 4 + kChunk + 2 * j, &sum, sizeof sum);
+      }
+    }
+    return;
+  }
+  const int64_t head = c.rows == RowKind::kQ8_1 ? 4 : 2;
+  for (int64_t i = 0; i < n_in; i += kGroup, row += head + kGroup) {
+    std::memset(row + head, static_cast<uint8_t>(quant), kGroup);
+  }
+}
+
+// Sums of products in 16 bits would show here.
+TEST(Products, OfTheLargestNumbersDoNotOverflow) {
+  std::mt19937 rng(5);
+  const int8_t quants[] = {-127, 127};
+  for (const Case& c : kCases) {
+    for (const uint8_t byte : {0x00, 0x0F, 0x7F, 0x80, 0xF0, 0xFF}) {
+      Operands o(c, 256, 16, std::size(quants));
+      std::memset(o.weight.data(), byte, o.weight.size());
+      make_scales_finite(c, o.weight, rng);
+      const size_t row_bytes = ggml_row_size(native_type(c.type), o.n_in);
+      for (size_t r = 0; r < std::size(quants); ++r) {
+        fill_row(c, o.rows.data() + r * row_bytes, o.n_in, quants[r]);
+      }
+      const std::vector<float> expected = multiply(kProductPortable, c, o, 0, o.n_rows);
+      for (const auto& [name, kernel] : usable_kernels()) {
+        expect_same(
+            multiply(*kernel, c, o, 0, o.n_rows), expected,
+            std::string(name) + ", " + ggml_type_name(c.type) + ", all " + std::to_string(byte));
+      }
     }
   }
 }

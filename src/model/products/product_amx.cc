@@ -15,13 +15,13 @@ struct Amx : Avx512Vnni {
   }
 
   // Tiles multiply signed weights.
-  template <bool kOffset>
+  template <BlockKind kKind>
   static I stored(I x) {
-    return kOffset ? xor_(x, bytes(0x80)) : x;
+    return layout_of(kKind).offset ? xor_(x, bytes(0x80)) : x;
   }
-  template <bool kOffset>
+  template <BlockKind kKind>
   static I weights(const uint8_t (*p)[4]) {
-    return stored<kOffset>(_mm512_load_si512(p));
+    return stored<kKind>(_mm512_load_si512(p));
   }
 
   // ---- Tiles: 0 and 1 are rows, 2 and 3 weights, 4 and 5 sums; a group or its half at a time.

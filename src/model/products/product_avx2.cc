@@ -3,41 +3,92 @@
 namespace hcache::model {
 namespace {
 
-// Products of unsigned and signed bytes are added in pairs of 16 bits, which would overflow with
-// weights above 127: those are taken as signed, their signs moved to the rows' values.
+// Products of unsigned and signed bytes are added in pairs of 16 bits. With the largest weights
+// these would overflow: they are stored as signed, and their signs moved to the rows' values. Small
+// weights are stored as small numbers, of which several pairs fit into 16 bits before they are
+// widened.
 struct Avx2 : Halves256 {
-  static constexpr int kRows = 2;
+  static constexpr bool kNarrow = true;
+
+  // Pairs of products, the rows' values up to 128, that fit.
+  template <BlockKind kKind>
+  static constexpr int pairs() {
+    return 32767 / (2 * 128 * layout_of(kKind).largest);
+  }
+
+  template <BlockKind kKind>
+  static constexpr int rows() {
+    return pairs<kKind>() >= 4 ? 4 : 2;
+  }
+
+  template <BlockKind kKind>
+  static I stored(I x) {
+    constexpr Layout kLayout = layout_of(kKind);
+    if constexpr (!kLayout.offset) return x;
+    if constexpr (kLayout.zero == 128) return xor_(x, bytes(0x80));
+    return add_bytes(x, bytes(kLayout.zero - 128));
+  }
 
   struct Weights {
     I magnitude;
-    I sign;
+    I sign;  // those, with it
   };
 
-  static I start(const int32_t* /*offset*/) { return zero(); }
-  template <bool kOffset>
-  static auto weights(const uint8_t (*p)[4]) {
-    const I w = {load_256(*p), load_256(*(p + 8))};
-    if constexpr (kOffset) {
-      const I sign = xor_(w, bytes(0x80));
-      return Weights{{_mm256_abs_epi8(sign.a), _mm256_abs_epi8(sign.b)}, sign};
-    } else {
-      return w;
-    }
+  template <BlockKind kKind>
+  static I start(const int32_t& offset) {
+    constexpr Layout kLayout = layout_of(kKind);
+    if constexpr (!kLayout.offset || kLayout.zero == 128) return zero();
+    constexpr int kShift = kLayout.zero == 8 ? 4 : kLayout.zero == 16 ? 3 : 2;
+    static_assert(kLayout.zero << kShift == 128 || kLayout.zero == 0 || kLayout.zero == 128);
+    return dwords(offset >> kShift);
   }
-  static __m256i add_pairs(__m256i sum, __m256i w, __m256i x) {
-    const __m256i pairs = _mm256_maddubs_epi16(w, x);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  template <BlockKind kKind>
+  static Weights weights(const uint8_t (*p)[4]) {
+    const I sign = {load_256(*p), load_256(*(p + 8))};
+    return {{_mm256_abs_epi8(sign.a), _mm256_abs_epi8(sign.b)}, sign};
   }
-  template <bool kOffset, typename W>
-  static I dot(I sum, const W& w, const int8_t* x) {
+  static __m256i broadcast_4(const int8_t* x) {
     int four;
     memcpy(&four, x, sizeof four);
-    const __m256i rows = _mm256_set1_epi32(four);
-    if constexpr (kOffset) {
-      return {add_pairs(sum.a, w.magnitude.a, _mm256_sign_epi8(rows, w.sign.a)),
-              add_pairs(sum.b, w.magnitude.b, _mm256_sign_epi8(rows, w.sign.b))};
+    return _mm256_set1_epi32(four);
+  }
+  static __m256i widen(__m256i sum, __m256i pairs) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  template <BlockKind kKind>
+  static I dot(I sum, const Weights& w, const int8_t* x) {
+    const __m256i row = broadcast_4(x);
+    const auto pairs = [&](__m256i magnitude, __m256i sign) {
+      return _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(row, sign));
+    };
+    return {widen(sum.a, pairs(w.magnitude.a, w.sign.a)),
+            widen(sum.b, pairs(w.magnitude.b, w.sign.b))};
+  }
+
+  template <typename V, BlockKind kKind, int kRows, int kDwords>
+  static void add_products(const uint8_t (*weights)[kPanel][4], const RowChunk* rows,
+                           int64_t stride, int first, I* sums) {
+    constexpr int kPairs = pairs<kKind>();
+    if constexpr (kPairs < 2) {
+      NoTiles::add_products<V, kKind, kRows, kDwords>(weights, rows, stride, first, sums);
     } else {
-      return {add_pairs(sum.a, w.a, rows), add_pairs(sum.b, w.b, rows)};
+      static_assert(kDwords % kPairs == 0);
+      for (int from = 0; from < kDwords; from += kPairs) {
+        I narrow[kRows];
+        for (int k = from; k < from + kPairs; ++k) {
+          const I w = {load_256(weights[k][0]), load_256(weights[k][8])};
+          for (int r = 0; r < kRows; ++r) {
+            const __m256i row = broadcast_4(rows[r * stride].quants + first + 4 * k);
+            const I products = {_mm256_maddubs_epi16(w.a, row), _mm256_maddubs_epi16(w.b, row)};
+            narrow[r] = k == from ? products
+                                  : I{_mm256_add_epi16(narrow[r].a, products.a),
+                                      _mm256_add_epi16(narrow[r].b, products.b)};
+          }
+        }
+        for (int r = 0; r < kRows; ++r) {
+          sums[r] = {widen(sums[r].a, narrow[r].a), widen(sums[r].b, narrow[r].b)};
+        }
+      }
     }
   }
 };

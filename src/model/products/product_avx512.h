@@ -14,7 +14,10 @@ struct Avx512Vnni : NoTiles {
   using F = __m512;
   // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
   // 32 registers.
-  static constexpr int kRows = 12;
+  template <BlockKind kKind>
+  static constexpr int rows() {
+    return 12;
+  }
 
   static I zero() { return _mm512_setzero_si512(); }
   static I bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
@@ -133,12 +136,15 @@ struct Avx512Vnni : NoTiles {
     }
   }
 
-  static I start(const int32_t* offset) { return offset == nullptr ? zero() : dwords(*offset); }
-  template <bool kOffset>
+  template <BlockKind kKind>
+  static I start(const int32_t& offset) {
+    return layout_of(kKind).offset ? dwords(offset) : zero();
+  }
+  template <BlockKind kKind>
   static I weights(const uint8_t (*p)[4]) {
     return _mm512_load_si512(p);
   }
-  template <bool kOffset>
+  template <BlockKind kKind>
   static I dot(I sum, I w, const int8_t* x) {
     int four;
     memcpy(&four, x, sizeof four);

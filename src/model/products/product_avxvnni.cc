@@ -5,14 +5,20 @@ namespace {
 
 struct AvxVnni : Halves256 {
   // Two chains a row; they and their accumulators take 12 of 16 registers.
-  static constexpr int kRows = 3;
+  template <BlockKind kKind>
+  static constexpr int rows() {
+    return 3;
+  }
 
-  static I start(const int32_t* offset) { return offset == nullptr ? zero() : dwords(*offset); }
-  template <bool kOffset>
+  template <BlockKind kKind>
+  static I start(const int32_t& offset) {
+    return layout_of(kKind).offset ? dwords(offset) : zero();
+  }
+  template <BlockKind kKind>
   static I weights(const uint8_t (*p)[4]) {
     return {load_256(*p), load_256(*(p + 8))};
   }
-  template <bool kOffset>
+  template <BlockKind kKind>
   static I dot(I sum, I w, const int8_t* x) {
     int four;
     memcpy(&four, x, sizeof four);

@@ -29,12 +29,28 @@ inline int64_t rows_at_once(int64_t n_in) {
 // What a trait leaves out: weights are stored as they are unpacked, and all rows go through
 // vectors.
 struct NoTiles {
-  // How many of n rows go through tiles at once; 0: none.
-  static int64_t rows_of_tiles(int64_t /*n_rows*/) { return 0; }
-  template <bool kOffset, typename I>
+  // Whether it multiplies small weights in another way than large ones, see Layout::largest.
+  static constexpr bool kNarrow = false;
+
+  template <BlockKind kKind, typename I>
   static I stored(I x) {
     return x;
   }
+  // sums[kRows] += the products of weights with as many rows: of consecutive values from `first`
+  // on.
+  template <typename V, BlockKind kKind, int kRows, int kDwords>
+  static void add_products(const uint8_t (*weights)[kPanel][4], const RowChunk* rows,
+                           int64_t stride, int first, typename V::I* sums) {
+    for (int k = 0; k < kDwords; ++k) {
+      const auto quants = V::template weights<kKind>(weights[k]);
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = V::template dot<kKind>(sums[r], quants, rows[r * stride].quants + first + 4 * k);
+      }
+    }
+  }
+
+  // How many of n rows go through tiles at once; 0: none.
+  static int64_t rows_of_tiles(int64_t /*n_rows*/) { return 0; }
   template <BlockKind kKind>
   static void begin_tiles(int64_t /*n_rows*/) {}
   static void end_tiles() {}
@@ -57,34 +73,38 @@ struct Layout {
   bool offset;  // the quants are stored with 128 added
   bool minima;
   bool halves;  // have scales of their own
+  int zero;     // what would be enough in place of 128
+  int largest;  // of the quants with that added
 };
 
 constexpr Layout layout_of(BlockKind kind) {
   switch (kind) {
-    case BlockKind::kQ8_0: return {32, 34, true, false, false};
-    case BlockKind::kQ4_0: return {32, 18, true, false, false};
-    case BlockKind::kQ4_1: return {32, 20, false, true, false};
-    case BlockKind::kQ5_0: return {32, 22, true, false, false};
-    case BlockKind::kQ5_1: return {32, 24, false, true, false};
-    case BlockKind::kQ4K: return {256, 144, false, true, false};
-    case BlockKind::kQ5K: return {256, 176, false, true, false};
-    case BlockKind::kQ6K: return {256, 210, true, false, true};
-    case BlockKind::kIq4Nl: return {32, 18, true, false, false};
-    case BlockKind::kIq4Xs: return {256, 136, true, false, false};
-    case BlockKind::kMxfp4: return {32, 17, true, false, false};
+    case BlockKind::kQ8_0: return {32, 34, true, false, false, 128, 255};
+    case BlockKind::kQ4_0: return {32, 18, true, false, false, 8, 15};
+    case BlockKind::kQ4_1: return {32, 20, false, true, false, 0, 15};
+    case BlockKind::kQ5_0: return {32, 22, true, false, false, 16, 31};
+    case BlockKind::kQ5_1: return {32, 24, false, true, false, 0, 31};
+    case BlockKind::kQ4K: return {256, 144, false, true, false, 0, 15};
+    case BlockKind::kQ5K: return {256, 176, false, true, false, 0, 31};
+    case BlockKind::kQ6K: return {256, 210, true, false, true, 32, 63};
+    case BlockKind::kIq4Nl: return {32, 18, true, false, false, 128, 255};
+    case BlockKind::kIq4Xs: return {256, 136, true, false, false, 128, 255};
+    case BlockKind::kMxfp4: return {32, 17, true, false, false, 16, 31};
   }
   return {};
 }
 
-// A kind that is multiplied as this one is, once it is unpacked: one of each Layout is compiled.
+// A kind that is multiplied as this one is, once it is unpacked: one of each Layout is compiled,
+// and of each largest quant where that matters.
+template <typename V>
 constexpr BlockKind multiplied_as(BlockKind kind) {
   switch (kind) {
     case BlockKind::kQ4_0:
-    case BlockKind::kQ5_0:
-    case BlockKind::kIq4Nl:
-    case BlockKind::kMxfp4: return BlockKind::kQ8_0;
-    case BlockKind::kQ5_1: return BlockKind::kQ4_1;
-    case BlockKind::kQ5K: return BlockKind::kQ4K;
+    case BlockKind::kQ5_0: return V::kNarrow ? kind : BlockKind::kQ8_0;
+    case BlockKind::kMxfp4: return V::kNarrow ? BlockKind::kQ5_0 : BlockKind::kQ8_0;
+    case BlockKind::kIq4Nl: return BlockKind::kQ8_0;
+    case BlockKind::kQ5_1: return V::kNarrow ? kind : BlockKind::kQ4_1;
+    case BlockKind::kQ5K: return V::kNarrow ? kind : BlockKind::kQ4K;
     default: return kind;
   }
 }
@@ -161,9 +181,7 @@ template <typename V, BlockKind kKind>
 void unpack_block(const PanelRows& rows, size_t at, WeightChunk& out, int g) {
   using I = typename V::I;
   const I head = V::gather(rows, at);  // scale, and minimum or what follows
-  const auto store = [&](int k, I x) {
-    V::store(out.quants[g][k], V::template stored<layout_of(kKind).offset>(x));
-  };
+  const auto store = [&](int k, I x) { V::store(out.quants[g][k], V::template stored<kKind>(x)); };
   if constexpr (kKind == BlockKind::kMxfp4) {
     V::store(out.scale[g][0], V::half_of_power(V::and_(head, V::dwords(0xFF))));
   } else {
@@ -294,8 +312,8 @@ void unpack_q6k(const PanelRows& rows, size_t at, WeightChunk& out) {
                          V::and_(V::template srl<2>(high[k]), two)};
       for (int q = 0; q < 4; ++q) {
         const I nibbles = q < 2 ? low_nibbles<V>(low[q][k]) : high_nibbles<V>(low[q - 2][k]);
-        V::store(out.quants[4 * half + q][k],
-                 V::template stored<true>(V::add_bytes(V::or_(nibbles, bits[q]), offset)));
+        V::store(out.quants[4 * half + q][k], V::template stored<BlockKind::kQ6K>(
+                                                  V::add_bytes(V::or_(nibbles, bits[q]), offset)));
       }
     }
   }
@@ -321,8 +339,8 @@ void unpack_iq4xs(const PanelRows& rows, size_t at, WeightChunk& out) {
     for (int k = 0; k < 4; ++k) {
       const I low_values = V::look_up(kIq4Values, low_nibbles<V>(x[k]));
       const I high_values = V::look_up(kIq4Values, high_nibbles<V>(x[k]));
-      V::store(out.quants[g][k], V::template stored<true>(low_values));
-      V::store(out.quants[g][k + 4], V::template stored<true>(high_values));
+      V::store(out.quants[g][k], V::template stored<BlockKind::kIq4Xs>(low_values));
+      V::store(out.quants[g][k + 4], V::template stored<BlockKind::kIq4Xs>(high_values));
     }
   }
 }
@@ -443,17 +461,11 @@ void multiply_tile(const WeightChunk& w, int n_groups, const RowChunk* rows, int
       I sums[kRows];
       for (int r = 0; r < kRows; ++r) {
         const RowChunk& row = rows[r * stride];
-        sums[r] = V::start(!kLayout.offset  ? nullptr
-                           : kLayout.halves ? &row.half_offset[g][half]
-                                            : &row.offset[g]);
+        sums[r] =
+            V::template start<kKind>(kLayout.halves ? row.half_offset[g][half] : row.offset[g]);
       }
-      for (int k = half * kDwords; k < (half + 1) * kDwords; ++k) {
-        const auto quants = V::template weights<kLayout.offset>(w.quants[g][k]);
-        for (int r = 0; r < kRows; ++r) {
-          sums[r] = V::template dot<kLayout.offset>(sums[r], quants,
-                                                    rows[r * stride].quants + g * kGroup + 4 * k);
-        }
-      }
+      V::template add_products<V, kKind, kRows, kDwords>(w.quants[g] + half * kDwords, rows, stride,
+                                                         g * kGroup + half * 4 * kDwords, sums);
       const F scale = V::load(w.scale[g][half]);
       for (int r = 0; r < kRows; ++r) {
         const F sum = V::to_float(sums[r]);
@@ -465,7 +477,7 @@ void multiply_tile(const WeightChunk& w, int n_groups, const RowChunk* rows, int
   end_rows<V, kKind, kRows>(rows, stride, acc, acc_rows);
 }
 
-// The tiles of fewer rows than V::kRows.
+// The tiles of up to kRows rows.
 template <typename V, BlockKind kKind, int kRows>
 void multiply_rest(int64_t n, const WeightChunk& w, int n_groups, const RowChunk* rows,
                    int64_t stride, float* acc) {
@@ -499,7 +511,9 @@ template <typename V, BlockKind kKind>
 void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_row, int64_t n_rows,
                      int64_t first_out, int n_panels, const Scratch& scratch) {
   constexpr Layout kLayout = layout_of(kKind);
-  constexpr Layout kAs = layout_of(multiplied_as(kKind));
+  constexpr BlockKind kMultiplied = multiplied_as<V>(kKind);
+  constexpr Layout kAs = layout_of(kMultiplied);
+  constexpr int kRows = V::template rows<kMultiplied>();
   static_assert(kLayout.block_values == kAs.block_values && kLayout.offset == kAs.offset &&
                 kLayout.minima == kAs.minima && kLayout.halves == kAs.halves);
   const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
@@ -523,17 +537,17 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     int64_t r = 0;
     for (; tile_rows > 0 && r + tile_rows <= n_rows; r += tile_rows) {
       for (int p = 0; p < n_panels; ++p) {
-        V::template multiply_tiles<multiplied_as(kKind)>(tile_rows, scratch.chunks[p], n_groups,
-                                                         rows + r * n_chunks + c, n_chunks,
-                                                         scratch.acc + (p * n_rows + r) * kPanel);
+        V::template multiply_tiles<kMultiplied>(tile_rows, scratch.chunks[p], n_groups,
+                                                rows + r * n_chunks + c, n_chunks,
+                                                scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
-    for (; r < n_rows; r += V::kRows) {
-      const int64_t n = n_rows - r < V::kRows ? n_rows - r : V::kRows;
+    for (; r < n_rows; r += kRows) {
+      const int64_t n = n_rows - r < kRows ? n_rows - r : kRows;
       for (int p = 0; p < n_panels; ++p) {
-        multiply_rest<V, multiplied_as(kKind), V::kRows>(n, scratch.chunks[p], n_groups,
-                                                         rows + r * n_chunks + c, n_chunks,
-                                                         scratch.acc + (p * n_rows + r) * kPanel);
+        multiply_rest<V, kMultiplied, kRows>(n, scratch.chunks[p], n_groups,
+                                             rows + r * n_chunks + c, n_chunks,
+                                             scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
   }
@@ -554,11 +568,11 @@ void multiply_kind(const ProductTask& task, void* memory) {
       .chunks = static_cast<WeightChunk*>(memory),
       .acc = reinterpret_cast<float*>(static_cast<WeightChunk*>(memory) + kPanels)};
   const int64_t tile_rows = V::rows_of_tiles(task.n_rows);
-  if (tile_rows > 0) V::template begin_tiles<multiplied_as(kKind)>(tile_rows);
+  if (tile_rows > 0) V::template begin_tiles<multiplied_as<V>(kKind)>(tile_rows);
   const int64_t at_once = rows_at_once(task.n_in);
   for (int64_t row = 0; row < task.n_rows; row += at_once) {
     const int64_t n_rows = task.n_rows - row < at_once ? task.n_rows - row : at_once;
-    const int most = n_rows > V::kRows ? kPanels : 1;
+    const int most = n_rows > V::template rows<multiplied_as<V>(kKind)>() ? kPanels : 1;
     for (int64_t out = task.first_out; out < task.end_out; out += most * kPanel) {
       const int64_t left = (task.end_out - out + kPanel - 1) / kPanel;
       multiply_panels<V, kKind>(task, tile_rows, row, n_rows, out,
