@@ -5,7 +5,7 @@
     bench/serve_bars.py --bars 3 --scenarios a,c --reps 1
     bench/serve_bars.py --quick              tiny settings: proves the script, measures nothing
 
-Bar 3 compares with llama-server (`make peer`), bars 4 and 5 look at ours alone. Every load comes
+Bars 3 and 6 compare with llama-server (`make peer`), bars 4 and 5 look at ours alone. Every load comes
 from `hcache bench serve`. Results go to bench/results/<machine>-serve.json; docs/benchmarks.md says
 what each bar means and what the load is.
 """
@@ -43,16 +43,20 @@ class Load:
     think_s: float = 150
     ctx: int = 8192
     slots: int = 4
+    clients: int = 0     # that never pause, in place of rate and think time
 
     def options(self, seed: int) -> list[str]:
+        pace = (["--concurrency", str(self.clients)] if self.clients else
+                ["--rate", str(self.rate), "--think", f"{self.think_s}s"])
         return ["--sessions", str(self.sessions), "--rounds", str(self.rounds), "--context",
-                str(self.context), "--rate", str(self.rate), "--think", f"{self.think_s}s",
-                "--exact-length", "--seed", str(seed)]
+                str(self.context), *pace, "--exact-length", "--seed", str(seed)]
 
 
 # Bar 4's: two and a half times the arena, and time enough between rounds that the machine is not
 # saturated, where a queue turns every drift of its speed into more requests that decode together.
 SPARSE = Load(sessions=12, think_s=60)
+# Bar 6's: all conversations fit, half of them are answered at any time.
+BUSY = Load(sessions=12, context=1536, ctx=12 * 1664, slots=12, clients=6)
 QUICK = Load(sessions=8, rounds=2, context=160, rate=2, think_s=3, ctx=512, slots=2)
 
 
@@ -114,6 +118,7 @@ class ServeBars:
         self.args = args
         self.load = QUICK if args.quick else Load(think_s=args.think)
         self.sparse = QUICK if args.quick else SPARSE
+        self.busy = dataclasses.replace(QUICK, ctx=8 * 256, slots=8, clients=2) if args.quick else BUSY
         self.rows: list[dict] = []
         self.details: dict = {}
         self.machine = machine(args)
@@ -150,12 +155,12 @@ class ServeBars:
 
     # ---- Bar 3: the same load on both servers --------------------------------------------------
 
-    def memory(self, scenario: str) -> dict:
+    def memory(self, scenario: str, load: Load) -> dict:
         """What both servers may hold. The working set is the F16 KV cache of every conversation at
         its end. Beside the arena of -c tokens both get extra_mib for saved state in host memory:
         --dram here, --cache-ram there."""
-        working_set = self.load.sessions * self.load.context * self.kv_bytes
-        arena = self.load.ctx * self.kv_bytes
+        working_set = load.sessions * load.context * self.kv_bytes
+        arena = load.ctx * self.kv_bytes
         extra = working_set / 4 - arena if scenario == "a" else 1.5 * working_set
         extra_mib = max(1, round(extra / MIB))
         return {"kv_bytes_per_token": self.kv_bytes, "working_set_bytes": working_set,
@@ -166,18 +171,18 @@ class ServeBars:
         runs = []
         scenarios = self.args.scenarios.split(",")
         self.details["bar3"] = {"load": dataclasses.asdict(self.load),
-                                "memory": {s: self.memory(s) for s in scenarios}, "runs": runs}
+                                "memory": {s: self.memory(s, self.load) for s in scenarios},
+                                "runs": runs}
         for scenario in scenarios:
             for rep in range(self.args.reps):
                 for name in ("hcache", "llama-server"):
                     lib.say(f"bar 3 ({scenario}): {name}, repetition {rep + 1}")
-                    runs.append(self.run3(scenario, name, rep))
+                    runs.append(self.run(self.load, scenario, name, rep))
         for scenario in scenarios:
             self.judge3(scenario, [run for run in runs if run["scenario"] == scenario])
 
-    def run3(self, scenario: str, name: str, rep: int) -> dict:
-        load = self.load
-        extra = self.memory(scenario)["extra_mib"]
+    def run(self, load: Load, scenario: str, name: str, rep: int) -> dict:
+        extra = self.memory(scenario, load)["extra_mib"]
         with self.folder() as state:
             if name == "hcache":
                 server = servers.hcache(self.args, Path(state), load.ctx, load.slots, extra)
@@ -195,14 +200,15 @@ class ServeBars:
             with server:
                 result = hold(self.args.program, server.url, load, rep + 1,
                               restart if scenario == "c" else None)
-        return self.figures3(scenario, name, rep, result)
+        return self.figures(load, scenario, name, rep, result)
 
-    def figures3(self, scenario: str, name: str, rep: int, result: dict) -> dict:
+    @staticmethod
+    def figures(load: Load, scenario: str, name: str, rep: int, result: dict) -> dict:
         summary = result["summary"]
         # After a restart the round that follows it counts: later ones are in memory again.
         back = [r for r in result["requests"] if r["returning"] and
-                (scenario != "c" or r["round"] == self.load.rounds // 2)]
-        found = wrong_answers(result, self.load)
+                (scenario != "c" or r["round"] == load.rounds // 2)]
+        found = wrong_answers(result, load)
         # A short context may be computed again: that is as fast.
         long = [r for r in back if known_tokens(result, r) >= SHORT]
         known = sum(bool(r["cached_tokens"]) for r in long)
@@ -216,8 +222,11 @@ class ServeBars:
         if name == "hcache" and from_disk < {"a": 1, "b": 0, "c": len(long)}[scenario]:
             found.append(f"{from_disk} of {len(long)} were read from the disk")
         ttft = sorted(r["ttft_ms"] for r in back if r["ttft_ms"] is not None)
+        first = sorted(r["ttft_ms"] for r in result["requests"]
+                       if r["round"] == 0 and r["ttft_ms"] is not None)
         return {"scenario": scenario, "server": name, "rep": rep, "seed": rep + 1,
                 **(lib.percentiles(ttft, "ttft") if ttft else {}), "ttft_ms": ttft,
+                **(lib.percentiles(first, "first_ttft") if first else {}),
                 "tokens_per_s": summary["tokens_per_s"],
                 "rounds_per_s": summary["requests_per_s"], "duration_s": summary["duration_s"],
                 "cached_share": summary["cached_share"]["returning"], "known": known,
@@ -225,17 +234,26 @@ class ServeBars:
                 **{f"tpot_p{p}_ms": summary["tpot_ms"].get(f"p{p}") for p in lib.PERCENTILES},
                 "problems": found}
 
-    def judge3(self, scenario: str, runs: list[dict]) -> None:
-        problems = [f"{run['server']}: {text}" for run in runs for text in run["problems"]]
+    def sound(self, bar: int, runs: list[dict], title: str) -> bool:
+        """What is not right is not timed."""
+        problems = [f"{title}{run['server']}: {text}" for run in runs for text in run["problems"]]
         for text in problems:
-            self.fail(3, f"({scenario}) {text}")
-        if problems:
-            return  # what is not right is not timed
+            self.fail(bar, text)
+        return not problems
+
+    @staticmethod
+    def pairs(runs: list[dict], key: str) -> list[tuple[float, float]]:
+        """Ours and theirs, repetition by repetition."""
+        ours, theirs = ([run[key] for run in runs if run["server"] == name]
+                        for name in ("hcache", "llama-server"))
+        return list(zip(ours, theirs, strict=True))
+
+    def judge3(self, scenario: str, runs: list[dict]) -> None:
+        if not self.sound(3, runs, f"({scenario}) "):
+            return
 
         def pairs(key):
-            ours, theirs = ([run[key] for run in runs if run["server"] == name]
-                            for name in ("hcache", "llama-server"))
-            return list(zip(ours, theirs, strict=True))
+            return self.pairs(runs, key)
 
         title = f"({scenario}) {SCENARIOS[scenario]}: "
         for name, column in (("hcache", 0), ("llama-server", 1)):
@@ -248,6 +266,30 @@ class ServeBars:
         for key in ("tokens_per_s", "rounds_per_s"):
             self.check(3, title + f"{key} ours / theirs",
                        [ours / theirs for ours, theirs in pairs(key)], ">=", 1)
+
+    # ---- Bar 6: clients that never pause -------------------------------------------------------
+
+    def bar6(self) -> None:
+        runs = []
+        self.details["bar6"] = {"load": dataclasses.asdict(self.busy),
+                                "memory": self.memory("b", self.busy), "runs": runs}
+        for rep in range(self.args.reps):
+            for name in ("hcache", "llama-server"):
+                lib.say(f"bar 6: {name}, repetition {rep + 1}")
+                runs.append(self.run(self.busy, "b", name, rep))
+        if not self.sound(6, runs, ""):
+            return
+        title = f"{self.busy.clients} clients at once: "
+        for name, column in (("hcache", 0), ("llama-server", 1)):
+            for key in ("tokens_per_s", "first_ttft_p50", "ttft_p50"):
+                unit = "" if key == "tokens_per_s" else "_ms"
+                self.note(6, title + f"{key}{unit} of {name}",
+                          [pair[column] for pair in self.pairs(runs, key + unit)])
+        self.check(6, title + "tokens_per_s ours / theirs",
+                   [ours / theirs for ours, theirs in self.pairs(runs, "tokens_per_s")], ">=", 2)
+        for key in ("first_ttft_p50_ms", "ttft_p50_ms"):
+            self.check(6, title + f"{key} theirs / ours",
+                       [theirs / ours for ours, theirs in self.pairs(runs, key)], ">=", 1)
 
     # ---- Bar 4: what restores cost those that are being answered -------------------------------
 
@@ -347,7 +389,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
-    parser.add_argument("--bars", default="3,4,5")
+    parser.add_argument("--bars", default="3,4,5,6")
     parser.add_argument("--scenarios", default="a,b,c", help="of bar 3: " + ", ".join(
         f"{key} ({text})" for key, text in SCENARIOS.items()))
     parser.add_argument("--reps", type=int, default=3)
@@ -358,7 +400,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or lib.default_model()
     args.reps = 1 if args.quick else args.reps
-    if "3" in args.bars.split(",") and not args.llama_server:
+    if {"3", "6"} & set(args.bars.split(",")) and not args.llama_server:
         args.llama_server = next(path for path in map(Path, lib.third_party("peer"))
                                  if path.name == "llama-server")
     return args
