@@ -27,12 +27,13 @@ PageKey key_of(const PageJob& job) {
 Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size_t depth) {
   {
     MutexLock lock(mutex_);
-    const auto found = std::find_if(idle_.begin(), idle_.end(), [&](const ReaderParts& parts) {
+    // The newest: its memory has been touched for sure.
+    const auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const ReaderParts& parts) {
       return parts.ring.size() == ring_bytes && parts.queue->depth() == depth;
     });
-    if (found != idle_.end()) {
+    if (found != idle_.rend()) {
       ReaderParts parts = std::move(*found);
-      idle_.erase(found);
+      idle_.erase(std::next(found).base());
       return parts;
     }
   }
@@ -52,13 +53,17 @@ Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size
 }
 
 void ReaderPool::give_back(ReaderParts parts) {
-  ReaderParts oldest;  // ends outside the lock
+  if (parts.ring.size() > kMaxIdleBytes) return;
+  std::vector<ReaderParts> oldest;  // end outside the lock
   MutexLock lock(mutex_);
-  if (idle_.size() == kMaxIdle) {
-    oldest = std::move(idle_.front());
+  idle_.push_back(std::move(parts));
+  std::size_t bytes = 0;
+  for (const ReaderParts& each : idle_) bytes += each.ring.size();
+  while (idle_.size() > kMaxIdle || bytes > kMaxIdleBytes) {
+    bytes -= idle_.front().ring.size();
+    oldest.push_back(std::move(idle_.front()));
     idle_.erase(idle_.begin());
   }
-  idle_.push_back(std::move(parts));
 }
 
 // Why the ring can't lock up: it is given out in order of planning and comes back in that order, so

@@ -91,7 +91,9 @@ class ReaderPool {
   void give_back(ReaderParts parts) HCACHE_EXCLUDES(mutex_);
 
  private:
-  static constexpr std::size_t kMaxIdle = 2;
+  // Restores at the same time, and the smaller rings of readers ahead and of single pages.
+  static constexpr std::size_t kMaxIdle = 8;
+  static constexpr std::size_t kMaxIdleBytes = std::size_t{256} << 20;
 
   const StoreOptions& options_;
   Mutex mutex_;

@@ -128,6 +128,30 @@ TEST_F(StoreTest, RingsLieWhereTheOwnerOfTheStoreSays) {
   EXPECT_TRUE(rings[0]->freed);
 }
 
+// Readers of several kinds take turns: to fault a ring in takes as long as to read it full.
+TEST_F(StoreTest, RingsOfEverySizeAreKeptForTheNextReaders) {
+  int made = 0;
+  options_.new_ring = [&made](std::size_t bytes) {
+    ++made;
+    return AlignedBuffer(bytes);
+  };
+  open();
+  for (int round = 0; round < 3; ++round) {
+    std::vector<std::unique_ptr<PageReader>> readers;  // at the same time
+    for (const std::uint64_t ring_bytes : {4 << 20, 4 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 20}) {
+      auto reader = store_->new_reader({.ring_bytes = ring_bytes});
+      ASSERT_OK(reader);
+      readers.push_back(std::move(*reader));
+    }
+  }
+  EXPECT_EQ(made, 6);
+  auto reader = store_->new_reader({.ring_bytes = 512U << 20});
+  ASSERT_OK(reader);
+  reader->reset();
+  ASSERT_OK(store_->new_reader({.ring_bytes = 512U << 20}));
+  EXPECT_EQ(made, 8) << "so much memory does not lie idle";
+}
+
 TEST_F(StoreTest, ASmallRingStillDeliversEverythingInAnyOrderOfLayers) {
   options_.dirs = {dir_ / "a", dir_ / "b", dir_ / "c"};
   open();
