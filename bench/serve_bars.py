@@ -281,10 +281,9 @@ class ServeBars:
             return
         title = f"{self.busy.clients} clients at once: "
         for name, column in (("hcache", 0), ("llama-server", 1)):
-            for key in ("tokens_per_s", "first_ttft_p50", "ttft_p50"):
-                unit = "" if key == "tokens_per_s" else "_ms"
-                self.note(6, title + f"{key}{unit} of {name}",
-                          [pair[column] for pair in self.pairs(runs, key + unit)])
+            for key in ("tokens_per_s", "first_ttft_p50_ms", "ttft_p50_ms"):
+                self.note(6, title + f"{key} of {name}",
+                          [pair[column] for pair in self.pairs(runs, key)])
         self.check(6, title + "tokens_per_s ours / theirs",
                    [ours / theirs for ours, theirs in self.pairs(runs, "tokens_per_s")], ">=", 2)
         for key in ("first_ttft_p50_ms", "ttft_p50_ms"):
