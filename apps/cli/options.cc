@@ -159,6 +159,16 @@ uint64_t Options::bytes(uint64_t* out, std::string_view flags, uint64_t fallback
   return fallback;
 }
 
+std::optional<double> Options::number(std::optional<double>* out, std::string_view flags,
+                                      std::string_view unit, Range range, std::string_view help,
+                                      const Also& also) {
+  Row& row = new_row(out, flags, unit, "", help, also);
+  row.take = [out, range, name = row.flags](const std::string& typed) {
+    *out = detail::parse_number(name, typed, range);
+  };
+  return std::nullopt;
+}
+
 std::optional<uint64_t> Options::bytes(std::optional<uint64_t>* out, std::string_view flags,
                                        std::string_view help, const Also& also) {
   Row& row = new_row(out, flags, "BYTES", "", help, also);

@@ -97,9 +97,12 @@ class Options {
   template <typename T>
   T number(T* out, std::string_view flags, std::string_view unit, Same<T> fallback, Range range,
            std::string_view help, const Also& also = {});
+  // Absent unless given: what it is then follows from elsewhere, as the help says.
+  std::optional<double> number(std::optional<double>* out, std::string_view flags,
+                               std::string_view unit, Range range, std::string_view help,
+                               const Also& also = {});
   uint64_t bytes(uint64_t* out, std::string_view flags, uint64_t fallback, std::string_view help,
                  const Also& also = {});
-  // Absent unless given: what it is then follows from elsewhere, as the help says.
   std::optional<uint64_t> bytes(std::optional<uint64_t>* out, std::string_view flags,
                                 std::string_view help, const Also& also = {});
   int64_t duration(int64_t* out_ns, std::string_view flags, int64_t fallback_ns,

@@ -141,7 +141,7 @@ class RestoreBench {
                      const std::function<int32_t(size_t)>& choose = {}) {
     Run run;
     double begin = 0;
-    request.salt = own_salt(args_.runtime.salt);
+    request.salt = serving_.runtime().salt();
     request.next = [&](std::span<const float> logits) -> Result<scheduler::NextToken> {
       const size_t n = run.logits.size();
       if (n == 0) run.ttft_s = now_s() - begin;
@@ -274,8 +274,11 @@ class RestoreBench {
 
   Result<Fidelity> compare(const Run& run) {
     Fidelity f;
-    HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv, read_kv(run.outcome.seq));
-    f.kv_identical = kv == reference_.kv;
+    const std::vector<policy::RestoreRecord>& restores = run.outcome.restores;
+    if (restores.empty() || restores.back().kept_rows == 0) {
+      HCACHE_ASSIGN_OR_RETURN(const std::vector<std::byte> kv, read_kv(run.outcome.seq));
+      f.kv_identical = kv == reference_.kv;
+    }
     for (size_t i = 0; i < reference_.reply.size(); i++) {
       const std::vector<float>& expected = reference_.logits[i];
       const std::vector<float>& logits = run.logits.at(i);
@@ -312,6 +315,7 @@ class RestoreBench {
                      {"new", args_.new_tokens},
                      {"method", row.method},
                      {"schedule", row.record.schedule},
+                     {"kept_rows", row.record.kept_rows},
                      {"link", row.link},
                      {"link_bytes_per_s",
                       row.link_bytes_per_s > 0 ? Json(row.link_bytes_per_s) : Json(nullptr)},

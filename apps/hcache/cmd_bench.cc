@@ -23,7 +23,8 @@ void BenchArgs::save_all() {
 }
 
 RestoreBenchArgs::RestoreBenchArgs() {
-  offer(runtime, {&runtime.token_rounding});
+  runtime.offer_kv_budget();
+  offer(runtime, {&runtime.token_rounding, &runtime.kv_budget});
   save_all();
 }
 

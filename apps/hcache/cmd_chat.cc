@@ -23,6 +23,7 @@ struct ChatArgs : Options {
   std::string file = text(&file, "-f,--file", "FILE", "", "first say what this file holds");
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  std::optional<double> kv_budget = runtime.offer_kv_budget();
   DraftArgs draft{this};
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print one JSON object per turn instead of text");

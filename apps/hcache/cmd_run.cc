@@ -23,6 +23,7 @@ struct RunArgs : Options {
                   {.excludes = "--system"});
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  std::optional<double> kv_budget = runtime.offer_kv_budget();
   DraftArgs draft{this};
   SamplingArgs sampling{this};
   bool json = flag(&json, "--json", "print JSON instead of text");

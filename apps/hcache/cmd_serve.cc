@@ -158,6 +158,7 @@ struct ServeArgs : Options {
   scheduler::SchedulerOptions scheduler;  // bound in the constructor
   RuntimeArgs runtime{this};
   std::string engine = runtime.offer_engine();
+  std::optional<double> kv_budget = runtime.offer_kv_budget();
   bool adapters_off = flag(&adapters_off, "--lora-init-without-apply",
                            "adapters count only where a request or POST /lora-adapters says so");
   SamplingArgs sampling{this};

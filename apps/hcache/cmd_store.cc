@@ -323,8 +323,8 @@ Status write_session(store::Store& store, const std::string& name, File* out) {
   const Json metadata = Json::parse(session.metadata_json, nullptr, false);
   if (metadata.is_object() && metadata.value(store::kAdapted, false)) {
     return unimplemented(fmt::format(
-        "session {} was computed with adapters, which the store does not know; export it from a "
-        "server that has them (GET /v1/sessions/{}/export)",
+        "session {} was computed with adapters or a KV budget, which the store does not know; "
+        "export it from a server that has them (GET /v1/sessions/{}/export)",
         name, store::client_name(session.salt, name)));
   }
   HCACHE_ASSIGN_OR_RETURN(const store::Match match,

@@ -13,6 +13,7 @@
 #include "base/names.h"
 #include "base/units.h"
 #include "draft_args.h"
+#include "policy/compression.h"
 #include "state/sample_text.h"
 
 namespace hcache::cli {
@@ -71,6 +72,15 @@ std::string RuntimeArgs::offer_engine() {
   scaled_adapters = texts(&scaled_adapters, "--lora-scaled", "FILE:SCALE,...", "", "",
                           "the same, each counting so much");
   return forward;
+}
+
+std::optional<double> RuntimeArgs::offer_kv_budget() {
+  return kv_budget =
+             number(&kv_budget, "--kv-budget", "SHARE", {policy::kLeastKvBudget, 1},
+                    "conversations are restored from this share of their KV cache, the rows that "
+                    "attention falls on, where that comes earlier: answers behind it may differ "
+                    "(hcache eval compression says how much). Such state is kept apart. 1: from "
+                    "all of it, unless a request asks for less; default: no request may");
 }
 
 Result<model::RopeOverride> RopeArgs::resolved() const {
@@ -164,6 +174,7 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   };
   o.saver.direct = args.saver == "direct";
   o.salt = args.salt;
+  o.kv_budget = args.kv_budget;
   return o;
 }
 
@@ -353,7 +364,9 @@ Status Conversation::load() {
   HCACHE_RETURN_IF_ERROR(stored.status());
   if (stored->salt != runtime.salt().id) {
     return permission_denied(
-        fmt::format("session {} belongs to another salt, or to other adapters (--lora)", name_));
+        fmt::format("session {} belongs to another salt, to other adapters (--lora) or to another "
+                    "--kv-budget",
+                    name_));
   }
   if (stored->fingerprint != runtime.fingerprint()) {
     return failed_precondition(
@@ -486,7 +499,8 @@ Status Conversation::save() {
   session.fingerprint = serving_.runtime().fingerprint();
   session.salt = serving_.runtime().salt().id;
   session.tokens = tokens_;
-  const bool adapted = !serving_.runtime().salt().adapters.empty();
+  const Salt& salt = serving_.runtime().salt();
+  const bool adapted = !salt.adapters.empty() || salt.kv_budget < 1;
   session.metadata_json = Json{{store::kAdapted, adapted}}.dump();
   return serving_.runtime().store()->put_session(session);
 }

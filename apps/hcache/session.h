@@ -62,6 +62,8 @@ struct RuntimeArgs : Options {
   // Adds --engine and adapters, in verbs that either engine serves; gives back the engine's
   // default.
   std::string offer_engine();
+  // Adds --kv-budget, in verbs whose conversations may do with some of their rows.
+  std::optional<double> offer_kv_budget();
 
   ModelOptions model{this};
   RopeArgs rope{this};
@@ -134,6 +136,7 @@ struct RuntimeArgs : Options {
            "Storage, one CUDA device)");
   bool rotate_moved = true;     // EngineOptions'
   std::string forward = "own";  // offer_engine()'s, where a verb has it
+  std::optional<double> kv_budget;
   std::vector<std::string> adapters;
   std::vector<std::string> scaled_adapters;
   bool no_store = flag(&no_store, "--no-store",

@@ -79,8 +79,9 @@ Status ArenaRows::trim(SeqId seq, int64_t n_tokens) {
     return out_of_range(
         fmt::format("can't keep {} tokens of sequence {}, which has {}", n_tokens, seq, length));
   }
-  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, n_tokens));
+  if (n_tokens > 0) HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, n_tokens));
   HCACHE_RETURN_IF_ERROR(sequences_.check_shortest(seq, n_tokens));
+  if (n_tokens == 0) sequences_.set_compacted(seq, 0);
   // Copies still under way into rows that go must not land in their next owner's.
   stages_.wait_for_uploads();
   sequences_.set_length(seq, n_tokens);

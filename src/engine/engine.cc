@@ -117,6 +117,10 @@ int64_t Engine::first_row_needed(int layer, int64_t n_tokens) const {
 
 int64_t Engine::length(SeqId seq) const { return parts_->sequences.length(seq); }
 
+int64_t Engine::held_rows(SeqId seq, int layer) const {
+  return parts_->sequences.held(seq, parts_->sequences.group_of(layer)).n_rows;
+}
+
 int64_t Engine::arena_free_cells() const { return parts_->sequences.free_cells(); }
 
 Status Engine::observe(const ObservedRows& rows, AttentionScores* scores) {
@@ -126,6 +130,17 @@ Status Engine::observe(const ObservedRows& rows, AttentionScores* scores) {
 Status Engine::keep_rows(SeqId seq, int layer, std::span<const int32_t> kept) {
   HCACHE_RETURN_IF_ERROR(synchronize());
   return parts_->kept.keep(seq, layer, kept);
+}
+
+Status Engine::read_kept(SeqId seq, int layer, std::span<const int32_t> kept, std::byte* k,
+                         std::byte* v) {
+  HCACHE_RETURN_IF_ERROR(synchronize());
+  return parts_->kept.read(seq, layer, kept, k, v);
+}
+
+Status Engine::load_kept(SeqId seq, int layer, int64_t n, const std::byte* k, const std::byte* v) {
+  HCACHE_RETURN_IF_ERROR(synchronize());
+  return parts_->kept.load(seq, layer, n, k, v);
 }
 
 // --- Steps

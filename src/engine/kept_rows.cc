@@ -2,13 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <vector>
 
 namespace hcache::engine {
 
-Status KeptRows::check(SeqId seq, int layer, std::span<const int32_t> kept) const {
+Status KeptRows::check_layer(SeqId seq, int layer) const {
   HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
   const model::HParams& hp = model_.hparams();
   if (layer < 0 || layer >= hp.n_layer) {
@@ -32,8 +33,13 @@ Status KeptRows::check(SeqId seq, int layer, std::span<const int32_t> kept) cons
     return failed_precondition(
         fmt::format("layer {} of sequence {} does without rows already", layer, seq));
   }
+  return {};
+}
+
+Status KeptRows::check(SeqId seq, int layer, std::span<const int32_t> kept) const {
+  HCACHE_RETURN_IF_ERROR(check_layer(seq, layer));
   const int64_t length = sequences_.length(seq);
-  const auto heads = static_cast<size_t>(hp.n_head_kv);
+  const auto heads = static_cast<size_t>(model_.hparams().n_head_kv);
   const size_t n = kept.size() / heads;
   if (n == 0 || n * heads != kept.size() || n > static_cast<size_t>(length)) {
     return invalid_argument(fmt::format(
@@ -51,23 +57,21 @@ Status KeptRows::check(SeqId seq, int layer, std::span<const int32_t> kept) cons
   return {};
 }
 
-Status KeptRows::keep(SeqId seq, int layer, std::span<const int32_t> kept) {
+Status KeptRows::read(SeqId seq, int layer, std::span<const int32_t> kept, std::byte* k,
+                      std::byte* v) const {
   HCACHE_RETURN_IF_ERROR(check(seq, layer, kept));
   const model::HParams& hp = model_.hparams();
   const auto heads = static_cast<size_t>(hp.n_head_kv);
   const size_t n = kept.size() / heads;
-  const auto length = static_cast<size_t>(sequences_.length(seq));
-  if (n == length) return {};
-
+  // Of all heads, what lies before the last of them is read.
+  const auto length = static_cast<size_t>(*std::max_element(kept.begin(), kept.end())) + 1;
   const size_t head_bytes = ggml_row_size(options_.kv_type, hp.head_dim);
   const size_t row_bytes = heads * head_bytes;
   std::vector<std::byte> all(2 * length * row_bytes);
   HCACHE_RETURN_IF_ERROR(restore_.read_kv(seq, layer, 0, static_cast<int>(length), all.data(),
                                           all.data() + length * row_bytes));
-  std::vector<std::byte> some(2 * n * row_bytes);
-  for (size_t part = 0; part < 2; ++part) {  // K, then V
-    const std::byte* from = all.data() + part * length * row_bytes;
-    std::byte* to = some.data() + part * n * row_bytes;
+  const std::byte* from = all.data();
+  for (std::byte* to : {k, v}) {
     for (size_t head = 0; head < heads; ++head) {
       for (size_t i = 0; i < n; ++i) {
         const auto pos = static_cast<size_t>(kept[head * n + i]);
@@ -75,15 +79,35 @@ Status KeptRows::keep(SeqId seq, int layer, std::span<const int32_t> kept) {
                     from + pos * row_bytes + head * head_bytes, head_bytes);
       }
     }
+    from += length * row_bytes;
   }
-  const auto first = static_cast<int64_t>(length - n);
-  HCACHE_ASSIGN_OR_RETURN(const RestoreOps::Ticket ticket,
-                          restore_.load_kv(seq, layer, first, static_cast<int>(n), some.data(),
-                                           some.data() + n * row_bytes));
-  restore_.wait(ticket);
-  sequences_.drop_before(seq, sequences_.group_of(layer), first);
-  sequences_.set_compacted(seq, static_cast<int64_t>(length));
   return {};
+}
+
+Status KeptRows::load(SeqId seq, int layer, int64_t n, const std::byte* k, const std::byte* v) {
+  HCACHE_RETURN_IF_ERROR(check_layer(seq, layer));
+  const int64_t length = sequences_.length(seq);
+  if (n < 1 || n > length) {
+    return invalid_argument(fmt::format("{} kept rows of a sequence of {}", n, length));
+  }
+  HCACHE_ASSIGN_OR_RETURN(const RestoreOps::Ticket ticket,
+                          restore_.load_kv(seq, layer, length - n, static_cast<int>(n), k, v));
+  restore_.wait(ticket);
+  if (n == length) return {};
+  sequences_.drop_before(seq, sequences_.group_of(layer), length - n);
+  sequences_.set_compacted(seq, length);
+  return {};
+}
+
+Status KeptRows::keep(SeqId seq, int layer, std::span<const int32_t> kept) {
+  HCACHE_RETURN_IF_ERROR(check(seq, layer, kept));
+  const model::HParams& hp = model_.hparams();
+  const size_t n = kept.size() / static_cast<size_t>(hp.n_head_kv);
+  if (n == static_cast<size_t>(sequences_.length(seq))) return {};
+  const size_t half = n * ggml_row_size(options_.kv_type, hp.n_embd_kv());
+  std::vector<std::byte> some(2 * half);
+  HCACHE_RETURN_IF_ERROR(read(seq, layer, kept, some.data(), some.data() + half));
+  return load(seq, layer, static_cast<int64_t>(n), some.data(), some.data() + half);
 }
 
 }  // namespace hcache::engine

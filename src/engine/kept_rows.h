@@ -6,6 +6,7 @@
 // number shows.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -29,10 +30,15 @@ class KeptRows {
         stages_(stages),
         restore_(restore) {}
 
-  // See Engine::keep_rows(); nothing may be computed or copied meanwhile.
+  // See Engine's methods of these names; nothing may be computed or copied meanwhile.
   Status keep(SeqId seq, int layer, std::span<const int32_t> kept);
+  Status read(SeqId seq, int layer, std::span<const int32_t> kept, std::byte* k,
+              std::byte* v) const;
+  Status load(SeqId seq, int layer, int64_t n, const std::byte* k, const std::byte* v);
 
  private:
+  // That each layer of the engine may keep rows of its own.
+  Status check_layer(SeqId seq, int layer) const;
   Status check(SeqId seq, int layer, std::span<const int32_t> kept) const;
 
   const model::Model& model_;

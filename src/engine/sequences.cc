@@ -62,6 +62,11 @@ std::span<const float> Sequences::adapters(SeqId seq) const {
   return it == adapters_.end() ? std::span<const float>() : it->second;
 }
 
+void Sequences::set_compacted(SeqId seq, int64_t n_tokens) {
+  compacted_.erase(seq);
+  if (n_tokens > 0) compacted_[seq] = n_tokens;
+}
+
 Status Sequences::check_compacted(SeqId seq, int64_t pos) const {
   if (pos >= compacted(seq)) return {};
   return failed_precondition(
@@ -77,7 +82,7 @@ int64_t Sequences::valid_from(SeqId seq, int group) const {
 }
 
 int64_t Sequences::shortest(SeqId seq) const {
-  int64_t least = 0;
+  int64_t least = compacted(seq);
   for (int i = 0; i < n_groups(); ++i) {
     if (window(i) == 0) continue;
     // Of the next row's window all but its own must be there.

@@ -63,13 +63,13 @@ class Sequences {
 
   // The first so many tokens are compacted: some layer holds fewer rows of theirs, so that they
   // can't be taken apart any more. 0 unless set.
-  void set_compacted(SeqId seq, int64_t n_tokens) { compacted_[seq] = n_tokens; }
+  void set_compacted(SeqId seq, int64_t n_tokens);
   [[nodiscard]] int64_t compacted(SeqId seq) const;
   // kFailedPrecondition where what is done from position `pos` on would touch them.
   [[nodiscard]] Status check_compacted(SeqId seq, int64_t pos) const;
 
-  // To how few tokens, but for none, a sequence can be cut back: behind that, groups with a window
-  // hold what is seen. 0 unless some rows are missing.
+  // To how few tokens, but for none, a sequence can be cut back: what is compacted stays, and
+  // behind that groups with a window hold what is seen. 0 unless some rows are missing.
   [[nodiscard]] int64_t shortest(SeqId seq) const;
   // kFailedPrecondition where `n_tokens` is fewer, and more than none.
   [[nodiscard]] Status check_shortest(SeqId seq, int64_t n_tokens) const;

@@ -155,7 +155,7 @@ std::vector<int32_t> choose_rows(Compression policy, const RowScores& scores, in
     }
     std::iota(rows.begin(), rows.end(), 0);
     // Of equals the later rows.
-    std::partial_sort(rows.begin(), rows.begin() + n, rows.end(), [&](int32_t a, int32_t b) {
+    std::nth_element(rows.begin(), rows.begin() + n, rows.end(), [&](int32_t a, int32_t b) {
       const double of_a = score[static_cast<size_t>(a)];
       const double of_b = score[static_cast<size_t>(b)];
       return of_a != of_b ? of_a > of_b : a > b;

@@ -97,6 +97,7 @@ ModelDrafter::Chain* ModelDrafter::chain_of(const Wanted& wanted) {
     begun.request = wanted.request;
     begun.salt = wanted.salt;
     begun.salt.adapters.clear();  // they change the other model
+    begun.salt.kv_budget = 1;     // and so do its rows
     begin(wanted, &begun);
     chain = &chains_.emplace_back(std::move(begun));
   }

@@ -23,7 +23,8 @@ Resident Residents::take(size_t index) {
 
 int64_t Residents::cells() const {
   int64_t cells = 0;
-  for (const Resident& resident : residents_) cells += resident.rows();
+  for (const Resident& resident : residents_)
+    cells += executor_.cells(resident.seq, resident.rows());
   return cells;
 }
 

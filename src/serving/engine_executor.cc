@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "base/stall.h"
+#include "engine_restore.h"
 #include "policy/batching.h"
 #include "policy/miss_cost.h"
 #include "state/held_match.h"
@@ -58,32 +59,6 @@ BatchItem::Output output_of(scheduler::LogitsOf logits) {
 
 }  // namespace
 
-// A match travels with its request from the first look-up to the end of its restore.
-struct EngineExecutor::Prefix : scheduler::SavedPrefix {
-  explicit Prefix(store::Match found)
-      : SavedPrefix(static_cast<int64_t>(found.n_tokens)), match(std::move(found)) {}
-  const store::Match match;  // of the chain, whatever of it is held
-};
-
-// A restore in flight. Its tokens and plan stay where they are: the restoration points to them.
-struct EngineExecutor::Restore {
-  std::vector<int32_t> tokens;         // of the whole request
-  std::vector<policy::HeldRows> cuts;  // of it
-  std::shared_ptr<const Prefix> prefix;
-  scheduler::RestoreJob job;  // without the prefix
-  // What is tried: the tokens up to here, what is held of them, and that alone, with the tokens
-  // that follow up to the next cut.
-  int64_t upto = 0;
-  policy::HeldRows held;
-  store::Match match;
-  std::vector<int32_t> rows;
-  state::PlannedRestore planned;
-  std::unique_ptr<Restoration> work;  // null: there is nothing to restore
-  int attempts = 0;
-  bool undroppable = false;      // the store will offer again what is damaged
-  policy::RestoreRecord damage;  // of attempts that failed: what they found
-};
-
 EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
                                const EngineExecutorOptions& options)
     : env_(env),
@@ -100,6 +75,7 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
   if (runtime.model().spec().learned_positions) {
     limits_.why_no_cuts = "the model has learned positions, which nothing can move";
   }
+  if (engine.separate_layers) limits_.why_no_cuts = "layers do without rows (--kv-budget)";
   if (const int window = runtime.model().hparams().n_window; limits_.context < 2 * window) {
     limits_.why_no_cuts = fmt::format(
         "layers of the model see a window of {} rows, and half of a context of {} is "
@@ -156,18 +132,31 @@ Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens, bool save) {
   copy.salt = source->salt;
   copy.save = save;
   copy.cuts = source->cuts;
+  if (source->budgeted()) {
+    copy.tokens.assign(source->tokens.begin(), source->tokens.begin() + n_tokens);
+  }
   sequences_[seq] = std::move(copy);
   if (save) runtime_.saver()->fork(src, seq, n_tokens);
   return seq;
 }
 
 Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
-  HCACHE_RETURN_IF_ERROR(find(seq).status());
+  HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
   // The saver hears of it with the next tokens, whose position tells.
-  return runtime_.engine().trim_sequence(seq, n_tokens);
+  HCACHE_RETURN_IF_ERROR(runtime_.engine().trim_sequence(seq, n_tokens));
+  if (sequence->budgeted()) {
+    sequence->tokens.resize(static_cast<size_t>(n_tokens));
+    sequence->kept_at = sequence->kept_at <= n_tokens ? sequence->kept_at : 0;
+  }
+  return {};
 }
 
 int64_t EngineExecutor::shortest(SeqId seq) const { return runtime_.engine().shortest(seq); }
+
+int64_t EngineExecutor::cells(SeqId seq, int64_t rows) const {
+  if (!runtime_.engine().options().separate_layers) return rows;
+  return std::min(rows, runtime_.engine().held_rows(seq, 0));
+}
 
 Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
@@ -325,6 +314,10 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
     // What was saved before the first cut is exact, and may be there in part.
     HCACHE_RETURN_IF_ERROR(plan_restore(sequence, restore.cuts.front().cut_at));
   }
+  if (sequence.budgeted()) {
+    HCACHE_ASSIGN_OR_RETURN(const KeptChoice kept, choose_kept(sequence));
+    if (kept.n_tokens > 0) return open_kept(seq, sequence, kept);
+  }
   const int64_t n_rows = restore.planned.plan.restored_tokens;
   if (n_rows == 0) {
     sequence.cuts.clear();
@@ -412,6 +405,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   }
   fetch();
   Restore& restore = *sequence->restore;
+  if (restore.kept) return advance_kept(seq, *sequence, turn);
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t history = restore.planned.plan.restored_tokens;
   const StallTimer stall;
@@ -463,13 +457,21 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
     status.tokens += restore->held.dropped();
     status.held = restore->held;
   }
-  if (restore->work) {
+  if (sequence.budgeted()) note_restored(*restore, status.tokens, sequence);
+  if (restore->kept) {
+    status.record = restore->kept->record();
+    status.record.predicted_first_s = restore->kept_predicted.makespan_s;
+    status.record.predicted_restore_s = restore->kept_predicted.restored_s;
+    const std::span<const float> logits = restore->kept->logits();
+    logits_.assign(logits.begin(), logits.end());
+    status.logits = logits_;
+  } else if (restore->work) {
     status.record = restore->work->record();
     runtime_.observe(status.record);
     const std::span<const float> logits = restore->work->logits();
     logits_.assign(logits.begin(), logits.end());
     status.logits = logits_;
-  } else if (restore->attempts > 0) {
+  } else if (restore->attempts > 0 || restore->kept_damaged) {
     // Nothing usable is left after damaged pages: the saver begins with the first token.
     begin_saving(seq, sequence, {}, {});
   }
@@ -484,6 +486,7 @@ void EngineExecutor::request_flush(SeqId seq) {
   if (it == sequences_.end() || !it->second.save) return;
   // Rows of the last step may still be on their way to the saver.
   runtime_.engine().synchronize().ignore("what was captured before an error is still saved");
+  save_kept(seq, it->second);
   runtime_.saver()->request_flush(seq);
 }
 
@@ -520,7 +523,13 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
   begun_.push_back({start_ns, rows});
   for (const scheduler::StepItem& item : items) {
     const auto it = sequences_.find(item.seq);
-    if (it != sequences_.end() && it->second.save) {
+    if (it == sequences_.end()) continue;
+    if (std::vector<int32_t>& tokens = it->second.tokens; it->second.budgeted()) {
+      // Behind what stands: a step that failed has left its tokens.
+      tokens.resize(static_cast<size_t>(runtime_.engine().length(item.seq)));
+      tokens.insert(tokens.end(), item.tokens.begin(), item.tokens.end());
+    }
+    if (it->second.save) {
       runtime_.saver()->set_tokens(item.seq, runtime_.engine().length(item.seq), item.tokens);
     }
   }

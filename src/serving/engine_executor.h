@@ -48,6 +48,7 @@ class EngineExecutor : public scheduler::Executor {
   Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   [[nodiscard]] int64_t shortest(scheduler::SeqId seq) const override;
+  [[nodiscard]] int64_t cells(scheduler::SeqId seq, int64_t rows) const override;
   void release(scheduler::SeqId seq) override;
 
   // A match in the store. A known one that may have become longer is looked for again, since a
@@ -88,6 +89,12 @@ class EngineExecutor : public scheduler::Executor {
     bool save = false;
     std::vector<policy::HeldRows> cuts = {};  // that were made
     std::unique_ptr<Restore> restore;
+    // With a budget of rows: the tokens, and how many of them the last snapshot of kept rows stands
+    // for (state/kept_state.h).
+    std::vector<int32_t> tokens = {};
+    int64_t kept_at = 0;
+
+    [[nodiscard]] bool budgeted() const { return salt.kv_budget < 1; }
   };
 
   Result<Sequence*> find(scheduler::SeqId seq);
@@ -99,6 +106,21 @@ class EngineExecutor : public scheduler::Executor {
   Result<scheduler::RestoreStatus> end_restore(scheduler::SeqId seq, Sequence& sequence);
   // Too much of it is damaged: what is left is matched and planned anew.
   Status restart(scheduler::SeqId seq, Sequence& sequence);
+  // Of a chain with a budget: the last snapshot of kept rows, where it brings the first token
+  // earlier than what is planned, all rows; none: it doesn't, or there is none.
+  struct KeptChoice {
+    int64_t n_tokens = 0;  // that it stands for
+    store::ChunkRef chunk;
+    policy::Prediction predicted;
+  };
+  [[nodiscard]] Result<KeptChoice> choose_kept(const Sequence& sequence) const;
+  Status open_kept(scheduler::SeqId seq, Sequence& sequence, const KeptChoice& choice);
+  Result<scheduler::RestoreStatus> advance_kept(scheduler::SeqId seq, Sequence& sequence,
+                                                const scheduler::RestoreTurn& turn);
+  // The sequence of a chain with a budget has come to so many tokens.
+  static void note_restored(const Restore& restore, int64_t n_tokens, Sequence& sequence);
+  // The rows that layers are to keep of an idle sequence are saved beside all of them.
+  void save_kept(scheduler::SeqId seq, Sequence& sequence);
   // The saver takes the sequence up from `tokens`, which are saved already, unless it is not saved.
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "state/snapshot_pages.h"
 
 namespace hcache::serving {
 namespace {

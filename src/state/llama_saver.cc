@@ -3,34 +3,21 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <thread>
 #include <utility>
 
 #include "base/log.h"
 #include "base/sync.h"
+#include "state/snapshot_pages.h"
 
 namespace hcache::state {
 namespace {
 
-// A reader's ring holds several of them.
-constexpr size_t kPartBytes = size_t{8} << 20;
 // Written together at most.
 constexpr size_t kBatchBytes = size_t{64} << 20;
 
 size_t bytes_of(const LlamaChunk& chunk) { return chunk.rows.size() + chunk.snapshot.size(); }
-
-// The parts of a snapshot: its length (u64, little-endian), its bytes, and zeros to a multiple of
-// the chunk's tokens, cut into pieces that are multiples as well.
-std::vector<std::byte> framed_snapshot(const LlamaChunk& chunk) {
-  const uint64_t length = chunk.snapshot.size();
-  const size_t n = chunk.tokens.size();
-  std::vector<std::byte> framed((sizeof(length) + length + n - 1) / n * n);
-  std::memcpy(framed.data(), &length, sizeof(length));
-  std::copy(chunk.snapshot.begin(), chunk.snapshot.end(), framed.begin() + sizeof(length));
-  return framed;
-}
 
 class LlamaSaverImpl final : public LlamaSaver {
  public:
@@ -139,12 +126,7 @@ store::ChunkWrite LlamaSaverImpl::write_of(const LlamaChunk& chunk,
     write.pages.push_back({static_cast<uint16_t>(i), store::Encoding::kRows, rows.first(bytes)});
     rows = rows.subspan(bytes);
   }
-  const size_t part = kPartBytes / n * n;
-  for (uint16_t i = 0; !snapshot.empty(); ++i) {
-    const size_t bytes = std::min(part, snapshot.size());
-    write.pages.push_back({i, store::Encoding::kSnapshot, snapshot.first(bytes)});
-    snapshot = snapshot.subspan(bytes);
-  }
+  for (const store::PageWrite& page : snapshot_pages(snapshot, n)) write.pages.push_back(page);
   return write;
 }
 
@@ -154,7 +136,9 @@ void LlamaSaverImpl::write(std::vector<LlamaChunk> batch) {
   uint64_t bytes = 0;
   for (const LlamaChunk& chunk : batch) {
     bytes += bytes_of(chunk);
-    snapshots.push_back(chunk.snapshot.empty() ? std::vector<std::byte>() : framed_snapshot(chunk));
+    snapshots.push_back(chunk.snapshot.empty()
+                            ? std::vector<std::byte>()
+                            : framed_snapshot(chunk.snapshot, chunk.tokens.size()));
     if (!chunk.length->failed) writes.push_back(write_of(chunk, snapshots.back()));
   }
   const Result<store::PutReport> put = store_.put(writes);
@@ -186,31 +170,12 @@ std::unique_ptr<LlamaSaver> LlamaSaver::create(store::Store& store, const Finger
   return std::make_unique<LlamaSaverImpl>(store, fingerprint, layout, backlog_bytes);
 }
 
-size_t snapshot_parts(const store::ChunkInfo& chunk) {
-  return static_cast<size_t>(std::count_if(
-      chunk.pages.begin(), chunk.pages.end(),
-      [](const store::PageInfo& page) { return page.encoding == store::Encoding::kSnapshot; }));
-}
-
 bool has_rows(const store::ChunkInfo& chunk, const libllama::StateLayout& layout) {
   for (size_t i = 0; i < layout.row_bytes.size(); ++i) {
     const store::PageInfo* page = chunk.find_page(static_cast<uint16_t>(i), store::Encoding::kRows);
     if (page == nullptr || page->bytes != layout.row_bytes[i] * chunk.tokens.size()) return false;
   }
   return true;
-}
-
-Result<std::vector<std::byte>> join_snapshot(std::vector<std::byte> parts) {
-  uint64_t length = 0;
-  if (parts.size() < sizeof(length)) return data_loss("a snapshot without its length");
-  std::memcpy(&length, parts.data(), sizeof(length));
-  if (length > parts.size() - sizeof(length)) {
-    return data_loss(fmt::format("a snapshot of {} bytes lacks {} of them", length,
-                                 length - (parts.size() - sizeof(length))));
-  }
-  parts.erase(parts.begin(), parts.begin() + sizeof(length));
-  parts.resize(length);
-  return parts;
 }
 
 }  // namespace hcache::state

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "state/identity.h"
+#include "state/snapshot_pages.h"
 
 namespace hcache::state {
 namespace {
@@ -60,6 +61,9 @@ std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
       } else {
         add_page(write, {layer, store::Encoding::kKv, page.kv});
       }
+    }
+    for (const store::PageWrite& page : snapshot_pages(chunk.snapshot, chunk.tokens.size())) {
+      add_page(write, page);
     }
   }
   return batch;

@@ -27,14 +27,15 @@ struct PageBuffer {
 
 // A chunk on its way into the store; owns everything that its ChunkWrite points to.
 struct ReadyChunk {
-  engine::SeqId seq = -1;  // -1: a page that is added to a chunk of the store
+  engine::SeqId seq = -1;  // -1: pages that are added to a chunk of the store
   ChunkId id;
   ChunkId parent;
   Fingerprint fingerprint;
   Salt salt;
   int64_t first_pos = 0;
   std::vector<int32_t> tokens;
-  std::vector<PageBuffer> layers;  // exactly tokens.size() rows
+  std::vector<PageBuffer> layers;        // exactly tokens.size() rows
+  std::vector<std::byte> snapshot = {};  // framed; empty: none
 };
 
 // Packs the pages of K and V that get shorter by it, with loss where `mode` says so.

@@ -17,6 +17,7 @@
 #include "planned_pages.h"
 #include "policy/snapshots.h"
 #include "state/identity.h"
+#include "state/kept_state.h"
 #include "state/rounding.h"
 
 namespace hcache::state {
@@ -183,10 +184,11 @@ Status RuntimeImpl::load_model() {
 Status RuntimeImpl::open_llama() {
   const bool streamed = options_.weights == model::WeightPlace::kHost ||
                         options_.weights == model::WeightPlace::kDisk;
-  if (streamed || options_.batch.use == BatchEngineUse::kAlways || options_.gpu_direct) {
+  if (streamed || options_.batch.use == BatchEngineUse::kAlways || options_.gpu_direct ||
+      options_.kv_budget) {
     return unimplemented(
-        "--weights host and disk, --engine hybrid and --gpu-direct need our own engine, which does "
-        "not run this model; leave them out");
+        "--weights host and disk, --engine hybrid, --gpu-direct and --kv-budget need our own "
+        "engine, which does not run this model; leave them out");
   }
   // Before libllama sees the file: it trusts what it reads.
   HCACHE_ASSIGN_OR_RETURN(digest_, model::file_digest(env_, options_.model_path, digest_dir(),
@@ -246,7 +248,11 @@ Status RuntimeImpl::init() {
     if (!instead) return opened;
     log::info("the batch runs on the ordinary engine: {}", opened.message());
   }
+  options_.engine.separate_layers = options_.kv_budget.has_value();
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
+  if (options_.kv_budget) {
+    HCACHE_RETURN_IF_ERROR(check_keeps_rows(*engine_).with_context("--kv-budget"));
+  }
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
   HCACHE_RETURN_IF_ERROR(open_profile());
   if (options_.on_profile) options_.on_profile(profile_);
@@ -265,6 +271,7 @@ Status RuntimeImpl::know_adapters() {
   HCACHE_ASSIGN_OR_RETURN(card_.adapters, describe_adapters(env_, options_.adapters, digest_dir(),
                                                             report("checking the adapters")));
   salt_ = adapted(own_salt(options_.salt), card_.adapters, default_scales(card_.adapters));
+  salt_ = budgeted(salt_, options_.kv_budget.value_or(1));
   return {};
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <thread>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "host_ring.h"
 #include "ready_chunk.h"
 #include "state/identity.h"
+#include "state/snapshot_pages.h"
 
 namespace hcache::state {
 namespace {
@@ -73,6 +75,12 @@ struct Cut {
   Fingerprint fingerprint;
   int64_t dropped = 0;
 };
+struct Snapshot {
+  SeqId seq = -1;
+  int64_t n_tokens = 0;
+  std::vector<std::byte> bytes;
+  int64_t replaced = 0;
+};
 struct End {
   SeqId seq = -1;
 };
@@ -81,7 +89,7 @@ struct Flush {
   uint64_t number = 0;  // 0: no caller waits
   SeqId seq = kAllSequences;
 };
-using Command = std::variant<Begin, Tokens, Fork, Cut, Captured, ReadyChunk, End, Flush>;
+using Command = std::variant<Begin, Tokens, Fork, Cut, Captured, ReadyChunk, Snapshot, End, Flush>;
 
 class SaverImpl : public Saver {
  public:
@@ -131,6 +139,14 @@ class SaverImpl : public Saver {
   }
   void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
                  std::span<const std::byte> kv) override;
+  bool keep_snapshot(SeqId seq, int64_t n_tokens, std::vector<std::byte> snapshot,
+                     int64_t replaced) override {
+    const size_t waiting = snapshot_bytes_;
+    if (waiting > 0 && waiting + snapshot.size() > options_.ring_bytes) return false;
+    snapshot_bytes_ += snapshot.size();
+    give(Snapshot{seq, n_tokens, std::move(snapshot), replaced});
+    return true;
+  }
   void end(SeqId seq) override {
     give(End{seq});
     const MutexLock lock(mutex_);
@@ -165,7 +181,7 @@ class SaverImpl : public Saver {
     const MutexLock lock(mutex_);
     SaverStats stats = stats_;
     stats.ring_peak_bytes = ring_->peak();
-    stats.backlog_bytes = ring_->used() + ready_bytes_;
+    stats.backlog_bytes = ring_->used() + ready_bytes_ + snapshot_bytes_;
     return stats;
   }
 
@@ -188,8 +204,10 @@ class SaverImpl : public Saver {
     if (!sequence.broken && sequence.open.n_rows > sequence.open.n_emitted) emit(sequence);
   }
   void add_ready(ReadyChunk chunk);
+  void add_snapshot(const SavedSequence& sequence, const Snapshot& snapshot);
   void write_ready();
-  void write(std::span<const ReadyChunk> chunks);
+  // False: the store did not take them.
+  bool write(std::span<const ReadyChunk> chunks);
   void note_durable(std::span<const ReadyChunk> chunks);
   void lose(SavedSequence& sequence, int64_t n_rows);
   void give_up(SavedSequence& sequence, const Status& why) {
@@ -228,7 +246,9 @@ class SaverImpl : public Saver {
   // Stage two's own.
   std::map<SeqId, SavedSequence> sequences_;
   std::vector<ReadyChunk> ready_;
-  std::atomic<size_t> ready_bytes_ = 0;  // stats() reads it
+  std::atomic<size_t> ready_bytes_ = 0;     // stats() reads it
+  std::atomic<size_t> snapshot_bytes_ = 0;  // that wait to be added to those
+  std::vector<ChunkId> replaced_;           // chunks whose snapshots are of no use any more
   int64_t ready_since_ns_ = 0;
   ggml_type kv_type_;
   KvPacker packer_;
@@ -318,6 +338,10 @@ void SaverImpl::run(Command& command) {
     ring_->give_back(captured->block);
   } else if (auto* chunk = std::get_if<ReadyChunk>(&command)) {
     add_ready(std::move(*chunk));
+  } else if (const auto* snapshot = std::get_if<Snapshot>(&command)) {
+    const auto it = sequences_.find(snapshot->seq);
+    if (it != sequences_.end()) add_snapshot(it->second, *snapshot);
+    snapshot_bytes_ -= snapshot->bytes.size();
   } else if (auto* end = std::get_if<End>(&command)) {
     const auto it = sequences_.find(end->seq);
     if (it == sequences_.end()) return;
@@ -438,12 +462,14 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
   const store::ChunkInfo& info = tail.info();
   const auto n_in_chunk = static_cast<int64_t>(info.tokens.size());
   HCACHE_ASSIGN_OR_RETURN(const auto reader, store_.new_reader({}));
+  std::vector<store::PageInfo> rows;  // what stands for the whole chain stays with its chunk
+  std::copy_if(
+      info.pages.begin(), info.pages.end(), std::back_inserter(rows),
+      [](const store::PageInfo& page) { return page.encoding != store::Encoding::kSnapshot; });
   std::vector<store::PageRequest> requests;
-  for (const store::PageInfo& page : info.pages) {
-    requests.push_back({tail, page.layer, page.encoding});
-  }
+  for (const store::PageInfo& page : rows) requests.push_back({tail, page.layer, page.encoding});
   HCACHE_RETURN_IF_ERROR(reader->submit(requests));
-  for (const store::PageInfo& page : info.pages) {
+  for (const store::PageInfo& page : rows) {
     HCACHE_ASSIGN_OR_RETURN(const store::PageView view, reader->next());
     if (!view.status.ok()) {
       if (view.status.code() == Code::kDataLoss) {
@@ -581,9 +607,32 @@ void SaverImpl::emit(SavedSequence& sequence) {
   add_ready(std::move(chunk));
 }
 
+void SaverImpl::add_snapshot(const SavedSequence& sequence, const Snapshot& snapshot) {
+  const int64_t n = snapshot.n_tokens;
+  // Rows of a chunk that is not saved are no use to anybody, nor is what stands for them.
+  if (sequence.broken || n < kChunk || n % kChunk != 0 || n > sequence.open.first_pos) return;
+  const std::span<const int32_t> tokens = sequence.tokens;
+  ReadyChunk chunk;
+  chunk.salt = sequence.salt;
+  chunk.first_pos = n - kChunk;
+  for (int64_t first = 0; first < n; first += kChunk) {
+    chunk.parent = chunk.id;
+    chunk.fingerprint = sequence.fingerprints.at(first);
+    chunk.id =
+        chunk_id(chunk.fingerprint, sequence.salt.id, chunk.parent, tokens.subspan(first, kChunk));
+    if (first + kChunk == snapshot.replaced && snapshot.replaced < n) {
+      replaced_.push_back(chunk.id);
+    }
+  }
+  chunk.tokens.assign(tokens.begin() + (n - kChunk), tokens.begin() + n);
+  chunk.snapshot = framed_snapshot(snapshot.bytes, kChunk);
+  add_ready(std::move(chunk));
+}
+
 void SaverImpl::add_ready(ReadyChunk chunk) {
   if (ready_.empty()) ready_since_ns_ = env_.monotonic_ns();
   for (const PageBuffer& page : chunk.layers) ready_bytes_ += page.hidden.size() + page.kv.size();
+  ready_bytes_ += chunk.snapshot.size();
   ready_.push_back(std::move(chunk));
 }
 
@@ -595,18 +644,25 @@ void SaverImpl::write_ready() {
   std::stable_sort(ready_.begin(), ready_.end(), [](const ReadyChunk& a, const ReadyChunk& b) {
     return a.salt.owner < b.salt.owner;
   });
+  bool written = true;
   for (auto first = ready_.cbegin(); first != ready_.cend();) {
     const auto end = std::find_if(first, ready_.cend(), [&](const ReadyChunk& chunk) {
       return chunk.salt.owner != first->salt.owner;
     });
-    write({first, end});
+    written = write({first, end}) && written;
     first = end;
   }
   ready_.clear();
   ready_bytes_ = 0;
+  // Others have come in their place.
+  for (const ChunkId& chunk : std::exchange(replaced_, {})) {
+    if (!written) break;
+    store_.quarantine(chunk, 0, store::Encoding::kSnapshot)
+        .ignore("a snapshot too many takes room and does no harm");
+  }
 }
 
-void SaverImpl::write(std::span<const ReadyChunk> chunks) {
+bool SaverImpl::write(std::span<const ReadyChunk> chunks) {
   const std::vector<store::ChunkWrite> batch = writes_of(chunks, *element_type(kv_type_));
   const int64_t start_ns = env_.monotonic_ns();
   const Result<store::PutReport> report = store_.put(batch);
@@ -628,7 +684,7 @@ void SaverImpl::write(std::span<const ReadyChunk> chunks) {
     stats_.chunks_written += report->chunks_new + report->chunks_extended;
     stats_.bytes_written += report->page_bytes;
     stats_.rows_skipped += uint64_t{report->chunks_without_parent} * kChunk;
-    return;
+    return true;
   }
   // Said once, until another error or a success in between changes the picture.
   if (stats_.last_error.code() != report.status().code()) {
@@ -636,6 +692,7 @@ void SaverImpl::write(std::span<const ReadyChunk> chunks) {
   }
   stats_.last_error = report.status();
   if (flush_error_.ok()) flush_error_ = report.status();
+  return false;
 }
 
 // They are on disk.

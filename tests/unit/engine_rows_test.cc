@@ -292,6 +292,44 @@ TEST_F(KeptRowsTest, StepsAttendWhatWasKept) {
   EXPECT_TRUE(same_rows(step(*e, loaded, more), fewer));
 }
 
+// What would be kept, read without a change and loaded elsewhere, is what keep_rows() leaves.
+TEST_F(KeptRowsTest, KeptRowsMoveToAnotherSequence) {
+  const auto e = engine();
+  const auto heads = static_cast<size_t>(e->model().hparams().n_head_kv);
+  const Tokens tokens = random_tokens(e->model(), 40, 1);
+  const Tokens more = random_tokens(e->model(), 6, 2);
+  const SeqId seq = e->create_sequence().value();
+  step(*e, seq, tokens);
+  const SeqId loaded = e->create_sequence().value();
+  HCACHE_EXPECT_OK(e->reserve_rows(loaded, 40));
+  const SeqId whole = e->fork_sequence(seq, 40).value();
+  const std::vector<Row> expected_whole = step(*e, whole, more);
+  for (int layer = 0; layer < e->n_layer(); ++layer) {
+    std::vector<int32_t> kept;
+    for (size_t head = 0; head < heads; ++head) {
+      for (int i = 0; i < 9; ++i) kept.push_back(static_cast<int32_t>(head) + layer + 3 * i);
+    }
+    Bytes k(9 * e->kv_row_bytes());
+    Bytes v(k.size());
+    HCACHE_EXPECT_OK(e->read_kept(seq, layer, kept, k.data(), v.data()));
+    EXPECT_EQ(e->held_rows(seq, layer), 40);
+    HCACHE_EXPECT_OK(e->load_kept(loaded, layer, 9, k.data(), v.data()));
+    EXPECT_EQ(e->held_rows(loaded, layer), 9);
+    EXPECT_EQ(e->load_kept(loaded, layer, 9, k.data(), v.data()).code(), Code::kFailedPrecondition);
+    HCACHE_EXPECT_OK(e->keep_rows(seq, layer, kept));
+  }
+  EXPECT_EQ(e->shortest(loaded), 40);
+  EXPECT_EQ(e->shortest(whole), 0);
+  EXPECT_FALSE(same_rows(expected_whole, step(*e, seq, more)));
+  EXPECT_TRUE(same_rows(step(*e, loaded, more), step(*e, e->fork_sequence(seq, 40).value(), more)));
+
+  // It can be emptied, and is then as good as new.
+  HCACHE_EXPECT_OK(e->trim_sequence(loaded, 0));
+  EXPECT_EQ(e->shortest(loaded), 0);
+  step(*e, loaded, tokens);
+  EXPECT_TRUE(same_rows(step(*e, loaded, more), expected_whole));
+}
+
 TEST_F(KeptRowsTest, WhatLacksRowsStaysInOnePiece) {
   const auto e = engine();
   const Tokens tokens = random_tokens(e->model(), 40, 1);

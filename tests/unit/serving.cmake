@@ -15,6 +15,8 @@ hcache_test(serving_truncation_test unit/serving_truncation_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_windows_test unit/serving_windows_test.cc PACKED
   LIBS hcache_serving hcache_model_tools hcache::llama)
+hcache_test(serving_kept_test unit/serving_kept_test.cc
+  LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_adapters_test unit/serving_adapters_test.cc
   LIBS hcache_serving hcache_model_tools hcache::llama)
 hcache_test(serving_drafting_test unit/serving_drafting_test.cc

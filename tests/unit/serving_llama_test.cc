@@ -7,6 +7,7 @@
 
 #include "redis_testing.h"
 #include "serving_testing.h"
+#include "state/snapshot_pages.h"
 
 namespace hcache::serving {
 namespace {

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,6 +22,7 @@
 #include "model_fixtures.h"
 #include "serving/serving.h"
 #include "state/adapters.h"
+#include "state/kept_state.h"
 #include "test_device.h"
 
 namespace hcache::serving::testing {
@@ -95,6 +97,7 @@ struct How {
   std::optional<policy::TruncationLimits> truncation = {};
   std::vector<float> adapters = {};  // by how much each counts
   scheduler::MediaRef media = {};    // of the chain
+  double kv_budget = 1;
 };
 
 // A chain that was computed, and the greedy answer to it, every token of which has its row.
@@ -115,8 +118,9 @@ inline Said say(Serving& serving, const std::vector<int32_t>& tokens, int n_answ
   scheduler::Request request;
   request.tokens = tokens;
   request.max_new_tokens = n_answer + 1;
-  request.salt =
-      state::adapted(own_salt(how.salt), serving.runtime().card().adapters, how.adapters);
+  request.salt = state::budgeted(
+      state::adapted(own_salt(how.salt), serving.runtime().card().adapters, how.adapters),
+      how.kv_budget);
   request.save = how.save;
   request.cache = how.cache;
   request.restore.mode = how.mode;
@@ -206,16 +210,17 @@ inline Restored restore(const RuntimeOptions& options, const Reference& ref, con
 }
 
 // Flips a bit of one page on disk, found by its bytes. Gives back the page's size.
-inline size_t damage_page(const RuntimeOptions& options, const std::vector<int32_t>& tokens,
-                          size_t chunk, uint16_t layer, bool hidden) {
+inline size_t damage_page(const RuntimeOptions& options, const SaltId& salt,
+                          const std::vector<int32_t>& tokens, size_t chunk,
+                          const std::function<bool(const store::PageInfo&)>& which) {
   std::vector<std::byte> page;
   {
     const auto serving = open(options);
     state::Runtime& runtime = serving->runtime();
-    const auto match = runtime.store()->match(runtime.fingerprint(), own_salt("").id, tokens);
+    const auto match = runtime.store()->match(runtime.fingerprint(), salt, tokens);
     const store::ChunkRef& ref = match->chunks.at(chunk).chunk;
     for (const store::PageInfo& info : ref.info().pages) {
-      if (info.layer != layer || store::is_hidden(info.encoding) != hidden) continue;
+      if (!which(info)) continue;
       auto reader = runtime.store()->new_reader({});
       const store::PageRequest request{ref, info.layer, info.encoding};
       EXPECT_TRUE((*reader)->submit({&request, 1}).ok());
@@ -242,6 +247,13 @@ inline size_t damage_page(const RuntimeOptions& options, const std::vector<int32
   }
   EXPECT_EQ(found, 1);
   return page.size();
+}
+// Of hidden states, or of K and V, without a salt.
+inline size_t damage_page(const RuntimeOptions& options, const std::vector<int32_t>& tokens,
+                          size_t chunk, uint16_t layer, bool hidden) {
+  return damage_page(options, own_salt("").id, tokens, chunk, [&](const store::PageInfo& page) {
+    return page.layer == layer && store::is_hidden(page.encoding) == hidden;
+  });
 }
 
 }  // namespace hcache::serving::testing

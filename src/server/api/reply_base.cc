@@ -84,6 +84,7 @@ Json outcome_json(const Outcome& o) {
           {"restore_ms", o.restore_ms},
           {"overlap", o.restore.overlap},
           {"schedule", o.restore.schedule},
+          {"kept_rows", o.restore.kept_rows},
           {"timeline", timeline_json(o.restore.layers)},
           {"devices", devices_json(o.restore.devices)},
           {"queue_ms", o.queue_ms},

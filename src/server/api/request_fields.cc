@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "policy/compression.h"
 #include "volatile_text.h"
 
 namespace hcache::api {
@@ -468,6 +469,12 @@ void cache_fields(Fields& f, GenerationRequest* r) {
   if (!truncation.empty()) r->truncate = truncation == "auto";
   f.flag("cache_prompt", &r->use_cache, "False: compute everything anew.");
   adapters_field(f, &r->adapters);
+  float budget = 1;
+  f.number("kv_budget", &budget, {policy::kLeastKvBudget, 1},
+           "When the conversation is restored, so much of its KV cache is enough, which comes "
+           "earlier and changes answers a little: the rows that attention falls on. 1: exact. "
+           "Default: as the server was started (--kv-budget).");
+  if (f.has("kv_budget")) r->kv_budget = budget;
   f.text("user", &r->user, "Who asks.", kMaxNameBytes);
   f.integer("priority", &r->priority, {-100, 100}, "Higher is served first.");
   f.integer("speculative.n_max", &r->max_draft, {0, 512},

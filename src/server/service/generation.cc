@@ -434,7 +434,7 @@ void Generation::end(bool whole) {
 FinishedChain Generation::chain_of(const Choice& choice) const {
   FinishedChain chain;
   chain.salt = salt_.id;
-  chain.adapted = !salt_.adapters.empty();
+  chain.adapted = !salt_.adapters.empty() || salt_.kv_budget < 1;
   chain.user = request_.user;
   chain.tokens = prompts_[choice.prompt];
   chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());

@@ -31,6 +31,7 @@ const prometheus::Histogram::BucketBoundaries kPlannerError = {0.02, 0.05, 0.1, 
 
 // What most of a restore's rows were restored by, and where most of its bytes came from.
 const char* main_method(const policy::RestoreRecord& r) {
+  if (r.kept_rows > 0) return "kept";
   if (r.recomputed_tokens > std::max(r.hidden_tokens, r.kv_tokens)) return "recompute";
   return r.hidden_tokens >= r.kv_tokens ? "hidden" : "kv";
 }

@@ -12,6 +12,7 @@
 #include "base/tokens.h"
 #include "batch_answerer.h"
 #include "state/identity.h"
+#include "state/kept_state.h"
 
 namespace hcache::server {
 namespace {
@@ -238,19 +239,31 @@ Status Service::stop(int64_t grace_ns) {
 Service::~Service() { stop(0).ignore("a destructor has nobody to tell; errors were logged"); }
 
 Salt Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
-  return state::adapted(key_salt(request, cache_salt), adapters_->adapters(), adapters_->current());
+  const Salt salt =
+      state::adapted(key_salt(request, cache_salt), adapters_->adapters(), adapters_->current());
+  return state::budgeted(salt, options_.runtime.kv_budget.value_or(1));
 }
 
 Result<Salt> Service::salt_of(const http::Request& request,
                               const api::GenerationRequest& asked) const {
-  if (!asked.adapters) return salt_of(request, asked.cache_salt);
-  HCACHE_ASSIGN_OR_RETURN(std::vector<float> scales, adapters_->of(*asked.adapters));
-  return state::adapted(key_salt(request, asked.cache_salt), adapters_->adapters(),
-                        std::move(scales));
+  std::vector<float> scales = adapters_->current();
+  if (asked.adapters) {
+    HCACHE_ASSIGN_OR_RETURN(scales, adapters_->of(*asked.adapters));
+  }
+  if (asked.kv_budget && !options_.runtime.kv_budget && *asked.kv_budget < 1) {
+    return invalid_argument(
+        "kv_budget: this server's layers keep all rows; start it with --kv-budget 1 to let "
+        "requests choose, or with a smaller one for all");
+  }
+  const Salt salt =
+      state::adapted(key_salt(request, asked.cache_salt), adapters_->adapters(), std::move(scales));
+  return state::budgeted(salt, asked.kv_budget.value_or(options_.runtime.kv_budget.value_or(1)));
 }
 
 Fingerprint Service::file_fingerprint(const Salt& salt) {
-  return state::adapted(runtime().fingerprint(), adapters_->adapters(), salt.adapters);
+  return state::budgeted(
+      state::adapted(runtime().fingerprint(), adapters_->adapters(), salt.adapters),
+      salt.kv_budget);
 }
 
 Salt Service::key_salt(const http::Request& request, const std::string& cache_salt) const {

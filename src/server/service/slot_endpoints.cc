@@ -156,7 +156,7 @@ Result<Json> SlotEndpoints::save(const Call& call, int id) {
   const auto n_tokens = static_cast<int64_t>(slot.held.tokens.size());
   FinishedChain chain;
   chain.salt = salt.id;
-  chain.adapted = !salt.adapters.empty();
+  chain.adapted = !salt.adapters.empty() || salt.kv_budget < 1;
   chain.name = filename;
   chain.tokens = std::move(slot.held.tokens);
   chain.snapshot = true;

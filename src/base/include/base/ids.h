@@ -96,6 +96,9 @@ struct Salt {
   SaltId owner;  // whose quota counts it: that of several salts, or of this one alone
   // By how much each of the model's adapters counts; the id tells them apart. Empty: none does.
   std::vector<float> adapters{};
+  // Restores may do without all but this share of a layer's rows, in (0, 1]; the id tells such
+  // state from what is exact (state/kept_state.h).
+  double kv_budget = 1;
 
   friend bool operator==(const Salt&, const Salt&) = default;
 };

@@ -210,7 +210,7 @@ class Engine {
   // Keeps the first n_tokens rows: none, or shortest() at least.
   Status trim_sequence(SeqId seq, int64_t n_tokens);
   // To how few rows, but for none, the sequence can be trimmed or forked; more than 0 where layers
-  // see a window, and what lies before it is gone.
+  // see a window, and what lies before it is gone, or do without rows.
   [[nodiscard]] int64_t shortest(SeqId seq) const;
   // Of a sequence of n_tokens, the first row that a layer has to hold: 0 unless it sees a window.
   [[nodiscard]] int64_t first_row_needed(int layer, int64_t n_tokens) const;
@@ -227,6 +227,8 @@ class Engine {
   // on. kResourceExhausted when the arena has no room.
   Status reserve_rows(SeqId seq, int64_t n_tokens);
   [[nodiscard]] int64_t length(SeqId seq) const;
+  // Of them, the last ones that a layer has; fewer where it does without some.
+  [[nodiscard]] int64_t held_rows(SeqId seq, int layer) const;
   [[nodiscard]] int64_t arena_free_cells() const;
 
   // --- Rows that a layer does without ----------------------------------------------------------
@@ -240,6 +242,11 @@ class Engine {
   // that, nor can positions move. kFailedPrecondition where layers are not separate, or the layer
   // does without rows already.
   Status keep_rows(SeqId seq, int layer, std::span<const int32_t> kept);
+  // What keep_rows() would leave of K and of V, n rows of kv_row_bytes() each; nothing changes.
+  Status read_kept(SeqId seq, int layer, std::span<const int32_t> kept, std::byte* k, std::byte* v);
+  // Fills a layer of a sequence whose rows are reserved with n kept rows, as read_kept() gave them
+  // of a sequence of this length: it is as if keep_rows() had left them.
+  Status load_kept(SeqId seq, int layer, int64_t n, const std::byte* k, const std::byte* v);
 
   // --- Steps -------------------------------------------------------------------------------
   // Validates the batch and makes room. kInvalidArgument names the bad item; kOutOfRange when a

@@ -48,6 +48,9 @@ struct CompressionInfo {
 inline constexpr int64_t kSinks = 4;
 inline constexpr int64_t kWindow = 32;
 
+// Of budgets that saved conversations may have.
+inline constexpr double kLeastKvBudget = 0.01;
+
 // Of kEveryRow, rows whose attention stands for all rows': every so many. Their weights cost at
 // most a thirty-second of what attention does.
 inline constexpr int64_t kScoredStride = 16;

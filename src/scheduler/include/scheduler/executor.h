@@ -2,7 +2,8 @@
 // implements it over engine and state, the simulator over a cost model.
 //
 // A sequence is a chain of tokens whose KV cells lie in one arena. It holds as many rows as tokens
-// were stepped or restored into it, but for what was cut out of it; every row takes one cell.
+// were stepped or restored into it, but for what was cut out of it; every row takes one cell,
+// unless cells() says otherwise.
 //
 // Threading: one thread owns an Executor; now_ns() alone may be called from any. No call waits for
 // storage, but for a restore that has the device to itself: reads and writes go on in the
@@ -187,6 +188,8 @@ class Executor {
   virtual Status trim(SeqId seq, int64_t n_tokens) = 0;
   // How few rows, but for none, trim() and fork() can keep of it.
   [[nodiscard]] virtual int64_t shortest(SeqId /*seq*/) const { return 0; }
+  // Cells that a sequence of so many rows takes: fewer where layers do without some of them.
+  [[nodiscard]] virtual int64_t cells(SeqId /*seq*/, int64_t rows) const { return rows; }
   // Drops rows [from, to); those behind them move down, to where the model takes them for that much
   // earlier (AttentionStore §3.4). `held`: what is held of its chain then. What is computed from
   // here on is saved as what it is, behind this cut. No step may be in flight. After an error only

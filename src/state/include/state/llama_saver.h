@@ -59,13 +59,7 @@ class LlamaSaver {
   [[nodiscard]] virtual SaverStats stats() const = 0;
 };
 
-// ---- Snapshots as pages
-
-// Whether a chunk has a snapshot, and of how many parts.
-[[nodiscard]] size_t snapshot_parts(const store::ChunkInfo& chunk);
 // Whether a chunk has rows of all tensors.
 [[nodiscard]] bool has_rows(const store::ChunkInfo& chunk, const libllama::StateLayout& layout);
-// What pages of parts say of the whole: the snapshot, or kDataLoss.
-[[nodiscard]] Result<std::vector<std::byte>> join_snapshot(std::vector<std::byte> parts);
 
 }  // namespace hcache::state

@@ -74,6 +74,9 @@ struct RuntimeOptions {
   std::function<Result<std::vector<int32_t>>()> sample;
   SaverOptions saver;
   std::string salt;  // cache salt: isolates tenants
+  // Chains may have a budget of rows (state/kept_state.h), and those with salt() have this one.
+  // Unset: none may. kUnimplemented where the model's layers can't do without rows.
+  std::optional<double> kv_budget;
   // Planned with instead of a measured profile (experiments, tests); it is neither kept nor
   // corrected.
   std::optional<CostProfile> profile;
@@ -155,7 +158,7 @@ class Runtime {
   virtual Status refresh_profile() = 0;
   [[nodiscard]] virtual const policy::SavePlan& save_plan() const = 0;
   [[nodiscard]] virtual const Fingerprint& fingerprint() const = 0;
-  // RuntimeOptions', with the adapters counting as much as they say.
+  // RuntimeOptions', with the adapters counting as much as they say and its budget of rows.
   [[nodiscard]] virtual const Salt& salt() const = 0;
   // By the profile and the Env's nominal speed.
   [[nodiscard]] virtual policy::RestoreCosts costs() const = 0;

@@ -41,8 +41,8 @@ struct SaverStats {
   Status last_error;   // of the store; said once, serving goes on
 };
 
-// Threading: begin, fork, set_tokens, keep_page, end, flush and the CaptureSink calls belong to the
-// engine's thread; stats() may be called from any.
+// Threading: begin, fork, set_tokens, keep_page, keep_snapshot, end, flush and the CaptureSink
+// calls belong to the engine's thread; stats() may be called from any.
 class Saver : public engine::CaptureSink {
  public:
   // Of rows that this model's engine computes, with K and V of this type. `store` and `env` must
@@ -82,6 +82,11 @@ class Saver : public engine::CaptureSink {
   // (K rows, then V rows): they become durable like captured rows.
   virtual void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
                          std::span<const std::byte> kv) = 0;
+  // What stands for the sequence's first n_tokens, whole chunks whose rows were captured before, is
+  // saved as a snapshot of theirs (snapshot_pages.h), and that of its first `replaced` tokens goes;
+  // 0: there is none. False, and nothing happens, where too much waits already.
+  virtual bool keep_snapshot(engine::SeqId seq, int64_t n_tokens, std::vector<std::byte> snapshot,
+                             int64_t replaced) = 0;
   // No more rows will come; what was captured is written. Does not wait.
   virtual void end(engine::SeqId seq) = 0;
   [[nodiscard]] virtual SaverStats stats() const = 0;

@@ -78,7 +78,8 @@ enum class Encoding : std::uint8_t {
   // tensor's number.
   kRows = 32,
   // And a part of what stands for all tokens up to the chunk's last one; `layer` is the part's
-  // number. Of use whole, behind the whole chunk, or not at all.
+  // number. Of use whole, behind the whole chunk, or not at all. Our engine's own are rows that
+  // layers keep of these tokens (state/kept_state.h).
   kSnapshot = 33,
 };
 
@@ -305,8 +306,8 @@ class PageReader {
   [[nodiscard]] virtual ReaderStats stats() const = 0;
 };
 
-// The key of a session's metadata that says whether its state was computed with adapters, which its
-// salt keeps apart from other state, and its fingerprint does not.
+// The key of a session's metadata that says whether its state was computed with adapters or with a
+// budget of rows, which its salt keeps apart from other state, and its fingerprint does not.
 inline constexpr const char* kAdapted = "adapted";
 
 // A named conversation. Its tokens are all kept, whatever became of its chunks.

@@ -102,6 +102,7 @@ struct GenerationRequest {
   std::vector<std::string> response_fields;  // of the answer, "a/b" of objects in it; empty: all
   // Adapters that are left out count nothing; absent: as the server is set.
   std::optional<std::vector<AdapterScale>> adapters;
+  std::optional<double> kv_budget;  // absent: as the server was started
 
   // Ollama.
   bool only_loads = false;  // there is nothing to answer, the model is to be loaded

@@ -1,0 +1,311 @@
+// Conversations with a KV budget: restored from the rows that attention falls on, apart from exact
+// ones, and from all rows where that is impossible.
+#include <gmock/gmock.h>
+
+#include <atomic>
+#include <thread>
+
+#include "policy/compression.h"
+#include "serving_testing.h"
+#include "state/snapshot_pages.h"
+
+namespace hcache::serving {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+constexpr double kBudget = 0.5;
+constexpr int64_t kChunk = store::kChunkTokens;
+
+class KeptTest : public ::testing::Test {
+ protected:
+  KeptTest()
+      : model_(make_tiny(dir_, tiny_options("llama", 2, GGML_TYPE_Q8_0))),
+        options_(tiny_runtime(model_, dir_.file("state"))) {
+    options_.engine.arena_tokens = 4096;
+    options_.kv_budget = 1;
+    // Loading takes longer than anything but computing all anew.
+    options_.save = policy::SaveMode::kKv;
+    options_.profile->read_bytes_per_s = 3e8;
+  }
+
+  static How with(double budget) { return {.kv_budget = budget}; }
+
+  // Computes and saves it. Returns what follows it as well: the answer.
+  Said begin(const std::vector<int32_t>& tokens, const How& how, int n_answer = 10) {
+    const auto serving = open(options_);
+    const Said said = say(*serving, tokens, n_answer, how);
+    EXPECT_TRUE(serving->close().ok());
+    return said;
+  }
+
+  // Where the chain of these tokens has snapshots.
+  static std::vector<int64_t> snapshots(Serving& serving, const std::vector<int32_t>& tokens,
+                                        double budget) {
+    state::Runtime& runtime = serving.runtime();
+    const SaltId salt = state::budgeted(own_salt(""), budget).id;
+    const auto match = runtime.store()->match(runtime.fingerprint(), salt, tokens);
+    std::vector<int64_t> ends;
+    for (const store::MatchedChunk& matched : match->chunks) {
+      const store::ChunkInfo& chunk = matched.chunk.info();
+      if (state::snapshot_parts(chunk) == 0) continue;
+      ends.push_back(static_cast<int64_t>(chunk.first_position + chunk.tokens.size()));
+    }
+    return ends;
+  }
+
+  // What the engine makes of the tokens behind the first n, of which layers keep what the last
+  // ones look at.
+  static std::vector<float> computed(Serving& serving, const std::vector<int32_t>& tokens,
+                                     int64_t n, double budget) {
+    std::vector<float> logits;
+    const Status status = serving.on_engine([&](state::Runtime& runtime) -> Status {
+      engine::Engine& engine = runtime.engine();
+      HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
+      const std::span<const int32_t> all = tokens;
+      const auto seen = static_cast<size_t>(n - policy::kWindow);
+      HCACHE_RETURN_IF_ERROR(engine.prefill(seq, all.first(seen)));
+      engine::AttentionScores told;
+      HCACHE_RETURN_IF_ERROR(engine.observe(
+          {.seq = seq, .first_pos = static_cast<int64_t>(seen), .n_keys = n}, &told));
+      HCACHE_RETURN_IF_ERROR(engine.prefill(seq, all.subspan(seen, policy::kWindow)));
+      HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
+      policy::RowScores scores{.n_layer = engine.n_layer(),
+                               .n_head_kv = engine.model().hparams().n_head_kv,
+                               .n_rows = n};
+      for (const engine::AttentionTally& tally : told.tallies) {
+        scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n);
+      }
+      for (int layer = 0; layer < engine.n_layer(); ++layer) {
+        HCACHE_RETURN_IF_ERROR(engine.keep_rows(
+            seq, layer, policy::choose_rows(policy::Compression::kSnap, scores, layer, budget, 0)));
+      }
+      const engine::BatchItem rest{.seq = seq, .tokens = all.subspan(static_cast<size_t>(n))};
+      HCACHE_ASSIGN_OR_RETURN(const engine::Logits out, engine.decode({&rest, 1}));
+      logits.assign(out.rows.back().begin(), out.rows.back().end());
+      return engine.release_sequence(seq);
+    });
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    return logits;
+  }
+
+  TempDir dir_;
+  std::string model_;
+  RuntimeOptions options_;
+};
+
+std::vector<int32_t> joined(std::vector<int32_t> tokens, const std::vector<int32_t>& more) {
+  tokens.insert(tokens.end(), more.begin(), more.end());
+  return tokens;
+}
+
+TEST_F(KeptTest, RestoresWhatTheBudgetKeeps) {
+  const std::vector<int32_t> prompt = random_tokens(600, 1);
+  const Said begun = begin(prompt, with(kBudget));
+  const std::vector<int32_t> asked = joined(joined(prompt, begun.answer), random_tokens(20, 2));
+  const auto serving = open(options_);
+  const Said said = say(*serving, asked, 8, {.save = false, .kv_budget = kBudget});
+  const policy::RestoreRecord record = said.record();
+  constexpr int64_t kRestored = 610 / kChunk * kChunk;
+  EXPECT_EQ(record.restored_tokens, kRestored);
+  EXPECT_EQ(record.kept_rows, kRestored / 2);
+  const engine::Engine& engine = serving->runtime().engine();
+  const auto row_bytes = static_cast<int64_t>(2 * engine.kv_row_bytes()) * engine.n_layer();
+  const auto bytes = static_cast<int64_t>(record.kv_pages.total());
+  EXPECT_GE(bytes, kRestored / 2 * row_bytes);
+  EXPECT_LE(bytes, kRestored / 2 * row_bytes + 1024) << "a header, and zeros behind all";
+  EXPECT_EQ(record.hidden_pages.total(), 0U);
+  EXPECT_EQ(said.logits, computed(*serving, asked, kRestored, kBudget));
+
+  // Whoever wants all rows gets them.
+  const Said whole =
+      say(*serving, asked, 8,
+          {.mode = policy::Mode::kKv, .cache = CacheUse::kSaved, .kv_budget = kBudget});
+  EXPECT_EQ(whole.record().kept_rows, 0);
+  EXPECT_NE(whole.logits, said.logits) << "half of the rows made no difference";
+  const Said exact = say(*serving, asked, 8);
+  EXPECT_EQ(exact.outcome.new_tokens, static_cast<int64_t>(asked.size())) << "it has no budget";
+  EXPECT_EQ(whole.logits, exact.logits);
+  ASSERT_TRUE(serving->close().ok());
+}
+
+TEST_F(KeptTest, BudgetsAreKeptApart) {
+  const std::vector<int32_t> prompt = random_tokens(400, 1);
+  const auto serving = open(options_);
+  const Said exact = say(*serving, prompt, 8);
+  for (const double budget : {0.5, 0.25}) {
+    const Said said = say(*serving, prompt, 8, with(budget));
+    EXPECT_EQ(said.outcome.new_tokens, 400) << budget;
+    EXPECT_EQ(said.answer, exact.answer) << "nothing was left out yet";
+  }
+  ASSERT_TRUE(serving->flush().ok());
+  EXPECT_THAT(snapshots(*serving, prompt, 1), ::testing::IsEmpty());
+  EXPECT_THAT(snapshots(*serving, prompt, 0.5), ::testing::ElementsAre(384));
+  EXPECT_THAT(snapshots(*serving, prompt, 0.25), ::testing::ElementsAre(384));
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// Turn by turn, each in a process of its own: as if the conversation had stayed with the rows that
+// its first restore had.
+TEST_F(KeptTest, GoesOnFromWhatItKept) {
+  std::vector<int32_t> chain = random_tokens(1000, 1);
+  chain = joined(chain, begin(chain, with(kBudget)).answer);
+  const std::vector<int32_t> second = joined(chain, random_tokens(90, 2));
+  std::vector<int32_t> third;
+  Said expected;
+  {
+    // Nothing of it is saved, so that the store is as it was.
+    const auto serving = open(options_);
+    const How how = {.save = false, .kv_budget = kBudget};
+    const Said said = say(*serving, second, 70, how);
+    EXPECT_EQ(said.record().kept_rows, 1010 / kChunk * kChunk / 2);
+    third = joined(joined(second, said.answer), random_tokens(30, 3));
+    expected = say(*serving, third, 8, how);
+    EXPECT_EQ(expected.outcome.resident_tokens, 1170);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const Said said = begin(second, with(kBudget), 70);
+  EXPECT_EQ(joined(joined(second, said.answer), random_tokens(30, 3)), third);
+  const auto serving = open(options_);
+  EXPECT_THAT(snapshots(*serving, third, kBudget), ::testing::ElementsAre(1152))
+      << "that of the first turn has gone";
+  const Said again = say(*serving, third, 8, with(kBudget));
+  EXPECT_EQ(again.record().restored_tokens, 1152);
+  EXPECT_EQ(again.record().kept_rows, 480 + 1152 - 960) << "what came since, all of it";
+  EXPECT_EQ(again.logits, expected.logits);
+  EXPECT_EQ(again.answer, expected.answer);
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// When most of a conversation came after the choice, it is restored whole and chosen from anew.
+TEST_F(KeptTest, ChoosesAnewFromAllRows) {
+  std::vector<int32_t> chain = random_tokens(700, 1);
+  chain = joined(chain, begin(chain, with(kBudget)).answer);
+  chain = joined(chain, random_tokens(1000, 2));
+  EXPECT_EQ(begin(chain, with(kBudget), 0).record().kept_rows, 352);
+  constexpr int64_t kEnd = 1711 / kChunk * kChunk;
+  {
+    const auto serving = open(options_);
+    EXPECT_THAT(snapshots(*serving, chain, kBudget), ::testing::ElementsAre(704))
+        << "of the others too few could have been left out";
+    chain.push_back(5);
+    const Said said = say(*serving, chain, 0, with(kBudget));
+    EXPECT_EQ(said.record().kept_rows, 0) << "the rows behind it would all be computed";
+    EXPECT_EQ(said.record().restored_tokens, 1710);
+    ASSERT_TRUE(serving->flush().ok());
+    EXPECT_THAT(snapshots(*serving, chain, kBudget), ::testing::ElementsAre(kEnd));
+    ASSERT_TRUE(serving->close().ok());
+  }
+  const auto serving = open(options_);
+  chain.push_back(6);
+  EXPECT_EQ(say(*serving, chain, 0, with(kBudget)).record().kept_rows, kEnd / 2);
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// A sequence without rows can't be taken back; what leaves it early comes from the store.
+TEST_F(KeptTest, ABranchIsRestoredFromAllRows) {
+  const std::vector<int32_t> prompt = random_tokens(600, 1);
+  begin(prompt, with(kBudget));
+  const auto serving = open(options_);
+  const std::vector<int32_t> asked = joined(prompt, random_tokens(30, 2));
+  EXPECT_GT(say(*serving, asked, 8, with(kBudget)).record().kept_rows, 0);
+  std::vector<int32_t> branch(prompt.begin(), prompt.begin() + 500);
+  branch = joined(branch, random_tokens(20, 3));
+  const Said said = say(*serving, branch, 8, with(kBudget));
+  EXPECT_EQ(said.outcome.resident_tokens, 0);
+  EXPECT_EQ(said.record().kept_rows, 0);
+  EXPECT_EQ(said.record().restored_tokens, 500);
+  const Said exact = say(*serving, branch, 8, {.cache = CacheUse::kNone});
+  EXPECT_EQ(said.logits, exact.logits);
+  // The same chain goes on where it is.
+  const Said next = say(*serving, joined(asked, {1, 2, 3}), 4, with(kBudget));
+  EXPECT_EQ(next.outcome.resident_tokens, 630);
+  ASSERT_TRUE(serving->close().ok());
+}
+
+TEST_F(KeptTest, DamageCostsNoAnswer) {
+  const std::vector<int32_t> prompt = random_tokens(600, 1);
+  const std::vector<int32_t> chain = joined(prompt, begin(prompt, with(kBudget)).answer);
+  const std::vector<int32_t> asked = joined(chain, random_tokens(28, 2));
+  const SaltId salt = state::budgeted(own_salt(""), kBudget).id;
+  damage_page(options_, salt, asked, 8, [](const store::PageInfo& page) {
+    return page.encoding == store::Encoding::kSnapshot;
+  });
+  const auto serving = open(options_);
+  const Said said = say(*serving, asked, 8, with(kBudget));
+  EXPECT_EQ(said.record().damaged_pages, 1U);
+  EXPECT_EQ(said.record().kept_rows, 0);
+  EXPECT_EQ(said.record().restored_tokens, 610);
+  EXPECT_EQ(said.logits, say(*serving, asked, 8, {.cache = CacheUse::kNone}).logits);
+  // Its own turn's end has brought a new one.
+  ASSERT_TRUE(serving->flush().ok());
+  EXPECT_THAT(snapshots(*serving, joined(asked, said.answer), kBudget),
+              ::testing::ElementsAre(648 / kChunk * kChunk));
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// With room for two of them, and two at a time.
+TEST_F(KeptTest, ManyConversationsShareASmallArena) {
+  options_.engine.arena_tokens = 1200;
+  const auto serving = open(options_);
+  std::vector<std::vector<int32_t>> chains;
+  for (uint32_t i = 0; i < 5; ++i) chains.push_back(random_tokens(450, i + 1));
+  std::atomic<int> kept = 0;
+  for (uint32_t turn = 0; turn < 3; ++turn) {
+    std::vector<std::thread> clients;
+    for (uint32_t first = 0; first < 2; ++first) {
+      clients.emplace_back([&, first] {
+        for (size_t i = first; i < chains.size(); i += 2) {
+          const Said said = say(*serving, chains[i], 12, with(i % 2 == 0 ? kBudget : 0.3));
+          if (said.record().kept_rows > 0) ++kept;
+          chains[i] = joined(joined(chains[i], said.answer),
+                             random_tokens(20, 100 * turn + static_cast<uint32_t>(i)));
+        }
+      });
+    }
+    for (std::thread& client : clients) client.join();
+    ASSERT_TRUE(serving->flush().ok());
+  }
+  EXPECT_GT(kept, 4);
+  // Nothing is left behind of what layers did without.
+  for (size_t i = 0; i < chains.size(); ++i) {
+    const Said said = say(*serving, random_tokens(1100, 50), 1, {.cache = CacheUse::kNone});
+    EXPECT_EQ(said.answer.size(), 1U);
+  }
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// Guessed tokens are taken back, but never what layers do without rows of.
+TEST_F(KeptTest, GuessesAreTakenBack) {
+  std::vector<int32_t> prompt = random_tokens(80, 1);
+  for (int i = 0; i < 3; ++i) prompt = joined(prompt, prompt);
+  prompt.resize(500);
+  const std::vector<int32_t> chain = joined(prompt, begin(prompt, with(kBudget)).answer);
+  const std::vector<int32_t> asked = joined(chain, {prompt.begin(), prompt.begin() + 20});
+  std::vector<Said> said;
+  for (const int32_t most : {0, 8}) {
+    const auto serving = open(options_, Env::real(), {.most = most, .least = most});
+    said.push_back(say(*serving, asked, 40, {.save = false, .kv_budget = kBudget}));
+    EXPECT_GT(said.back().record().kept_rows, 0);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  EXPECT_EQ(said[0].outcome.drafted_tokens, 0);
+  EXPECT_GT(said[1].outcome.drafted_tokens, 0);
+  EXPECT_EQ(said[0].answer, said[1].answer);
+}
+
+TEST_F(KeptTest, ModelsThatCantAreRefused) {
+  TempDir dir;
+  RuntimeOptions options =
+      tiny_runtime(make_tiny(dir, tiny_options("gemma3", 2, GGML_TYPE_Q8_0)), dir.file("state"));
+  options.kv_budget = kBudget;
+  ServingOptions serving;
+  serving.runtime = options;
+  const Status status = Serving::open(Env::real(), serving).status();
+  EXPECT_EQ(status.code(), Code::kUnimplemented);
+  EXPECT_THAT(status.message(), ::testing::HasSubstr("--kv-budget"));
+  EXPECT_THAT(status.message(), ::testing::HasSubstr("window"));
+}
+
+}  // namespace
+}  // namespace hcache::serving
