@@ -9,6 +9,9 @@
 namespace hcache::state {
 namespace {
 
+// Of the rows that layers keep: what is loaded while the next part is read.
+constexpr size_t kKeptPart = size_t{1} << 20;
+
 void add_page(store::ChunkWrite& write, const store::PageWrite& page) {
   const bool known = std::any_of(write.pages.begin(), write.pages.end(), [&](const auto& other) {
     const bool both_kv = store::is_kv(other.encoding) && store::is_kv(page.encoding);
@@ -62,7 +65,8 @@ std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
         add_page(write, {layer, store::Encoding::kKv, page.kv});
       }
     }
-    for (const store::PageWrite& page : snapshot_pages(chunk.snapshot, chunk.tokens.size())) {
+    for (const store::PageWrite& page :
+         snapshot_pages(chunk.snapshot, chunk.tokens.size(), kKeptPart)) {
       add_page(write, page);
     }
   }

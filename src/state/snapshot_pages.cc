@@ -6,13 +6,6 @@
 #include <cstring>
 
 namespace hcache::state {
-namespace {
-
-// A reader's ring holds several of them.
-constexpr size_t kPartBytes = size_t{8} << 20;
-
-}  // namespace
-
 std::vector<std::byte> framed_snapshot(std::span<const std::byte> snapshot, size_t n_tokens) {
   const uint64_t length = snapshot.size();
   std::vector<std::byte> framed((kSnapshotFrame + length + n_tokens - 1) / n_tokens * n_tokens);
@@ -21,9 +14,10 @@ std::vector<std::byte> framed_snapshot(std::span<const std::byte> snapshot, size
   return framed;
 }
 
-std::vector<store::PageWrite> snapshot_pages(std::span<const std::byte> framed, size_t n_tokens) {
+std::vector<store::PageWrite> snapshot_pages(std::span<const std::byte> framed, size_t n_tokens,
+                                             size_t part_bytes) {
   std::vector<store::PageWrite> pages;
-  const size_t part = kPartBytes / n_tokens * n_tokens;
+  const size_t part = part_bytes / n_tokens * n_tokens;
   for (uint16_t i = 0; !framed.empty(); ++i) {
     const size_t bytes = std::min(part, framed.size());
     pages.push_back({i, store::Encoding::kSnapshot, framed.first(bytes)});

@@ -20,9 +20,12 @@ namespace hcache::state {
 inline constexpr size_t kSnapshotFrame = sizeof(uint64_t);
 [[nodiscard]] std::vector<std::byte> framed_snapshot(std::span<const std::byte> snapshot,
                                                      size_t n_tokens);
-// The pages of a framed one, which they refer to.
+// The pages of a framed one, which they refer to. Parts have so many bytes at most: a reader's ring
+// holds several of them.
+inline constexpr size_t kSnapshotPart = size_t{8} << 20;
 [[nodiscard]] std::vector<store::PageWrite> snapshot_pages(std::span<const std::byte> framed,
-                                                           size_t n_tokens);
+                                                           size_t n_tokens,
+                                                           size_t part_bytes = kSnapshotPart);
 
 // Whether a chunk has a snapshot, and of how many parts.
 [[nodiscard]] size_t snapshot_parts(const store::ChunkInfo& chunk);
