@@ -102,6 +102,12 @@ Status check_keeps_rows(engine::Engine& engine) {
         "steps of several devices are in flight at once, between which no rows "
         "can be chosen");
   }
+  if (engine.options().max_batch_rows < policy::kWindow) {
+    return invalid_argument(
+        fmt::format("steps of {} rows are too short to see which rows count; take --batch {} at "
+                    "least",
+                    engine.options().max_batch_rows, policy::kWindow));
+  }
   HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
   engine::AttentionScores scores;
   Status status = engine.observe({.seq = seq, .n_keys = 1}, &scores);
@@ -113,10 +119,6 @@ Status check_keeps_rows(engine::Engine& engine) {
   return status;
 }
 
-int64_t kept_state_rows(int64_t n_tokens, double budget) {
-  return policy::kept_rows(n_tokens, budget);
-}
-
 Result<std::optional<std::vector<std::byte>>> kept_state(engine::Engine& engine, engine::SeqId seq,
                                                          std::span<const int32_t> tokens,
                                                          double budget) {
@@ -124,7 +126,7 @@ Result<std::optional<std::vector<std::byte>>> kept_state(engine::Engine& engine,
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   if (n_tokens < kLeastKeptTokens) return Snapshot();
   const size_t row_bytes = engine.kv_row_bytes();
-  const int64_t wanted = kept_state_rows(n_tokens, budget);
+  const int64_t wanted = policy::kept_rows(n_tokens, budget);
   const int64_t held = engine.held_rows(seq, 0) - (engine.length(seq) - n_tokens);
   if (held < n_tokens) {
     const auto most = static_cast<int64_t>(kMostAbove * static_cast<double>(n_tokens - wanted));

@@ -38,7 +38,8 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 [[nodiscard]] Salt budgeted(const Salt& base, double kv_budget);
 // The same for fingerprints, of files that leave the store.
 [[nodiscard]] Fingerprint budgeted(const Fingerprint& base, double kv_budget);
-// kFailedPrecondition or kUnimplemented, with the reason, where this engine can't do without rows.
+// The reason where this engine can't do without rows: kUnimplemented, or by its options
+// kFailedPrecondition or kInvalidArgument.
 [[nodiscard]] Status check_keeps_rows(engine::Engine& engine);
 
 // The share `budget` of the rows of a sequence's first tokens.size() tokens, which are whole
@@ -48,8 +49,6 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 // that choosing anew, from all rows, is better.
 [[nodiscard]] Result<std::optional<std::vector<std::byte>>> kept_state(
     engine::Engine& engine, engine::SeqId seq, std::span<const int32_t> tokens, double budget);
-// How many rows of a layer that is.
-[[nodiscard]] int64_t kept_state_rows(int64_t n_tokens, double budget);
 
 // What restoring such a snapshot, the chunk's, and computing n_new tokens behind it is expected to
 // take. `costs` are those of all rows.
