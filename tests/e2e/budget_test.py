@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 import unittest
+import urllib.error
+import urllib.request
 
 from serving import TEXT, Server, default_model, lend_profiles
 
@@ -82,6 +84,31 @@ class Budgets(unittest.TestCase):
                 lend_profiles(other)
                 with start(other) as server:
                     self.assertEqual(server.chat(again, max_tokens=10)["choices"], exact["choices"])
+
+    def test_session_files_know_their_budget(self):
+        question = [user(TEXT[:1500] + "\nWhat is this about?")]
+        with tempfile.TemporaryDirectory() as folder, start(folder, "--kv-budget", "0.5") as server:
+            answer = server.chat(question, max_tokens=8, session_id="talk")
+            with urllib.request.urlopen(server.url + "/v1/sessions/talk/export") as reply:
+                file = reply.read()
+            self.assertEqual(server.stop(), 0)
+        again = [*question, answer["choices"][0]["message"], user("Go on.")]
+        for budget, fits in (("0.5", True), ("0.25", False), ("1", False)):
+            with tempfile.TemporaryDirectory() as folder, start(folder, "--kv-budget", budget) as server:
+                upload = urllib.request.Request(server.url + "/v1/sessions/import", file, method="POST")
+                if fits:
+                    with urllib.request.urlopen(upload) as reply:
+                        self.assertEqual(json.load(reply)["id"], "talk")
+                    # Pages of all rows and of the kept ones.
+                    stat = server.call("GET", "/v1/store")[1]
+                    self.assertGreater(stat["page_bytes"], 0.9 * len(file))
+                else:
+                    with self.assertRaises(urllib.error.HTTPError) as refusal:
+                        urllib.request.urlopen(upload)
+                    self.assertEqual(refusal.exception.code, 409)
+                    self.assertIn("--kv-budget", refusal.exception.read().decode())
+                server.chat(again, max_tokens=2)
+                self.assertEqual(server.stop(), 0)
 
     def test_what_it_can_not_be_had_with_is_named(self):
         done = refused("--kv-budget", "0")

@@ -69,8 +69,8 @@ Result<store::Match> settled_match(Service& service, const Conversation& convers
   }
 }
 
-// Whether a page of a chunk could have been written by this server's model.
-bool page_could_be(Service& service, const store::ArchiveChunk& chunk,
+// Whether a page of a chunk could have been written by this server's model, for that salt.
+bool page_could_be(Service& service, const Salt& salt, const store::ArchiveChunk& chunk,
                    const store::PageWrite& page) {
   state::Runtime& runtime = service.runtime();
   if (state::OpenLlama* llama = runtime.llama(); llama != nullptr) {
@@ -78,6 +78,9 @@ bool page_could_be(Service& service, const store::ArchiveChunk& chunk,
     if (page.encoding == store::Encoding::kSnapshot) return llama->engine->layout().snapshots;
     return page.encoding == store::Encoding::kRows && page.layer < rows.size() &&
            page.bytes.size() == rows[page.layer] * chunk.n_tokens;
+  }
+  if (page.encoding == store::Encoding::kSnapshot) {
+    return salt.kv_budget < 1 && chunk.n_tokens == store::kChunkTokens;
   }
   const model::HParams& hparams = runtime.model().hparams();
   const ggml_type kv_type = service.options().runtime.engine.kv_type;
@@ -95,7 +98,7 @@ Status check_fits(Service& service, const store::Archive& archive, const Salt& s
   if (archive.head.fingerprint != own) {
     return failed_precondition(fmt::format(
         "the session file is of model '{}' with state {}, this server has '{}' with state {}; "
-        "weights, adapters, RoPE parameters and --kv-type must be the same",
+        "weights, adapters, RoPE parameters, --kv-type and --kv-budget must be the same",
         archive.head.model, to_hex(archive.head.fingerprint), service.model_name(), to_hex(own)));
   }
   const int32_t n_vocab = service.tokenizer().n_vocab();
@@ -107,7 +110,7 @@ Status check_fits(Service& service, const store::Archive& archive, const Salt& s
   }
   for (const store::ArchiveChunk& chunk : archive.chunks) {
     for (const store::PageWrite& page : chunk.pages) {
-      if (!page_could_be(service, chunk, page)) {
+      if (!page_could_be(service, salt, chunk, page)) {
         return invalid_argument(fmt::format(
             "the session file has a page that this model can't have: layer {}, {}, {} bytes",
             page.layer, store::encoding_name(page.encoding), page.bytes.size()));
