@@ -14,6 +14,7 @@
 #include "base/units.h"
 #include "draft_args.h"
 #include "policy/compression.h"
+#include "state/kept_state.h"
 #include "state/sample_text.h"
 
 namespace hcache::cli {
@@ -499,8 +500,7 @@ Status Conversation::save() {
   session.fingerprint = serving_.runtime().fingerprint();
   session.salt = serving_.runtime().salt().id;
   session.tokens = tokens_;
-  const Salt& salt = serving_.runtime().salt();
-  const bool adapted = !salt.adapters.empty() || salt.kv_budget < 1;
+  const bool adapted = state::differs(serving_.runtime().salt());
   session.metadata_json = Json{{store::kAdapted, adapted}}.dump();
   return serving_.runtime().store()->put_session(session);
 }

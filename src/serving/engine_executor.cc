@@ -405,7 +405,6 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   }
   fetch();
   Restore& restore = *sequence->restore;
-  if (restore.kept) return advance_kept(seq, *sequence, turn);
   if (!restore.work) return end_restore(seq, *sequence);
   const int64_t history = restore.planned.plan.restored_tokens;
   const StallTimer stall;
@@ -458,20 +457,13 @@ Result<RestoreStatus> EngineExecutor::end_restore(SeqId seq, Sequence& sequence)
     status.held = restore->held;
   }
   if (sequence.budgeted()) note_restored(*restore, status.tokens, sequence);
-  if (restore->kept) {
-    status.record = restore->kept->record();
-    status.record.predicted_first_s = restore->kept_predicted.makespan_s;
-    status.record.predicted_restore_s = restore->kept_predicted.restored_s;
-    const std::span<const float> logits = restore->kept->logits();
-    logits_.assign(logits.begin(), logits.end());
-    status.logits = logits_;
-  } else if (restore->work) {
+  if (restore->work) {
     status.record = restore->work->record();
-    runtime_.observe(status.record);
+    if (status.record.kept_rows == 0) runtime_.observe(status.record);
     const std::span<const float> logits = restore->work->logits();
     logits_.assign(logits.begin(), logits.end());
     status.logits = logits_;
-  } else if (restore->attempts > 0 || restore->kept_damaged) {
+  } else if (restore->attempts > 0) {
     // Nothing usable is left after damaged pages: the saver begins with the first token.
     begin_saving(seq, sequence, {}, {});
   }

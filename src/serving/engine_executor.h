@@ -115,8 +115,6 @@ class EngineExecutor : public scheduler::Executor {
   };
   [[nodiscard]] Result<KeptChoice> choose_kept(const Sequence& sequence) const;
   Status open_kept(scheduler::SeqId seq, Sequence& sequence, const KeptChoice& choice);
-  Result<scheduler::RestoreStatus> advance_kept(scheduler::SeqId seq, Sequence& sequence,
-                                                const scheduler::RestoreTurn& turn);
   // The sequence of a chain with a budget has come to so many tokens.
   static void note_restored(const Restore& restore, int64_t n_tokens, Sequence& sequence);
   // The rows that layers are to keep of an idle sequence are saved beside all of them.

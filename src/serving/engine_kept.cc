@@ -4,15 +4,14 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/stall.h"
 #include "engine_executor.h"
 #include "engine_restore.h"
+#include "state/kept_state.h"
 #include "state/snapshot_pages.h"
 
 namespace hcache::serving {
 namespace {
 
-using scheduler::RestoreStatus;
 using scheduler::SeqId;
 
 struct MatchedState {
@@ -57,68 +56,19 @@ Result<EngineExecutor::KeptChoice> EngineExecutor::choose_kept(const Sequence& s
 Status EngineExecutor::open_kept(SeqId seq, Sequence& sequence, const KeptChoice& choice) {
   Restore& restore = *sequence.restore;
   HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, choice.n_tokens));
-  auto kept = state::KeptRestore::begin(env_, runtime_.engine(), *runtime_.store(),
-                                        restore_run(seq, sequence), choice.n_tokens, choice.chunk);
-  if (!kept.ok()) {
-    runtime_.engine().trim_sequence(seq, 0).ignore("the first error is the one to report");
-    return kept.status();
-  }
-  restore.kept = std::move(*kept);
-  restore.kept_predicted = choice.predicted;
+  state::RestoreRun run = restore_run(seq, sequence);
+  run.on_damage = [this, &restore](const state::PageFailure& failure) {
+    runtime_.discard(failure);
+    restore.kept_damaged = true;  // whether it could be dropped or not, all rows are there
+  };
+  auto work = state::begin_kept_restore(env_, runtime_.engine(), *runtime_.store(), run,
+                                        choice.chunk, choice.n_tokens, choice.predicted);
+  HCACHE_RETURN_IF_ERROR(work.status());  // the sequence is empty again
+  restore.work = std::move(*work);
   restore.upto = choice.n_tokens;
   const std::span<const int32_t> tokens = restore.tokens;
   begin_saving(seq, sequence, tokens.first(static_cast<size_t>(choice.n_tokens)), {});
   return {};
-}
-
-Result<RestoreStatus> EngineExecutor::advance_kept(SeqId seq, Sequence& sequence,
-                                                   const scheduler::RestoreTurn& turn) {
-  using Phase = state::KeptRestore::Phase;
-  Restore& restore = *sequence.restore;
-  const StallTimer stall;
-  const int64_t start_ns = env_.monotonic_ns();
-  RestoreStatus status;
-  const auto time = [&](RestoreStatus* of) {
-    of->seconds = static_cast<double>(env_.monotonic_ns() - start_ns) * 1e-9;
-    of->stalled_s = stall.stalled_s(of->seconds);
-  };
-  const bool alone = turn.proceed != nullptr;
-  Result<Phase> phase = restore.kept->advance(turn.budget_s, alone);
-  while (alone && phase.ok() && *phase == Phase::kWorking &&
-         turn.proceed(restore.kept->fraction())) {
-    phase = restore.kept->advance(0, alone);
-  }
-  if (phase.ok() && *phase == Phase::kFailed) {
-    ++restore.damage.damaged_pages;
-    runtime_.discard(restore.kept->failure());
-    restore.kept.reset();
-    restore.kept_damaged = true;
-    Status reopened = runtime_.engine().trim_sequence(seq, 0);
-    if (reopened.ok()) {
-      restore.prefix = std::make_shared<Prefix>(
-          runtime_.match(std::span(restore.tokens).first(static_cast<size_t>(restore.job.upto)),
-                         sequence.salt.id, restore.cuts));
-      reopened = open_restore(seq, sequence);
-    }
-    if (!reopened.ok()) phase = reopened;
-  }
-  if (!phase.ok()) {
-    sequence.restore.reset();
-    begin_saving(seq, sequence, {}, {});
-    return phase.status();
-  }
-  if (*phase == Phase::kDone) {
-    HCACHE_ASSIGN_OR_RETURN(status, end_restore(seq, sequence));
-    time(&status);
-    return status;
-  }
-  time(&status);
-  status.reserved = restore.kept ? restore.upto + restore.kept->record().prefilled_tokens
-                                 : restore.held.rows(restore.upto);
-  status.phase = *phase == Phase::kWaitingForIo ? RestoreStatus::Phase::kWaitingForIo
-                                                : RestoreStatus::Phase::kWorking;
-  status.fraction = restore.kept ? restore.kept->fraction() : 0;
-  return status;
 }
 
 void EngineExecutor::note_restored(const Restore& restore, int64_t n_tokens, Sequence& sequence) {

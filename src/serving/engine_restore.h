@@ -9,7 +9,6 @@
 #include "engine_executor.h"
 #include "policy/restore_record.h"
 #include "policy/truncation.h"
-#include "state/kept_state.h"
 #include "state/restorer.h"
 #include "state/runtime.h"
 #include "store/store.h"
@@ -37,9 +36,7 @@ struct EngineExecutor::Restore {
   std::vector<int32_t> rows;
   state::PlannedRestore planned;
   std::unique_ptr<state::Restoration> work;  // null: there is nothing to restore
-  std::unique_ptr<state::KeptRestore> kept;  // instead of it, rows that layers keep
-  policy::Prediction kept_predicted;
-  bool kept_damaged = false;
+  bool kept_damaged = false;                 // what it restored were rows that layers keep
   int attempts = 0;
   bool undroppable = false;      // the store will offer again what is damaged
   policy::RestoreRecord damage;  // of attempts that failed: what they found

@@ -379,12 +379,7 @@ Result<bool> LlamaExecutor::take_page(SeqId seq, Restore& restore, bool wait) {
     restore.compute_s += seconds_since(env_, begin_ns);
   }
   restore.from_remote = view->origin == store::PageOrigin::kRemote;
-  const uint64_t bytes = view->bytes.size();
-  switch (view->origin) {
-    case store::PageOrigin::kMemory: restore.record.kv_pages.dram += bytes; break;
-    case store::PageOrigin::kDisk: restore.record.kv_pages.disk += bytes; break;
-    case store::PageOrigin::kRemote: restore.record.kv_pages.remote += bytes; break;
-  }
+  restore.record.kv_pages += state::tier_bytes(*view);
   restore.reader->release(view->index);
   HCACHE_RETURN_IF_ERROR(status);
   ++restore.next;

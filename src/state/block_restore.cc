@@ -182,13 +182,7 @@ Status BlockRestoreImpl::take(store::PageView view) {
       std::memcpy(to.data(), from.data(), to.size());
       from = from.subspan(to.size());
     }
-    policy::TierBytes& pages =
-        kinds_[block] == BlockKind::kKv ? record_.kv_pages : record_.hidden_pages;
-    switch (view.origin) {
-      case store::PageOrigin::kMemory: pages.dram += view.bytes.size(); break;
-      case store::PageOrigin::kDisk: pages.disk += view.bytes.size(); break;
-      case store::PageOrigin::kRemote: pages.remote += view.bytes.size(); break;
-    }
+    (kinds_[block] == BlockKind::kKv ? record_.kv_pages : record_.hidden_pages) += tier_bytes(view);
   }
   reader_->release(view.index);
   return {};

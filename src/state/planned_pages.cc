@@ -111,9 +111,7 @@ policy::AvailableRun offered_run(Engine& engine, const ChunkSpan& span, int64_t 
       mask |= encoding;
       double factor = 1;
       if (!origins.empty()) {
-        const store::PageOrigin origin = origins[static_cast<size_t>(page - info.pages.data())];
-        if (origin == store::PageOrigin::kMemory) factor = slowness.memory;
-        if (origin == store::PageOrigin::kRemote) factor = slowness.remote;
+        factor = slowness.of(origins[static_cast<size_t>(page - info.pages.data())]);
       }
       slowest = std::max(slowest, factor);
     };

@@ -23,6 +23,11 @@ struct TierSlowness {
   const store::Store* store = nullptr;  // knows where a page would come from; null: the disks
   double memory = 0;
   double remote = 1;
+
+  [[nodiscard]] double of(store::PageOrigin origin) const {
+    if (origin == store::PageOrigin::kMemory) return memory;
+    return origin == store::PageOrigin::kRemote ? remote : 1;
+  }
 };
 
 // What the store offers of a match to this engine, as the planner wants it.

@@ -231,12 +231,7 @@ Result<RestorationImpl::Fetched> RestorationImpl::fetch_page(const PlannedPage& 
 }
 
 void RestorationImpl::note_read(const store::PageInfo& page) {
-  policy::TierBytes bytes;
-  switch (view_->origin) {
-    case store::PageOrigin::kMemory: bytes.dram = view_->bytes.size(); break;
-    case store::PageOrigin::kDisk: bytes.disk = view_->bytes.size(); break;
-    case store::PageOrigin::kRemote: bytes.remote = view_->bytes.size(); break;
-  }
+  const policy::TierBytes bytes = tier_bytes(*view_);
   (store::is_hidden(page.encoding) ? record_.hidden_pages : record_.kv_pages) += bytes;
   record_.devices[device_of_[page.layer]].pages += bytes;
   if (view_->origin == store::PageOrigin::kMemory) return;

@@ -294,6 +294,43 @@ TEST_F(KeptTest, GuessesAreTakenBack) {
   EXPECT_EQ(said[0].answer, said[1].answer);
 }
 
+// Rows that are reserved and were never filled must not pass for state.
+TEST_F(KeptTest, AnUnfinishedRestoreLeavesNothing) {
+  const std::vector<int32_t> prompt = random_tokens(600, 1);
+  begin(prompt, with(kBudget));
+  const auto serving = open(options_);
+  const Status status = serving->on_engine([&](state::Runtime& runtime) -> Status {
+    engine::Engine& engine = runtime.engine();
+    const store::Match match = runtime.match(prompt, state::budgeted(own_salt(""), kBudget).id);
+    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.create_sequence());
+    HCACHE_RETURN_IF_ERROR(engine.reserve_rows(seq, 576));
+    state::RestoreRun run;
+    run.seq = seq;
+    run.tokens = prompt;
+    {
+      HCACHE_ASSIGN_OR_RETURN(const auto restore,
+                              state::begin_kept_restore(Env::real(), engine, *runtime.store(), run,
+                                                        match.chunks.at(8).chunk, 576, {}));
+      HCACHE_RETURN_IF_ERROR(restore->advance({.budget_s = 0}).status());
+    }
+    EXPECT_EQ(engine.length(seq), 0);
+    EXPECT_EQ(engine.shortest(seq), 0);
+    HCACHE_RETURN_IF_ERROR(engine.reserve_rows(seq, 576));
+    {
+      HCACHE_ASSIGN_OR_RETURN(const auto restore,
+                              state::begin_kept_restore(Env::real(), engine, *runtime.store(), run,
+                                                        match.chunks.at(8).chunk, 576, {}));
+      HCACHE_ASSIGN_OR_RETURN(const auto phase,
+                              restore->advance({.proceed = [](double) { return true; }}));
+      EXPECT_EQ(phase, state::Restoration::Phase::kDone);
+    }
+    EXPECT_EQ(engine.length(seq), 600) << "with the tokens behind";
+    return engine.release_sequence(seq);
+  });
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  ASSERT_TRUE(serving->close().ok());
+}
+
 TEST_F(KeptTest, ModelsThatCantAreRefused) {
   TempDir dir;
   RuntimeOptions options =

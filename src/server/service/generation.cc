@@ -14,6 +14,7 @@
 #include "endpoint.h"
 #include "messages.h"
 #include "request_log.h"
+#include "state/kept_state.h"
 
 namespace hcache::server {
 namespace {
@@ -434,7 +435,7 @@ void Generation::end(bool whole) {
 FinishedChain Generation::chain_of(const Choice& choice) const {
   FinishedChain chain;
   chain.salt = salt_.id;
-  chain.adapted = !salt_.adapters.empty() || salt_.kv_budget < 1;
+  chain.adapted = state::differs(salt_);
   chain.user = request_.user;
   chain.tokens = prompts_[choice.prompt];
   chain.tokens.insert(chain.tokens.end(), choice.reply.begin(), choice.reply.end());

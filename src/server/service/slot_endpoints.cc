@@ -10,6 +10,7 @@
 
 #include "api/answers.h"
 #include "api/request.h"
+#include "state/kept_state.h"
 
 namespace hcache::server {
 namespace {
@@ -156,7 +157,7 @@ Result<Json> SlotEndpoints::save(const Call& call, int id) {
   const auto n_tokens = static_cast<int64_t>(slot.held.tokens.size());
   FinishedChain chain;
   chain.salt = salt.id;
-  chain.adapted = !salt.adapters.empty() || salt.kv_budget < 1;
+  chain.adapted = state::differs(salt);
   chain.name = filename;
   chain.tokens = std::move(slot.held.tokens);
   chain.snapshot = true;

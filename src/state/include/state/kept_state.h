@@ -25,7 +25,6 @@
 #include "base/status.h"
 #include "engine/engine.h"
 #include "policy/restore_plan.h"
-#include "policy/restore_record.h"
 #include "state/restorer.h"
 #include "store/store.h"
 
@@ -36,6 +35,11 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 
 // `base`'s own state with this budget, in (0, 1], to four digits; 1: exact.
 [[nodiscard]] Salt budgeted(const Salt& base, double kv_budget);
+// Whether what was computed for a salt is other state than the model alone would have, which its id
+// keeps apart and its fingerprint does not: by adapters, or a budget.
+[[nodiscard]] inline bool differs(const Salt& salt) {
+  return !salt.adapters.empty() || salt.kv_budget < 1;
+}
 // The same for fingerprints, of files that leave the store.
 [[nodiscard]] Fingerprint budgeted(const Fingerprint& base, double kv_budget);
 // The reason where this engine can't do without rows: kUnimplemented, or by its options
@@ -57,67 +61,12 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
                                              const store::ChunkRef& chunk, int64_t n_tokens,
                                              int64_t n_new);
 
-class NewTokens;
-
-// Reads such a snapshot into a sequence.
-class KeptRestore {
- public:
-  enum class Phase : uint8_t {
-    kWaitingForIo,
-    kWorking,  // the budget is spent
-    kDone,
-    kFailed,  // failure() says which page; the sequence is as it was reserved
-  };
-
-  // The sequence of `run` has n_tokens rows reserved; `chunk`, the one that they end with, has the
-  // snapshot. Of the run tokens, limits of reading and before_step count. Engine, store and what
-  // the run refers to outlive it.
-  static Result<std::unique_ptr<KeptRestore>> begin(Env& env, engine::Engine& engine,
-                                                    store::Store& store, RestoreRun run,
-                                                    int64_t n_tokens, const store::ChunkRef& chunk);
-  ~KeptRestore();
-
-  // For about so long. `alone`: as long as it takes, waiting for what is not there yet, but for one
-  // page at most; and the tokens behind follow through each layer that is loaded.
-  Result<Phase> advance(double budget_s, bool alone);
-  // Of the last token of the run, if it was computed.
-  [[nodiscard]] std::span<const float> logits() const { return logits_; }
-  [[nodiscard]] const PageFailure& failure() const { return failure_; }
-  [[nodiscard]] double fraction() const;
-  // What it has done; whole when advance() says so.
-  [[nodiscard]] const policy::RestoreRecord& record() const { return record_; }
-
- private:
-  KeptRestore(Env& env, engine::Engine& engine, RestoreRun run, int64_t n_tokens,
-              const store::ChunkRef& chunk);
-  // Takes the next page, if it is there. False: it is not.
-  Result<bool> take_page(bool wait);
-  // Loads the layers whose rows have come. kDataLoss where they are not this model's.
-  Status load_layers();
-  Status load_layer();
-  Status read_header();
-  Status begin_to_follow();
-  Status finish();
-  [[nodiscard]] Phase fail(size_t part, Status status, bool remote);
-
-  Env& env_;
-  engine::Engine& engine_;
-  const RestoreRun run_;
-  const int64_t n_tokens_;
-  const store::ChunkRef chunk_;
-  size_t n_parts_ = 0;
-  size_t n_bytes_ = 0;  // of all parts
-  std::unique_ptr<store::PageReader> reader_;
-  size_t part_ = 0;               // that comes next
-  std::vector<std::byte> bytes_;  // that have come
-  size_t used_ = 0;               // of them, that are in a layer
-  std::vector<int64_t> rows_;     // of each layer; empty before the header has come
-  int layer_ = 0;                 // that is loaded next
-  std::unique_ptr<NewTokens> following_;
-  std::vector<float> logits_;
-  PageFailure failure_;
-  int64_t begin_ns_ = 0;
-  policy::RestoreRecord record_;
-};
+// Restores such a snapshot, of `chunk`, into the sequence of `run`, which has n_tokens rows
+// reserved up to the chunk's end. New tokens follow where nothing else wants the device. Of the run
+// match, plan and what is computed do not count; any page that is damaged ends it. `predicted` is
+// the plan's, for the record.
+[[nodiscard]] Result<std::unique_ptr<Restoration>> begin_kept_restore(
+    Env& env, engine::Engine& engine, store::Store& store, const RestoreRun& run,
+    const store::ChunkRef& chunk, int64_t n_tokens, const policy::Prediction& predicted);
 
 }  // namespace hcache::state

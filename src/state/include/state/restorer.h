@@ -29,6 +29,17 @@ struct PageFailure {
   bool remote = false;  // the remote tier's: the store has dropped it already
 };
 
+// The bytes of a page that was read, by the tier that it came from.
+[[nodiscard]] inline policy::TierBytes tier_bytes(const store::PageView& view) {
+  const uint64_t n = view.bytes.size();
+  switch (view.origin) {
+    case store::PageOrigin::kMemory: return {.dram = n};
+    case store::PageOrigin::kDisk: return {.disk = n};
+    case store::PageOrigin::kRemote: break;
+  }
+  return {.remote = n};
+}
+
 // K and V of one layer of a whole chunk, as the arena holds them.
 struct ComputedPage {
   const store::ChunkInfo& chunk;
