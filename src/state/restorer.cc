@@ -106,7 +106,8 @@ class RestorationImpl : public Restoration {
   Status begin_new_tokens(int64_t n);
   // Those that have begun, if there are any, may go on.
   [[nodiscard]] bool may_follow(const Slice& slice) const {
-    return slice.proceed || (following_ && following_->rows() <= slice.keep_rows);
+    if (slice.proceed) return true;
+    return following_ && following_->rows() <= slice.keep_rows && follow_layer_s_ <= slice.keep_s;
   }
   Status end_follow();
   // What has begun is the caller's again, and so are all rows from `rows` on.

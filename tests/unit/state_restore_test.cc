@@ -332,16 +332,19 @@ TEST_F(DevicesAtOnce, NewTokensFollowThroughBoth) {
 }
 
 // New tokens that began when nothing else wanted the devices, when others' steps run: they wait,
-// and go on afterwards, or in a turn that has room for them, or are the caller's in the end.
+// and go on afterwards, or in a turn that has room for them, or are the caller's in the end; so
+// they are where the first layer takes longer than a turn.
 TEST_F(DevicesAtOnce, NewTokensThatBeganAloneWaitForRoomBesideOthers) {
   hold(engine::kTapHidden | engine::kTapKv);
   const Restoration::Slice no_room{.rows = 70, .budget_s = 0, .follow_rows = 16, .keep_rows = 16};
   Restoration::Slice room = no_room;
   room.keep_rows = static_cast<int64_t>(conversation_.tokens.size()) - kRows;
   ASSERT_GT(room.keep_rows, no_room.keep_rows);
+  Restoration::Slice too_slow = room;
+  too_slow.keep_s = 0;
   Restoration::Slice alone;
   alone.proceed = [](double) { return true; };
-  for (const Restoration::Slice& later : {no_room, room, alone}) {
+  for (const Restoration::Slice& later : {no_room, room, too_slow, alone}) {
     RestoreRun run = devices_->run(kAllHidden);
     run.tokens = conversation_.tokens;
     const auto restoration = devices_->begin(run);
@@ -354,7 +357,8 @@ TEST_F(DevicesAtOnce, NewTokensThatBeganAloneWaitForRoomBesideOthers) {
     for (int turn = 0; turn < 3; ++turn) phase = restoration->advance(no_room);
     while (phase.ok() && *phase != Phase::kDone) phase = restoration->advance(later);
     ASSERT_TRUE(phase.ok()) << phase.status().to_string();
-    const bool gives_up = later.proceed == nullptr && later.keep_rows < room.keep_rows;
+    const bool gives_up =
+        later.proceed == nullptr && (later.keep_rows < room.keep_rows || later.keep_s == 0);
     EXPECT_EQ(restoration->record().prefilled_tokens, gives_up ? 0 : room.keep_rows);
     EXPECT_EQ(devices_->engine->length(run.seq), gives_up ? kRows : kRows + room.keep_rows);
     Row logits(restoration->logits().begin(), restoration->logits().end());

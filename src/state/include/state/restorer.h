@@ -106,6 +106,8 @@ class Restoration {
     // How many of them may go on. More, which began when nothing else wanted the device, wait until
     // nothing does again, and are given up once all rows are restored: then they are the caller's.
     int64_t keep_rows = 0;
+    // … nor do they where a layer took longer than this.
+    double keep_s = std::numeric_limits<double>::infinity();
     // Set: nothing else wants the device. There is no budget then, pages are waited for, and all
     // new tokens, as far as a step holds them, follow each layer at once, the last one included.
     // Asked between units, with the fraction that is done; false ends the call.
