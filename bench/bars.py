@@ -197,7 +197,7 @@ class Bars:
     def bar5(self) -> None:
         """The paper's balance."""
         quick = self.args.quick
-        history = 256 if quick else 2048
+        history = 256 if quick else self.args.history
         common = ["--history", history, "--new", 50, "--greedy", 4, "--reps", self.args.reps]
         link = ["--link", "none" if self.args.gpu else "paper"]
         for kind in ("f16",) if self.args.gpu else ("f16", "q8_0"):
@@ -282,6 +282,9 @@ def main() -> None:
                         help="the GPU's set of bars, on any device (default: with cuda and vulkan)")
     parser.add_argument("--shape", help="shape of the random-weight models (default: llama2-7b)")
     parser.add_argument("--layers", type=int, help="its layers (default: 8, with --gpu 32)")
+    parser.add_argument("--history", type=int, default=2048,
+                        help="bar 5's tokens that return; shapes whose context is 2,048 have room for"
+                             " 1,984 (default: 2,048)")
     args = parser.parse_args()
     args.gpu = args.gpu or args.device.startswith(("cuda", "vulkan"))
     args.shape = args.shape or (lib.QUICK_SHAPE if args.quick else "llama2-7b")

@@ -102,6 +102,35 @@ ModelShape with_experts(ModelShape shape, int n_expert, int n_used, int n_ff_exp
   return shape;
 }
 
+// Experts that every token goes through are one block, as wide as all of them together; the first
+// layer has a dense one.
+ModelShape deepseek_moe_16b() {
+  ModelShape shape =
+      with_experts(llama("deepseek-moe-16b", 28, 2048, 16, 16, 10944, 102400, 4096), 64, 6, 1408);
+  shape.arch = "deepseek";
+  shape.norm_eps = 1e-6F;
+  shape.n_ff_shared = 2 * 1408;
+  shape.n_dense_layers = 1;
+  return shape;
+}
+
+ModelShape gptneox(std::string name, int n_layer, int n_embd, int n_head, int n_vocab) {
+  return {.name = std::move(name),
+          .arch = "gptneox",
+          .n_layer = n_layer,
+          .n_embd = n_embd,
+          .n_head = n_head,
+          .n_head_kv = n_head,
+          .head_dim = n_embd / n_head,
+          .n_ff = 4 * n_embd,
+          .n_vocab = n_vocab,
+          .n_ctx = 2048,
+          .qkv_bias = true,
+          .block_biases = true,
+          .two_blocks = false,
+          .n_rot = n_embd / n_head / 4};
+}
+
 // Of another architecture that differs from Llama in its spec's row alone.
 ModelShape as(std::string arch, ModelShape shape) {
   shape.arch = std::move(arch);
@@ -191,6 +220,10 @@ const std::vector<ModelShape>& shapes() {
       with_experts(as("olmoe", llama("olmoe-1b-7b", 16, 2048, 16, 16, 1024, 50304, 4096)), 64, 8,
                    1024),
       with_experts(as("qwen3moe", qwen3_30b_a3b()), 128, 8, 768),
+      deepseek_moe_16b(),
+      gptneox("pythia-1.4b", 24, 2048, 16, 50304),
+      gptneox("pythia-6.9b", 32, 4096, 32, 50432),
+      gptneox("gpt-neox-20b", 44, 6144, 64, 50432),
       as("phi3", llama("phi3-mini", 32, 3072, 32, 32, 8192, 32064, 4096)),
       gemma("gemma-2b", 18, 2048, 8, 1, 16384),
       gemma("gemma-7b", 28, 3072, 16, 16, 24576),
