@@ -102,38 +102,31 @@ ModelShape with_experts(ModelShape shape, int n_expert, int n_used, int n_ff_exp
   return shape;
 }
 
+// Of another architecture: where nothing else is set, one that differs from Llama in its spec's row
+// alone.
+ModelShape as(std::string arch, ModelShape shape) {
+  shape.arch = std::move(arch);
+  return shape;
+}
+
 // Experts that every token goes through are one block, as wide as all of them together; the first
 // layer has a dense one.
 ModelShape deepseek_moe_16b() {
   ModelShape shape =
-      with_experts(llama("deepseek-moe-16b", 28, 2048, 16, 16, 10944, 102400, 4096), 64, 6, 1408);
-  shape.arch = "deepseek";
+      as("deepseek", llama("deepseek-moe-16b", 28, 2048, 16, 16, 10944, 102400, 4096));
   shape.norm_eps = 1e-6F;
   shape.n_ff_shared = 2 * 1408;
   shape.n_dense_layers = 1;
-  return shape;
+  return with_experts(std::move(shape), 64, 6, 1408);
 }
 
 ModelShape gptneox(std::string name, int n_layer, int n_embd, int n_head, int n_vocab) {
-  return {.name = std::move(name),
-          .arch = "gptneox",
-          .n_layer = n_layer,
-          .n_embd = n_embd,
-          .n_head = n_head,
-          .n_head_kv = n_head,
-          .head_dim = n_embd / n_head,
-          .n_ff = 4 * n_embd,
-          .n_vocab = n_vocab,
-          .n_ctx = 2048,
-          .qkv_bias = true,
-          .block_biases = true,
-          .two_blocks = false,
-          .n_rot = n_embd / n_head / 4};
-}
-
-// Of another architecture that differs from Llama in its spec's row alone.
-ModelShape as(std::string arch, ModelShape shape) {
-  shape.arch = std::move(arch);
+  ModelShape shape = as("gptneox", llama(std::move(name), n_layer, n_embd, n_head, n_head,
+                                         4 * n_embd, n_vocab, 2048));
+  shape.qkv_bias = true;
+  shape.block_biases = true;
+  shape.two_blocks = false;
+  shape.n_rot = shape.head_dim / 4;
   return shape;
 }
 
