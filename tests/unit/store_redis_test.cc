@@ -14,6 +14,7 @@
 #include "redis/redis_url.h"
 #include "redis_testing.h"
 #include "remote_testing.h"
+#include "tier.h"
 
 namespace hcache::store {
 namespace {
@@ -115,6 +116,33 @@ TEST(RemoteTier, WhatOneStoreWroteAnotherOneReads) {
   EXPECT_EQ(read_back(b.store(), match).good, whole.chunks().size() * 4);
   // And the first one sees what the second one added.
   EXPECT_EQ(a.look_up(longer).n_tokens, longer.size());
+}
+
+// The first calls wait until the client knows its servers, and those given behind them need not.
+TEST(RemoteTier, WhatIsAskedForAtOnceIsFoundWithItsPages) {
+  RedisServer redis;
+  Machine machine(redis.url());
+  const Chain saved = chain(kChunkTokens);
+  ASSERT_OK(machine.store().put(saved.chunks()));
+  ASSERT_TRUE(machine.settled());
+  RemoteOptions options;
+  options.url = redis.url();
+  for (int i = 0; i < 25; ++i) {
+    const auto tier = open_tier(Env::real(), options, test_seal());
+    ASSERT_OK(tier);
+    std::promise<Result<std::vector<std::optional<ChunkRecord>>>> answer;
+    const std::vector<ChunkId> ids(3000, saved.chunks()[0].id);
+    (*tier)->find(ids, Env::real().monotonic_ns() + static_cast<std::int64_t>(kPatienceS * 1e9),
+                  [&](auto found) { answer.set_value(std::move(found)); });
+    const auto found = answer.get_future().get();
+    ASSERT_OK(found);
+    ASSERT_EQ(found->size(), ids.size());
+    for (const std::optional<ChunkRecord>& record : *found) {
+      ASSERT_TRUE(record.has_value());
+      ASSERT_EQ(record->info.pages.size(), 4U);
+      ASSERT_EQ(record->places.size(), 4U);
+    }
+  }
 }
 
 TEST(RemoteTier, ATailThatGoesLeavesWhatOthersHaveRead) {

@@ -59,17 +59,25 @@ std::string_view text_of(const redisReply* reply) {
                                            : std::string_view();
 }
 
-// Gives a record the pages that the names of a chunk's fields speak of.
-void add_pages(const redisReply* fields, ChunkRecord* record) {
-  std::vector<std::pair<PageInfo, std::uint64_t>> pages;
-  for (std::size_t i = 0; i < fields->elements; ++i) {
+using PageFields = std::vector<std::pair<PageInfo, std::uint64_t>>;  // with their checksums
+
+// What the names of a chunk's fields say of its pages.
+PageFields pages_of(const redisReply& fields) {
+  PageFields pages;
+  for (std::size_t i = 0; i < fields.elements; ++i) {
     PageInfo page;
     std::uint64_t checksum = 0;
-    if (parse_field(text_of(fields->element[i]), &page, &checksum) &&
-        page.bytes % record->info.tokens.size() == 0) {
+    if (parse_field(text_of(fields.element[i]), &page, &checksum)) {
       pages.emplace_back(page, checksum);
     }
   }
+  return pages;
+}
+
+// Gives a record its pages.
+void add_pages(PageFields pages, ChunkRecord* record) {
+  const std::size_t n_tokens = record->info.tokens.size();
+  std::erase_if(pages, [&](const auto& page) { return page.first.bytes % n_tokens != 0; });
   const auto before = [](const auto& a, const auto& b) {
     return std::tuple(a.first.layer, a.first.encoding, a.second) <
            std::tuple(b.first.layer, b.first.encoding, b.second);
@@ -126,23 +134,30 @@ class RedisTier : public Tier {
 };
 
 void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDone done) {
-  // On the client's thread, but for its making.
+  // On the client's thread, but for its making. A chunk's two answers come in any order: one of
+  // them may have been sent around, or waited until the client knew its servers.
   struct Search {
-    std::vector<std::optional<ChunkRecord>> found;
+    struct Chunk {
+      std::optional<ChunkRecord> record;
+      PageFields pages;
+    };
+    std::vector<Chunk> chunks;
     std::size_t left = 0;
     Status status;
     FindDone done;
     void end() {
       if (--left > 0) return;
-      if (status.ok()) {
-        done(std::move(found));
-      } else {
-        done(status);
+      if (!status.ok()) return done(status);
+      std::vector<std::optional<ChunkRecord>> found;
+      for (Chunk& chunk : chunks) {
+        if (chunk.record) add_pages(std::move(chunk.pages), &*chunk.record);
+        found.push_back(std::move(chunk.record));
       }
+      done(std::move(found));
     }
   };
   auto search = std::make_shared<Search>();
-  search->found.resize(ids.size());
+  search->chunks.resize(ids.size());
   search->left = 2 * ids.size();
   search->done = std::move(done);
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -159,7 +174,7 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
         if (decoded.ok()) {
           decoded->info.pages.clear();
           decoded->places.clear();
-          search->found[i] = std::move(*decoded);
+          search->chunks[i].record = std::move(*decoded);
         } else {
           log::warn("in Redis: {}", decoded.status().to_string());
         }
@@ -171,13 +186,11 @@ void RedisTier::find(std::vector<ChunkId> ids, std::int64_t deadline_ns, FindDon
     fields.key = key;
     fields.args = {"HKEYS", key};
     fields.deadline_ns = deadline_ns;
-    // Its answer comes behind the record's; where it does not, the chunk counts as one without
-    // pages.
     fields.done = [search, i](const Result<const redisReply*>& reply) {
       if (!reply.ok()) {
         search->status = reply.status();
-      } else if (search->found[i].has_value() && (*reply)->type == REDIS_REPLY_ARRAY) {
-        add_pages(*reply, &*search->found[i]);
+      } else if ((*reply)->type == REDIS_REPLY_ARRAY) {
+        search->chunks[i].pages = pages_of(**reply);
       }
       search->end();
     };
