@@ -155,6 +155,10 @@ Status ServingImpl::open_all() {
   executor.dram_bytes = options_.runtime.dram_bytes;
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   limits_ = executor_->limits();
+  if (runtime_->store() != nullptr && options_.prepared_restores > 0) {
+    runtime_->store()->prepare_readers(static_cast<size_t>(options_.prepared_restores),
+                                       {.ring_bytes = executor.restore_ring_bytes});
+  }
   HCACHE_RETURN_IF_ERROR(open_draft(options_.scheduler));
   HCACHE_ASSIGN_OR_RETURN(
       scheduler_, scheduler::Scheduler::create(*executor_, options_.scheduler, draft_.get()));

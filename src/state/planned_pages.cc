@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "policy/read_order.h"
@@ -328,7 +329,9 @@ Result<std::unique_ptr<store::PageReader>> open_reader(store::Store* store,
     largest =
         std::max<size_t>(largest, page.chunk.info().find_page(page.layer, page.encoding)->bytes);
   }
-  options.ring_bytes = std::max<uint64_t>(options.ring_bytes, 8 * (largest + kDirectAlignment));
+  // Of few sizes, so that the next reader can have it.
+  const auto needed = std::bit_ceil<uint64_t>(8 * (largest + kDirectAlignment));
+  options.ring_bytes = std::max(options.ring_bytes, needed);
   HCACHE_ASSIGN_OR_RETURN(reader, store->new_reader(options));
   HCACHE_RETURN_IF_ERROR(reader->submit(pages));
   return reader;

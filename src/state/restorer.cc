@@ -33,6 +33,8 @@ constexpr int64_t kRepairedPages = 2;
 constexpr double kUnitMargin = 1.2;  // a unit may take longer than those before it
 // For one page that is read in another encoding; more where pages are large.
 constexpr uint64_t kSpareRingBytes = 1U << 20;
+// Of pages, while others take steps: what some turns take in, and checked in a millisecond.
+constexpr uint64_t kAheadBesideOthers = 8U << 20;
 
 class RestorationImpl : public Restoration {
  public:
@@ -167,6 +169,7 @@ Status RestorationImpl::open() {
   store::ReaderOptions options;
   options.ring_bytes = run_.ring_bytes;
   options.remote_timeout_s = run_.remote_timeout_s;
+  if (!run_.alone) options.ahead_bytes = kAheadBesideOthers;
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(pages), options));
   lanes_ = RestoreLanes(std::move(pages));
   record_ = policy::planned_record(plan_, engine_.n_layer());
@@ -638,6 +641,7 @@ Result<bool> RestorationImpl::work(const Slice& slice, double left_s) {
 Result<Restoration::Phase> RestorationImpl::advance(const Slice& slice) {
   if (phase_ == Phase::kDone || phase_ == Phase::kFailed) return phase_;
   phase_ = Phase::kWorking;
+  if (reader_) reader_->set_ahead(slice.proceed ? UINT64_MAX : kAheadBesideOthers);
   const int64_t begin = env_.monotonic_ns();
   double used_s = 0;
   const auto goes_on = [&] {

@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/sync.h"
 #include "host_ring.h"
+#include "planned_pages.h"
 #include "ready_chunk.h"
 #include "state/identity.h"
 #include "state/snapshot_pages.h"
@@ -85,6 +86,7 @@ struct End {
   SeqId seq = -1;
 };
 constexpr SeqId kAllSequences = -1;
+constexpr uint64_t kTailRingBytes = 8U << 20;
 struct Flush {
   uint64_t number = 0;  // 0: no caller waits
   SeqId seq = kAllSequences;
@@ -461,14 +463,15 @@ Status SaverImpl::rewind(SavedSequence& sequence, int64_t n_tokens) {
 Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows) {
   const store::ChunkInfo& info = tail.info();
   const auto n_in_chunk = static_cast<int64_t>(info.tokens.size());
-  HCACHE_ASSIGN_OR_RETURN(const auto reader, store_.new_reader({}));
   std::vector<store::PageInfo> rows;  // what stands for the whole chain stays with its chunk
   std::copy_if(
       info.pages.begin(), info.pages.end(), std::back_inserter(rows),
       [](const store::PageInfo& page) { return page.encoding != store::Encoding::kSnapshot; });
   std::vector<store::PageRequest> requests;
   for (const store::PageInfo& page : rows) requests.push_back({tail, page.layer, page.encoding});
-  HCACHE_RETURN_IF_ERROR(reader->submit(requests));
+  store::ReaderOptions options;
+  options.ring_bytes = kTailRingBytes;
+  HCACHE_ASSIGN_OR_RETURN(const auto reader, open_reader(&store_, requests, options));
   for (const store::PageInfo& page : rows) {
     HCACHE_ASSIGN_OR_RETURN(const store::PageView view, reader->next());
     if (!view.status.ok()) {

@@ -52,6 +52,18 @@ Result<ReaderParts> ReaderPool::take(Env& env, std::size_t ring_bytes, std::size
   return parts;
 }
 
+void ReaderPool::prepare(Env& env, std::size_t n, std::size_t ring_bytes, std::size_t depth) {
+  std::vector<ReaderParts> made;
+  n = std::min({n, kMaxIdle, kMaxIdleBytes / ring_bytes});
+  while (made.size() < n) {
+    auto parts = take(env, ring_bytes, depth);
+    if (!parts.ok()) break;  // who needs a reader hears why
+    std::memset(parts->ring.data(), 0, ring_bytes);
+    made.push_back(std::move(*parts));
+  }
+  for (ReaderParts& parts : made) give_back(std::move(parts));
+}
+
 void ReaderPool::give_back(ReaderParts parts) {
   if (parts.ring.size() > kMaxIdleBytes) return;
   std::vector<ReaderParts> oldest;  // end outside the lock
@@ -83,7 +95,8 @@ PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, s
       window_bytes_(options.ring_bytes / 8),
       parts_(std::move(parts)),
       ring_(parts_.ring.data()),
-      queue_(parts_.queue.get()) {
+      queue_(parts_.queue.get()),
+      ahead_bytes_(options.ahead_bytes) {
   {
     MutexLock lock(link_->mutex);
     link_->reader = this;
@@ -238,9 +251,20 @@ void PageReaderImpl::end_busy() {
   busy_since_ns_ = -1;
 }
 
+void PageReaderImpl::set_ahead(std::uint64_t bytes) {
+  if (ahead_bytes_.exchange(bytes) < bytes) wake();
+}
+
+bool PageReaderImpl::far_ahead() {
+  const std::uint64_t limit = ahead_bytes_;
+  far_ahead_ = ahead_ >= limit || (far_ahead_ && ahead_ > limit / 2);
+  return far_ahead_ && next_plan_ > next_out_;
+}
+
 bool PageReaderImpl::start_request() {
   take_from_cache();
   if (next_plan_ == first_item_ + items_.size() || in_flight_ == queue_->depth()) return false;
+  if (far_ahead()) return false;
 
   Item& first = item(next_plan_);
   const PagePlace& start = place_of(first.job);
@@ -282,6 +306,7 @@ bool PageReaderImpl::start_request() {
     member->request = request.get();
     const std::size_t within = place_of(member->job).offset - request->offset;
     member->bytes = {ring_ + request->ring_at + within, page_of(member->job).bytes};
+    ahead_ += member->bytes.size();
   }
   begin_busy();
   ++in_flight_;
@@ -493,6 +518,10 @@ PageView PageReaderImpl::take_next() {
   PageView view;
   view.index = next_out_++;
   Item& taken = item(view.index);
+  if (taken.request != nullptr) {
+    ahead_ -= page_of(taken.job).bytes;
+    if (far_ahead_ && !far_ahead()) wake();
+  }
   view.status = taken.job.status;
   if (view.status.ok()) {
     view.bytes = taken.bytes;

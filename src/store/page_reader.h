@@ -87,13 +87,17 @@ class ReaderPool {
   // A ring of exactly `ring_bytes` and a queue of exactly `depth`.
   [[nodiscard]] Result<ReaderParts> take(Env& env, std::size_t ring_bytes, std::size_t depth)
       HCACHE_EXCLUDES(mutex_);
+  // Parts that take() will find, as many of `n` as are kept, their memory there.
+  void prepare(Env& env, std::size_t n, std::size_t ring_bytes, std::size_t depth)
+      HCACHE_EXCLUDES(mutex_);
   // The queue has nothing in flight.
   void give_back(ReaderParts parts) HCACHE_EXCLUDES(mutex_);
 
  private:
-  // Restores at the same time, and the smaller rings of readers ahead and of single pages.
+  // Of four restores at a time, and the smaller rings of readers ahead, of tails and of single
+  // pages.
   static constexpr std::size_t kMaxIdle = 8;
-  static constexpr std::size_t kMaxIdleBytes = std::size_t{256} << 20;
+  static constexpr std::size_t kMaxIdleBytes = std::size_t{320} << 20;
 
   const StoreOptions& options_;
   Mutex mutex_;
@@ -113,6 +117,7 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] Result<std::optional<PageView>> try_next() override HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] Result<std::optional<PageView>> next_within(std::int64_t timeout_ns) override
       HCACHE_EXCLUDES(mutex_);
+  void set_ahead(std::uint64_t bytes) override HCACHE_EXCLUDES(wake_mutex_);
   void release(std::size_t index) override HCACHE_EXCLUDES(mutex_);
   void cancel() override HCACHE_EXCLUDES(mutex_);
   [[nodiscard]] ReaderStats stats() const override HCACHE_EXCLUDES(mutex_);
@@ -164,6 +169,9 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] bool must_yield() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
   bool start_request() HCACHE_REQUIRES(mutex_);
+  // Enough has been read that nobody has taken; never when the next page that is wanted is not even
+  // planned.
+  [[nodiscard]] bool far_ahead() HCACHE_REQUIRES(mutex_);
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
   void submit_to_queue(Request* request) HCACHE_REQUIRES(mutex_);
   void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
@@ -205,6 +213,8 @@ class PageReaderImpl final : public PageReader {
   std::byte* const ring_;
   IoQueue* const queue_;
 
+  std::atomic<std::uint64_t> ahead_bytes_;  // set_ahead()'s
+
   // Held for a moment at most, so that nobody who has others to answer sleeps because of it.
   Mutex wake_mutex_;
   CondVar work_;  // for the I/O thread
@@ -220,6 +230,8 @@ class PageReaderImpl final : public PageReader {
   std::size_t next_out_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::deque<std::unique_ptr<Request>> requests_ HCACHE_GUARDED_BY(mutex_);  // in ring order
   std::size_t ring_tail_ HCACHE_GUARDED_BY(mutex_) = 0;                      // where to take next
+  std::uint64_t ahead_ HCACHE_GUARDED_BY(mutex_) = 0;  // bytes of requests' pages, not taken
+  bool far_ahead_ HCACHE_GUARDED_BY(mutex_) = false;
   std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
   std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
   std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;         // in the queue

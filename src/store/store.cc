@@ -28,6 +28,13 @@ std::string without_slash(std::string path) {
   return path;
 }
 
+ReaderOptions usable(ReaderOptions options) {
+  options.ring_bytes = options.ring_bytes / kBlock * kBlock;
+  options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
+  options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);
+  return options;
+}
+
 Status check_options(const StoreOptions& options) {
   if (options.dirs.empty()) return invalid_argument("a store needs at least one directory");
   if (options.dirs.size() >= kMaxDisks) return invalid_argument("a store has at most 254 disks");
@@ -440,13 +447,18 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
   if (options.ring_bytes < kMinRingBytes) {
     return invalid_argument(fmt::format("a reader's ring needs at least {} bytes", kMinRingBytes));
   }
-  options.ring_bytes = options.ring_bytes / kBlock * kBlock;
-  options.request_bytes = std::max<std::uint64_t>(options.request_bytes, kBlock);
-  options.queue_depth = std::clamp<std::uint32_t>(options.queue_depth, 1, 1024);
+  options = usable(options);
   HCACHE_ASSIGN_OR_RETURN(ReaderParts parts,
                           readers_.take(env_, options.ring_bytes, options.queue_depth));
   return std::unique_ptr<PageReader>(std::make_unique<PageReaderImpl>(
       env_, *this, readers_, segments_->disks(), options, std::move(parts)));
+}
+
+void StoreImpl::prepare_readers(std::size_t n, ReaderOptions options) {
+  options = usable(options);
+  if (options.ring_bytes >= kMinRingBytes) {
+    readers_.prepare(env_, n, options.ring_bytes, options.queue_depth);
+  }
 }
 
 Result<PageJob> StoreImpl::job(const PageRequest& page) const {

@@ -58,6 +58,7 @@ class StoreImpl final : public Store, public PageSource {
                std::span<const std::int32_t> tokens) override;
   [[nodiscard]] Result<ChunkRef> find(const ChunkId& id) override;
   [[nodiscard]] Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) override;
+  void prepare_readers(std::size_t n, ReaderOptions options) override;
   [[nodiscard]] std::vector<PageOrigin> origins(const ChunkRef& chunk) const override;
   [[nodiscard]] double remote_bytes_per_s() const override;
   [[nodiscard]] Status quarantine(const ChunkId& id, std::uint16_t layer,

@@ -9,6 +9,7 @@ namespace hcache::store {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
+using hcache::test::eventually;
 using hcache::test::Patience;
 
 TEST_F(StoreTest, AdjacentPagesAreReadTogether) {
@@ -152,6 +153,64 @@ TEST_F(StoreTest, RingsOfEverySizeAreKeptForTheNextReaders) {
   EXPECT_EQ(made, 8) << "so much memory does not lie idle";
 }
 
+// What a fast disk brings has to be checked: beside others no more of it than is soon wanted.
+TEST_F(StoreTest, AReaderStaysAsFarAheadAsItIsTold) {
+  open();
+  // 8 layers of 640 KiB.
+  const Chain chain(kModel, kSalt, tokens_of(1024), {8, {Encoding::kHiddenQ8_1}, 640});
+  put(chain);
+  auto match = store_->match(kModel, kSalt, chain.tokens());
+  ASSERT_OK(match);
+  constexpr std::uint64_t kAhead = 512 << 10;
+  constexpr std::uint64_t kRequest = 128 << 10;
+  auto reader = store_->new_reader(
+      {.ring_bytes = 32 << 20, .request_bytes = kRequest, .ahead_bytes = kAhead});
+  ASSERT_OK(reader);
+  const auto requests = requests_of(*match);
+  ASSERT_OK((*reader)->submit(requests));
+  const auto take = [&](std::size_t i) {
+    auto view = (*reader)->next();
+    ASSERT_OK(view);
+    ASSERT_OK(view->status);
+    (*reader)->release(i);
+  };
+  std::size_t taken = 0;
+  for (; taken < requests.size() / 2; ++taken) {
+    take(taken);
+    const ReaderStats stats = (*reader)->stats();
+    const std::uint64_t unused = stats.requests * 8192;  // of the first and last blocks
+    EXPECT_LE(stats.disk_bytes, stats.page_bytes + kAhead + kRequest + unused);
+  }
+  // Told that nobody else is there, it reads all of it though nobody takes any.
+  (*reader)->set_ahead(UINT64_MAX);
+  EXPECT_TRUE(eventually([&] { return (*reader)->stats().disk_bytes >= chain.bytes(); }));
+  for (; taken < requests.size(); ++taken) take(taken);
+  EXPECT_EQ((*reader)->stats().page_bytes, chain.bytes());
+}
+
+TEST_F(StoreTest, PreparedReadersHaveTheirRings) {
+  int made = 0;
+  options_.new_ring = [&made](std::size_t bytes) {
+    ++made;
+    return AlignedBuffer(bytes);
+  };
+  open();
+  const ReaderOptions options{.ring_bytes = 2 << 20};
+  store_->prepare_readers(3, options);
+  EXPECT_EQ(made, 3);
+  store_->prepare_readers(3, options);
+  EXPECT_EQ(made, 3) << "they are there";
+  std::vector<std::unique_ptr<PageReader>> readers;
+  for (int i = 0; i < 4; ++i) {
+    auto reader = store_->new_reader(options);
+    ASSERT_OK(reader);
+    readers.push_back(std::move(*reader));
+    EXPECT_EQ(made, i < 3 ? 3 : 4);
+  }
+  store_->prepare_readers(1000, options);
+  EXPECT_LE(made, 12) << "as many as are kept";
+}
+
 TEST_F(StoreTest, ASmallRingStillDeliversEverythingInAnyOrderOfLayers) {
   options_.dirs = {dir_ / "a", dir_ / "b", dir_ / "c"};
   open();
@@ -166,6 +225,7 @@ TEST_F(StoreTest, ASmallRingStillDeliversEverythingInAnyOrderOfLayers) {
     ReaderOptions options;
     options.ring_bytes = 256 << 10;
     options.queue_depth = 1 + static_cast<std::uint32_t>(round) * 3;
+    if (round % 2 == 1) options.ahead_bytes = 1;  // less than a page
     auto reader = store_->new_reader(options);
     ASSERT_OK(reader);
     ASSERT_OK((*reader)->submit(requests));

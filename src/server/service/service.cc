@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t kNsPerSecond = 1'000'000'000;
 constexpr int64_t kExpiryNs = 60 * kNsPerSecond;
 constexpr int64_t kStatNs = 5 * kNsPerSecond;
+constexpr int32_t kPreparedRestores = 4;
 constexpr size_t kShownName = 128;  // of a name that a client sends
 // Separates the parts of a salt, none of which can contain it.
 constexpr char kSaltSeparator = '\x1f';
@@ -69,6 +70,7 @@ Status Service::init() {
     serving.draft->n_vocab = *common;
   }
   serving.max_sequences = options_.max_sequences;
+  serving.prepared_restores = std::min(kPreparedRestores, options_.scheduler.batch.max_sequences);
   serving.max_context = options_.max_context;
   serving.tick = [this] { tick(); };
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));

@@ -25,6 +25,9 @@ struct ServingOptions {
   scheduler::SchedulerOptions scheduler;
   int32_t max_sequences = 64;  // in the arena, idle ones included
   int64_t max_context = 0;     // rows of one; 0: as many as the model and the arena have
+  // The memory that so many restores at once read into is there from the start: a step that others
+  // take beside does not wait for the kernel to make it.
+  int32_t prepared_restores = 0;
   std::optional<DraftOptions>
       draft;  // a model that drafts for it, as far as scheduler.draft allows
   // May be empty. Called on the engine's thread between iterations, several times a second: quick.

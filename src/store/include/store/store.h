@@ -216,7 +216,8 @@ struct ReaderOptions {
   std::uint64_t ring_bytes = 64ULL << 20;
   // Adjacent pages are read together up to this.
   std::uint64_t request_bytes = 1ULL << 20;
-  std::uint32_t queue_depth = 32;  // requests in flight
+  std::uint32_t queue_depth = 32;          // requests in flight
+  std::uint64_t ahead_bytes = UINT64_MAX;  // see PageReader::set_ahead()
   // A prefetch, for which no request waits: pages are read while the disks read nothing for a
   // running request, a request per disk at a time.
   bool background = false;
@@ -299,6 +300,10 @@ class PageReader {
   [[nodiscard]] virtual Result<std::optional<PageView>> try_next() = 0;
   // The same, but waits for so long at most.
   [[nodiscard]] virtual Result<std::optional<PageView>> next_within(std::int64_t timeout_ns) = 0;
+  // Bytes that the disks may bring before they are taken, as far as the ring has room: a fast disk
+  // fills it at once, and checking what came takes a core for milliseconds. Reading goes on when
+  // half of it is left. Never waits.
+  virtual void set_ahead(std::uint64_t bytes) = 0;
   // Gives a page's memory back; any order. Each delivered page once, failed ones too.
   virtual void release(std::size_t index) = 0;
   // Wakes next(); nothing more is read. Delivered pages stay valid until released.
@@ -540,6 +545,9 @@ class Store {
   // One chunk by id, pinned. not_found.
   [[nodiscard]] virtual Result<ChunkRef> find(const ChunkId& id) = 0;
   [[nodiscard]] virtual Result<std::unique_ptr<PageReader>> new_reader(ReaderOptions options) = 0;
+  // Makes the memory of so many readers with these options, as far as the store keeps it for later
+  // ones, so that none of them has to: 64 MiB of pages take the kernel some 15 to 60 ms.
+  virtual void prepare_readers(std::size_t n, ReaderOptions options) = 0;
   // Where each page of the chunk (as in ChunkInfo::pages) would be read from now.
   [[nodiscard]] virtual std::vector<PageOrigin> origins(const ChunkRef& chunk) const = 0;
   // Of reading from the remote tier, as measured so far; before that, and without one, a guess.
