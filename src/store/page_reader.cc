@@ -518,10 +518,8 @@ PageView PageReaderImpl::take_next() {
   PageView view;
   view.index = next_out_++;
   Item& taken = item(view.index);
-  if (taken.request != nullptr) {
-    ahead_ -= page_of(taken.job).bytes;
-    if (far_ahead_ && !far_ahead()) wake();
-  }
+  if (taken.request != nullptr) ahead_ -= page_of(taken.job).bytes;
+  if (far_ahead_ && !far_ahead()) wake();
   view.status = taken.job.status;
   if (view.status.ok()) {
     view.bytes = taken.bytes;
