@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "base/pace.h"
 #include "state/identity.h"
 #include "state/snapshot_pages.h"
 
@@ -28,6 +29,7 @@ void pack_pages(std::span<ReadyChunk> chunks, ggml_type kv_type, policy::PackMod
   for (ReadyChunk& chunk : chunks) {
     for (PageBuffer& page : chunk.layers) {
       if (page.kv.empty()) continue;
+      Pace::point();
       page.packed_kv = packer->pack(page.kv, kv_type, mode, chunk.tokens.size());
       if (!page.packed_kv.empty()) page.kv = {};
     }

@@ -13,6 +13,7 @@
 #include <variant>
 
 #include "base/log.h"
+#include "base/pace.h"
 #include "base/sync.h"
 #include "host_ring.h"
 #include "planned_pages.h"
@@ -190,6 +191,7 @@ class SaverImpl : public Saver {
  private:
   void give(Command command);
   void work();
+  bool hurried() const;
 
   // Stage two: the worker's thread, or the engine's with options_.direct.
   void run(Command& command);
@@ -298,6 +300,7 @@ Status SaverImpl::flush() {
 }
 
 void SaverImpl::work() {
+  const Pace pace(env_, [this] { return hurried(); });
   const int64_t interval_ns = int64_t{options_.flush_interval_ms} * 1'000'000;
   MutexLock lock(mutex_);
   while (true) {
@@ -473,6 +476,7 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
   options.ring_bytes = kTailRingBytes;
   HCACHE_ASSIGN_OR_RETURN(const auto reader, open_reader(&store_, requests, options));
   for (const store::PageInfo& page : rows) {
+    Pace::point();
     HCACHE_ASSIGN_OR_RETURN(const store::PageView view, reader->next());
     if (!view.status.ok()) {
       if (view.status.code() == Code::kDataLoss) {
@@ -509,6 +513,12 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
   return {};
 }
 
+// Whether somebody waits for stage two, or a step soon finds no room for its rows.
+bool SaverImpl::hurried() const {
+  const MutexLock lock(mutex_);
+  return stop_ || flushes_wanted_ > flushes_done_ || ring_->used() > options_.ring_bytes / 4;
+}
+
 // Cuts a captured step into its sequences' chunks.
 void SaverImpl::cut_rows(const Captured& captured) {
   kv_type_ = captured.kv_type;
@@ -543,6 +553,7 @@ void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
                   captured.block + offset + (rows.first_row + row) * row_bytes, n * row_bytes);
     };
     for (size_t i = 0; i < captured.layers.size(); ++i) {
+      Pace::point();
       const CapturedLayer& layer = captured.layers[i];
       PageBuffer& page = open.layers[i];
       // A tail from the store may hold other encodings than are captured now: what only some of
@@ -596,6 +607,7 @@ void SaverImpl::emit(SavedSequence& sequence) {
     open = {.first_pos = open.first_pos + kChunk, .n_rows = 0, .n_emitted = 0, .layers = {}};
   } else {
     for (const PageBuffer& page : open.layers) {
+      Pace::point();
       PageBuffer& tail = chunk.layers.emplace_back();
       tail.hidden_type = page.hidden_type;
       const auto first_rows = [&](const std::byte* begin, size_t full_bytes,

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <tuple>
 
+#include "base/pace.h"
+
 namespace hcache::store {
 namespace {
 
@@ -217,6 +219,7 @@ Status SegmentWriter::write_runs(std::vector<Run>* runs) {
     stream.begin(file->get(), extent.offset);
     std::uint64_t at = 0;
     for (const Run::Page& page : run.pages) {
+      Pace::point();
       const std::span<const std::byte> source = page.draft->sources[page.page];
       PagePlace& place = page.draft->record.places[page.page];
       place.disk = static_cast<std::uint8_t>(run.extent.disk);

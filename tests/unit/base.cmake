@@ -1,5 +1,5 @@
 hcache_test(base_cpu_target_test unit/base_cpu_target_test.cc LIBS hcache_base)
-foreach(part base64 env host_memory ids memory process stall throttled_env units)
+foreach(part base64 env host_memory ids memory pace process stall throttled_env units)
   hcache_test(base_${part}_test unit/base_${part}_test.cc LIBS hcache_base)
 endforeach()
 
