@@ -346,7 +346,7 @@ state::RestoreRun EngineExecutor::restore_run(SeqId seq, Sequence& sequence) {
   run.match = &restore.match;
   run.plan = &restore.planned.plan;
   run.remote_timeout_s = restore.planned.remote_timeout_s;
-  run.ring_bytes = options_.restore_ring_bytes;
+  run.ring_bytes = restore.job.alone ? options_.restore_ring_bytes : options_.beside_ring_bytes;
   run.alone = restore.job.alone;
   run.on_damage = [this, &restore](const state::PageFailure& failure) {
     if (!runtime_.discard(failure)) restore.undroppable = true;

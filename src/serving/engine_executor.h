@@ -27,7 +27,8 @@ namespace hcache::serving {
 struct EngineExecutorOptions {
   int32_t max_sequences = 64;  // that exist at a time, idle ones included
   int64_t max_context = 0;     // rows of one; 0: as many as the model and the arena have
-  uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of one restore
+  uint64_t restore_ring_bytes = 64U << 20;  // read-ahead of a restore that begins alone
+  uint64_t beside_ring_bytes = 16U << 20;   // of one that begins beside others
   // What is brought into host memory for requests that wait, if there is any (dram_bytes).
   policy::FetchPolicy fetch = policy::FetchPolicy::kOnDemand;
   uint64_t dram_bytes = 0;

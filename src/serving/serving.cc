@@ -156,8 +156,11 @@ Status ServingImpl::open_all() {
   executor_ = std::make_unique<EngineExecutor>(env_, *runtime_, executor);
   limits_ = executor_->limits();
   if (runtime_->store() != nullptr && options_.prepared_restores > 0) {
-    runtime_->store()->prepare_readers(static_cast<size_t>(options_.prepared_restores),
-                                       {.ring_bytes = executor.restore_ring_bytes});
+    // One begins alone at a time.
+    store::Store& store = *runtime_->store();
+    store.prepare_readers(static_cast<size_t>(options_.prepared_restores) - 1,
+                          {.ring_bytes = executor.beside_ring_bytes});
+    store.prepare_readers(1, {.ring_bytes = executor.restore_ring_bytes});
   }
   HCACHE_RETURN_IF_ERROR(open_draft(options_.scheduler));
   HCACHE_ASSIGN_OR_RETURN(
