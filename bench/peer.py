@@ -2,7 +2,8 @@
 """Compares hcache with llama.cpp on the same model, prompt and threads.
 
 Engine: llama-bench against `hcache bench throughput`, prompt and decode at several depths.
-Short: the same for the shortest prompt and for decoding, from nothing: seconds that want many pairs.
+Brief: of that the longest prompt from nothing, and new tokens and decoding at the depth, for large models.
+Short: the shortest prompt and decoding, from nothing: seconds that want many pairs.
 Stream: one client's streamed answer from each server, tokens/s from its first token to its last.
 Restart: llama-server saves a slot, erases it, restores it from disk and answers, against
 `hcache bench restore`. Both take turns, repetition by repetition; what is printed are the medians
@@ -30,7 +31,7 @@ def parse_args() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
     parser.add_argument("--what", default="engine,short,stream,restart",
-                        help="engine, short, stream, restart, or several of them")
+                        help="engine, brief, short, stream, restart, or several of them")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--prompt", default="512,2048", help="prompt lengths")
     parser.add_argument("--gen", type=int, default=64, help="tokens to decode")
@@ -74,6 +75,11 @@ def engine_plan(args: argparse.Namespace) -> list[tuple]:
 # What takes a second: many repetitions of it cost little, and few say little.
 def short_plan(args: argparse.Namespace) -> list[tuple]:
     return [([min(int(p) for p in args.prompt.split(","))], 0)]
+
+
+# Of the engine's, what models too large for all of it can do in minutes.
+def brief_plan(args: argparse.Namespace) -> list[tuple]:
+    return [([max(int(p) for p in args.prompt.split(","))], 0), ([args.new], args.depth)]
 
 
 def engine(args: argparse.Namespace, plan: list[tuple]) -> list[dict]:
@@ -263,6 +269,7 @@ def main() -> None:
                            0, "--reps", 1)["machine"]
     results = {"machine": machine, "model": Path(args.model).name}
     measures = {"engine": lambda: engine(args, engine_plan(args)),
+                "brief": lambda: engine(args, brief_plan(args)),
                 "short": lambda: engine(args, short_plan(args)), "stream": lambda: stream(args)}
     for what, measure in measures.items():
         if what not in args.what.split(","):
