@@ -513,10 +513,11 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
   return {};
 }
 
-// Whether somebody waits for stage two, or a step soon finds no room for its rows.
+// Whether somebody waits for stage two, or what waits for it may soon find no room.
 bool SaverImpl::hurried() const {
   const MutexLock lock(mutex_);
-  return stop_ || flushes_wanted_ > flushes_done_ || ring_->used() > options_.ring_bytes / 4;
+  const bool behind = ring_->used() + snapshot_bytes_ > options_.ring_bytes / 4;
+  return stop_ || flushes_wanted_ > flushes_done_ || behind;
 }
 
 // Cuts a captured step into its sequences' chunks.
