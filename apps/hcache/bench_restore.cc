@@ -173,7 +173,7 @@ class RestoreBench {
     HCACHE_ASSIGN_OR_RETURN(const Run history, submit(std::move(held), what, [&](size_t n) {
                               return tokens_[static_cast<size_t>(history_ - decoded) + n];
                             }));
-    HCACHE_RETURN_IF_ERROR(serving_.flush());
+    HCACHE_RETURN_IF_ERROR(serving_.finish_chores());
     HCACHE_ASSIGN_OR_RETURN(reference_.kv, read_kv(history.outcome.seq));
 
     scheduler::Request asked = whole_request();

@@ -24,7 +24,8 @@ void BenchArgs::save_all() {
 
 RestoreBenchArgs::RestoreBenchArgs() {
   runtime.offer_kv_budget();
-  offer(runtime, {&runtime.token_rounding, &runtime.kv_budget});
+  offer(runtime,
+        {&runtime.token_rounding, &runtime.kv_budget, &runtime.kv_quality, &runtime.kv_policy});
   save_all();
 }
 

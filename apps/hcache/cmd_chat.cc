@@ -125,7 +125,7 @@ Status chat(const ChatArgs& args) {
   if (status.ok() && interrupted()) status = cancelled("interrupted");
   if (terminal) fmt::print("\n");
   // Whatever ended it, what was said is kept.
-  const Status closed = conversation->save();
+  const Status closed = conversation->finish();
   const Status ended = serving->close();
   if (!status.ok()) return status;
   return closed.ok() ? ended : closed;

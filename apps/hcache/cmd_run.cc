@@ -56,7 +56,7 @@ Status run(const RunArgs& args) {
       const Turn turn,
       args.raw ? conversation->complete(text, sampling, args.talk.max_tokens, print)
                : conversation->say(text, args.talk.system, sampling, args.talk.max_tokens, print));
-  HCACHE_RETURN_IF_ERROR(conversation->save());
+  HCACHE_RETURN_IF_ERROR(conversation->finish());
   Json saved;
   if (const auto saver = serving->runtime().saver_stats()) {
     saved = {{"rows", saver->rows_captured},

@@ -36,6 +36,7 @@ std::optional<serving::DraftOptions> DraftArgs::drafter(
   draft.runtime.weights = model::WeightPlace::kAuto;
   draft.runtime.device_memory = 0;
   draft.runtime.quality = 0;
+  draft.runtime.kv_quality.reset();
   draft.runtime.gpu_direct = false;
   draft.runtime.remote = {};
   draft.runtime.dram_bytes = 0;

@@ -100,7 +100,8 @@ struct CompressionArgs : BenchArgs {
                               {{"uniform", "each layer keeps as many"},
                                {"profile",
                                 "in proportion to the attention weights that count in "
-                                "it (CaR)"}},
+                                "it (CaR)"},
+                               {"ranked", "the rows of all layers are ranked by their scores"}},
                               "how the rows are shared out over the layers");
   int64_t context = integer(&context, "--context", "TOKENS", 1024, {64},
                             "tokens of the text that the rows are of, one piece of it at a time");

@@ -17,6 +17,7 @@
 #include "model/logits.h"
 #include "policy/compression.h"
 #include "state/sample_text.h"
+#include "state/second_reading.h"
 #include "state/sparsity.h"
 
 namespace hcache::cli {
@@ -58,15 +59,10 @@ Result<std::vector<double>> parse_budgets(const std::vector<std::string>& texts)
 // One context at a time on an engine whose layers keep rows of their own.
 class Compressed {
  public:
-  // density: of the layers, see layer_budgets(); repeat: stands before the context that is
-  // repeated.
+  // density: of the layers, see layer_budgets().
   Compressed(engine::Engine& engine, policy::LayerBudgets budgets, std::vector<double> density,
-             Tokens repeat, uint64_t seed)
-      : engine_(engine),
-        budgets_(budgets),
-        density_(std::move(density)),
-        repeat_(std::move(repeat)),
-        seed_(seed) {}
+             uint64_t seed)
+      : engine_(engine), budgets_(budgets), density_(std::move(density)), seed_(seed) {}
 
   // Computes it, and what its policies score rows by.
   Status read(std::span<const int32_t> context, std::span<const Compression> policies) {
@@ -119,15 +115,17 @@ class Compressed {
     const model::HParams& hp = engine_.model().hparams();
     scores = {.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n_};
     if (source == ScoreSource::kNobody) return {};
-    const int64_t seen = source == ScoreSource::kRepeated ? n_
-                         : source == ScoreSource::kEveryRow
-                             ? 0
-                             : std::max<int64_t>(0, n_ - policy::kWindow);
+    if (source == ScoreSource::kRepeated) {
+      state::SecondReading reading;
+      while (reading.unread(n_) > 0) {
+        HCACHE_RETURN_IF_ERROR(reading.read_part(engine_, context_, context));
+      }
+      scores = reading.scores();
+      return {};
+    }
+    const int64_t seen =
+        source == ScoreSource::kEveryRow ? 0 : std::max<int64_t>(0, n_ - policy::kWindow);
     HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_.fork_sequence(context_, seen));
-    Tokens tokens;
-    if (source == ScoreSource::kRepeated) tokens = repeat_;
-    std::copy(context.begin() + (source == ScoreSource::kLastRows ? seen : 0), context.end(),
-              std::back_inserter(tokens));
     engine::AttentionScores told;
     HCACHE_RETURN_IF_ERROR(
         engine_.observe({.seq = seq,
@@ -136,7 +134,7 @@ class Compressed {
                          .n_keys = n_},
                         &told));
     const double begin_s = now_s();
-    const Status ran = engine_.prefill(seq, tokens);
+    const Status ran = engine_.prefill(seq, context.subspan(static_cast<size_t>(seen)));
     if (source == ScoreSource::kEveryRow) scored_s_.push_back(now_s() - begin_s);
     HCACHE_RETURN_IF_ERROR(engine_.observe({}, nullptr));
     HCACHE_RETURN_IF_ERROR(ran);
@@ -149,7 +147,9 @@ class Compressed {
 
   Result<double> compress(engine::SeqId seq, Compression policy, double budget) {
     const RowScores& scores = scores_.at(policy::compression_info(policy).source);
-    const std::vector<double> budgets = policy::layer_budgets(budgets_, budget, density_);
+    const std::vector<double> budgets = budgets_ == policy::LayerBudgets::kRanked
+                                            ? policy::ranked_budgets(policy, scores, budget)
+                                            : policy::layer_budgets(budgets_, budget, density_);
     size_t n_kept = 0;
     for (int layer = 0; layer < engine_.n_layer(); ++layer) {
       const std::vector<int32_t> kept =
@@ -164,7 +164,6 @@ class Compressed {
   engine::Engine& engine_;
   const policy::LayerBudgets budgets_;
   const std::vector<double> density_;
-  const Tokens repeat_;
   const uint64_t seed_;
   engine::SeqId context_ = -1;
   int64_t n_ = 0;
@@ -373,8 +372,6 @@ Status eval_compression(CompressionArgs args) {
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, model::Tokenizer::load(path));
   HCACHE_ASSIGN_OR_RETURN(const Subject subject, args.file.empty() ? questions_of(args, *tokenizer)
                                                                    : text_of(args, *tokenizer));
-  HCACHE_ASSIGN_OR_RETURN(const Tokens repeat,
-                          tokenizer->encode("\n\nThe same text once more:\n\n"));
   HCACHE_ASSIGN_OR_RETURN(const auto devices,
                           model::open_devices(args.runtime.model.device, args.runtime.model.threads,
                                               offload_options(args.runtime.model)));
@@ -382,8 +379,8 @@ Status eval_compression(CompressionArgs args) {
   load.placement = devices.placement;
   HCACHE_ASSIGN_OR_RETURN(const auto model,
                           model::Model::load(path, *devices.devices.front(), load));
-  // The context, what repeats it, and a copy of it with what follows.
-  const auto cells_wanted = static_cast<int64_t>(3 * subject.longest + repeat.size());
+  // The context, what repeats a part of it, and a copy of it with what follows.
+  const auto cells_wanted = static_cast<int64_t>(2 * subject.longest) + state::SecondReading::kRows;
   HCACHE_ASSIGN_OR_RETURN(
       const auto engine,
       engine::Engine::create(
@@ -395,8 +392,7 @@ Status eval_compression(CompressionArgs args) {
                           tokenizer->encode(state::sample_text(), {.add_special = true}));
   HCACHE_ASSIGN_OR_RETURN(const state::SparsityProfile sparsity,
                           state::measure_sparsity(*engine, sample));
-  Compressed compressed(*engine, layers, sparsity.density(), repeat,
-                        static_cast<uint64_t>(args.seed));
+  Compressed compressed(*engine, layers, sparsity.density(), static_cast<uint64_t>(args.seed));
   for (size_t i = 0; i < subject.size(); ++i) {
     if (!line.update(fmt::format("{} {} of {}", subject.pieces.empty() ? "question" : "piece",
                                  i + 1, subject.size()),

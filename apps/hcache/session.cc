@@ -76,12 +76,21 @@ std::string RuntimeArgs::offer_engine() {
 }
 
 std::optional<double> RuntimeArgs::offer_kv_budget() {
-  return kv_budget =
-             number(&kv_budget, "--kv-budget", "SHARE", {policy::kLeastKvBudget, 1},
-                    "conversations are restored from this share of their KV cache, the rows that "
-                    "attention falls on, where that comes earlier: answers behind it may differ "
-                    "(hcache eval compression says how much). Such state is kept apart. 1: from "
-                    "all of it, unless a request asks for less; default: no request may");
+  kv_policy =
+      choice(&kv_policy, "--kv-policy", "self",
+             {{"self", "what reading the conversation once more, while nothing else runs, needs"},
+              {"snap", "at once, what its last rows' attention falls on; more is lost"}},
+             "which rows --kv-budget keeps");
+  kv_budget = number(&kv_budget, "--kv-budget", "SHARE", {policy::kLeastKvBudget, 1},
+                     "conversations are restored from this share of their KV cache, the rows that "
+                     "attention falls on, where that comes earlier: answers behind it may differ "
+                     "(hcache eval compression says how much). Such state is kept apart. 1: from "
+                     "all of it, unless a request asks for less; default: no request may");
+  kv_quality = number(&kv_quality, "--kv-quality", "KL", {0, 10},
+                      "instead of --kv-budget: the smallest share whose predictions diverge by so "
+                      "much (mean KL, nats), measured once with each model on a sample text",
+                      {.excludes = "--kv-budget"});
+  return kv_budget;
 }
 
 Result<model::RopeOverride> RopeArgs::resolved() const {
@@ -176,6 +185,8 @@ Result<state::RuntimeOptions> runtime_options(const RuntimeArgs& args) {
   o.saver.direct = args.saver == "direct";
   o.salt = args.salt;
   o.kv_budget = args.kv_budget;
+  o.kv_quality = args.kv_quality;
+  if (args.kv_policy == "snap") o.kv_policy = policy::Compression::kSnap;
   return o;
 }
 
@@ -503,6 +514,16 @@ Status Conversation::save() {
   const bool adapted = state::differs(serving_.runtime().salt());
   session.metadata_json = Json{{store::kAdapted, adapted}}.dump();
   return serving_.runtime().store()->put_session(session);
+}
+
+Status Conversation::finish() {
+  HCACHE_RETURN_IF_ERROR(save());
+  if (!saves() || serving_.runtime().salt().kv_budget >= 1) return {};
+  ProgressLine line;
+  const Status done = serving_.finish_chores(
+      [&line](double fraction) { return line.update("choosing rows to keep", fraction); });
+  line.finish();
+  return done;
 }
 
 }  // namespace hcache::cli

@@ -62,7 +62,8 @@ struct RuntimeArgs : Options {
   // Adds --engine and adapters, in verbs that either engine serves; gives back the engine's
   // default.
   std::string offer_engine();
-  // Adds --kv-budget, in verbs whose conversations may do with some of their rows.
+  // Adds --kv-budget, --kv-quality and --kv-policy, in verbs whose conversations may do with some
+  // of their rows.
   std::optional<double> offer_kv_budget();
 
   ModelOptions model{this};
@@ -137,6 +138,8 @@ struct RuntimeArgs : Options {
   bool rotate_moved = true;     // EngineOptions'
   std::string forward = "own";  // offer_engine()'s, where a verb has it
   std::optional<double> kv_budget;
+  std::optional<double> kv_quality;
+  std::string kv_policy;
   std::vector<std::string> adapters;
   std::vector<std::string> scaled_adapters;
   bool no_store = flag(&no_store, "--no-store",
@@ -241,6 +244,8 @@ class Conversation {
   // Saves the chain under the name, if it has one and the store may be written; then everything
   // captured is durable.
   Status save();
+  // Saves it for the last time: the rows that a budget keeps are chosen, which is told on stderr.
+  Status finish();
 
  private:
   Conversation(serving::Serving& serving, const RuntimeArgs& args, std::string name)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -34,6 +35,8 @@ class ExtentAllocator {
   // Changes the extent's length; growing may move this and other extents. kResourceExhausted, with
   // nothing changed, when the free cells do not suffice.
   Result<std::vector<Move>> resize(int32_t id, int64_t length);
+  // Each has what was the other's.
+  void swap(int32_t a, int32_t b) { std::swap(extents_.at(a), extents_.at(b)); }
   // Frees the extent's first n cells; nothing moves.
   void drop_front(int32_t id, int64_t n);
 

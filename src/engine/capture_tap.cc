@@ -191,6 +191,7 @@ void CaptureTap::publish(StepState& step) {
   p.layers = step.capture;
   p.shares = std::move(step.capture_shares);
   for (const StepState::Segment& s : step.segments) {
+    if (!s.captured) continue;
     p.rows.push_back(
         {.seq = s.seq, .first_pos = s.first_pos, .first_row = s.first_row, .n_rows = s.n_rows});
   }

@@ -104,6 +104,15 @@ Status Engine::release_sequence(SeqId seq) {
   return parts_->rows.release(seq);
 }
 
+Status Engine::swap_sequences(SeqId a, SeqId b) {
+  for (const SeqId seq : {a, b}) {
+    HCACHE_RETURN_IF_ERROR(parts_->sequences.check(seq));
+    parts_->restore.drop_staged(seq);
+  }
+  if (a != b) parts_->sequences.swap(a, b);
+  return {};
+}
+
 Status Engine::reserve_rows(SeqId seq, int64_t n_tokens) {
   return parts_->rows.reserve(seq, n_tokens);
 }

@@ -42,6 +42,30 @@ void Sequences::remove(SeqId seq) {
   }
 }
 
+void Sequences::swap(SeqId a, SeqId b) {
+  const auto exchange = [a, b](auto& of) {
+    auto node_a = of.extract(a);
+    auto node_b = of.extract(b);
+    if (node_a) {
+      node_a.key() = b;
+      of.insert(std::move(node_a));
+    }
+    if (node_b) {
+      node_b.key() = a;
+      of.insert(std::move(node_b));
+    }
+  };
+  exchange(lengths_);
+  exchange(compacted_);
+  exchange(adapters_);
+  for (Group& group : groups_) {
+    group.extents.swap(a, b);
+    exchange(group.first_pos);
+    exchange(group.valid_from);
+  }
+  ++epoch_;
+}
+
 Status Sequences::check(SeqId seq) const {
   if (contains(seq)) return {};
   return invalid_argument(fmt::format("no sequence {}", seq));

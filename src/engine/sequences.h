@@ -50,6 +50,8 @@ class Sequences {
 
   SeqId add();
   void remove(SeqId seq);
+  // Each has the other's rows.
+  void swap(SeqId a, SeqId b);
   [[nodiscard]] bool contains(SeqId seq) const { return lengths_.contains(seq); }
   // kInvalidArgument when there is no such sequence.
   [[nodiscard]] Status check(SeqId seq) const;

@@ -72,7 +72,8 @@ Status StepRunner::add_segments(std::span<const BatchItem> items, StepState& ste
     step.segments.push_back({.seq = item.seq,
                              .first_pos = first,
                              .first_row = static_cast<int>(n_rows),
-                             .n_rows = static_cast<int>(item.tokens.size())});
+                             .n_rows = static_cast<int>(item.tokens.size()),
+                             .captured = item.captured});
     n_rows += static_cast<int64_t>(item.tokens.size());
   }
   if (n_rows == 0 || n_rows > options_.max_batch_rows) {
@@ -150,7 +151,8 @@ Status StepRunner::prepare(std::span<const BatchItem> items, StepState& step) {
   // From here on nothing can fail for lack of room.
   step.runner = this;
   // Rows that are only computed again (a restored prefix) are saved already.
-  if (n_new_cells > 0) tap_.lay_out(step);
+  const bool captured = std::ranges::any_of(step.segments, &StepState::Segment::captured);
+  if (n_new_cells > 0 && captured) tap_.lay_out(step);
   for (const StepState::Segment& s : step.segments) {
     const int64_t end = s.first_pos + s.n_rows;
     if (end > sequences_.held(s.seq, 0).end_pos()) {

@@ -28,6 +28,7 @@ struct StepState {
     int64_t first_pos = 0;
     int first_row = 0;
     int n_rows = 0;
+    bool captured = true;
   };
   // Where the step's rows go, and what they attend, in the layers of one row group.
   struct Placed {

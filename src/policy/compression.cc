@@ -28,10 +28,10 @@ constexpr std::array kPolicies = {
                     "neighbours",
                     ScoreSource::kLastRows, true},
     CompressionInfo{Compression::kSelf, "self",
-                    "by head, the rows that repeating the context would need most",
+                    "by head, the rows that repeating the context needs most",
                     ScoreSource::kRepeated, true},
 };
-constexpr std::array<std::string_view, 2> kBudgetNames = {"uniform", "profile"};
+constexpr std::array<std::string_view, 3> kBudgetNames = {"uniform", "profile", "ranked"};
 
 // A row's neighbours on either side whose score it may have: what answers lies beside what is asked
 // for.
@@ -61,7 +61,8 @@ void add(std::span<const float> values, std::vector<double>& sums) {
 
 std::vector<double> scores_of(Compression policy, const RowScores& scores, int layer, int head,
                               std::mt19937_64& random) {
-  std::vector<double> out(static_cast<size_t>(scores.n_rows));
+  const int64_t n_rows = scores.n_rows;
+  std::vector<double> out(static_cast<size_t>(n_rows));
   switch (policy) {
     case Compression::kNone:
     case Compression::kRecent: std::iota(out.begin(), out.end(), 0.0); break;
@@ -73,10 +74,27 @@ std::vector<double> scores_of(Compression policy, const RowScores& scores, int l
         add(scores.of(scores.sum, layer, each), out);
       }
       break;
-    case Compression::kSnap: add(scores.of(scores.sum, layer, head), out); return pooled(out);
+    case Compression::kSnap:
+      add(scores.of(scores.sum, layer, head), out);
+      out = pooled(out);
+      break;
     case Compression::kSelf: add(scores.of(scores.top, layer, head), out); break;
   }
+  for (int64_t i = 0; i < n_rows; ++i) {
+    if (i >= kSinks && i < n_rows - kWindow) continue;
+    out[static_cast<size_t>(i)] = std::numeric_limits<double>::infinity();
+  }
   return out;
+}
+
+// The n that score highest come first, of equals the later ones.
+void rank_first(std::vector<int32_t>& indices, int64_t n, const std::vector<double>& score) {
+  std::iota(indices.begin(), indices.end(), 0);
+  std::nth_element(indices.begin(), indices.begin() + n, indices.end(), [&](int32_t a, int32_t b) {
+    const double of_a = score[static_cast<size_t>(a)];
+    const double of_b = score[static_cast<size_t>(b)];
+    return of_a != of_b ? of_a > of_b : a > b;
+  });
 }
 
 }  // namespace
@@ -129,6 +147,47 @@ std::vector<double> layer_budgets(LayerBudgets how, double budget,
   return shares;
 }
 
+std::vector<double> ranked_budgets(Compression policy, const RowScores& scores, double budget) {
+  std::vector<double> shares(static_cast<size_t>(scores.n_layer), budget);
+  if (compression_info(policy).source == ScoreSource::kNobody || budget >= 1) return shares;
+  std::mt19937_64 random;
+  std::vector<double> score;
+  for (int layer = 0; layer < scores.n_layer; ++layer) {
+    for (int head = 0; head < scores.n_head_kv; ++head) {
+      const std::vector<double> own = scores_of(policy, scores, layer, head, random);
+      score.insert(score.end(), own.begin(), own.end());
+    }
+  }
+  const auto n_all = static_cast<int64_t>(score.size());
+  const int64_t of_layer = n_all / scores.n_layer;
+  const int64_t n = std::min<int64_t>(n_all, std::llround(budget * static_cast<double>(n_all)));
+  std::vector<int32_t> ranked(score.size());
+  rank_first(ranked, n, score);
+  std::fill(shares.begin(), shares.end(), 0);
+  for (int64_t i = 0; i < n; ++i) {
+    shares[static_cast<size_t>(ranked[static_cast<size_t>(i)] / of_layer)] += 1;
+  }
+  for (double& share : shares) share /= static_cast<double>(of_layer);
+  return shares;
+}
+
+std::vector<double> served_budgets(Compression policy, const RowScores& scores, double budget) {
+  if (policy == Compression::kSelf) return ranked_budgets(policy, scores, budget);
+  return std::vector<double>(static_cast<size_t>(scores.n_layer), budget);
+}
+
+double choose_budget(std::span<const BudgetKl> measured, double most_kl) {
+  double least = 1;
+  double refused = 0;  // the largest that diverges by more
+  for (const BudgetKl& each : measured) {
+    if (each.kl > most_kl) refused = std::max(refused, each.budget);
+  }
+  for (const BudgetKl& each : measured) {
+    if (each.budget > refused) least = std::min(least, each.budget);
+  }
+  return least;
+}
+
 int64_t kept_rows(int64_t n_rows, double budget) {
   const auto wanted = std::llround(budget * static_cast<double>(n_rows));
   return std::min(n_rows, std::max<int64_t>(wanted, kSinks + kWindow));
@@ -147,19 +206,7 @@ std::vector<int32_t> choose_rows(Compression policy, const RowScores& scores, in
       std::copy_n(rows.begin(), n, std::back_inserter(kept));
       continue;
     }
-    std::vector<double> score = scores_of(policy, scores, layer, head, random);
-    for (int64_t i = 0; i < n_rows; ++i) {
-      if (i < kSinks || i >= n_rows - kWindow) {
-        score[static_cast<size_t>(i)] = std::numeric_limits<double>::infinity();
-      }
-    }
-    std::iota(rows.begin(), rows.end(), 0);
-    // Of equals the later rows.
-    std::nth_element(rows.begin(), rows.begin() + n, rows.end(), [&](int32_t a, int32_t b) {
-      const double of_a = score[static_cast<size_t>(a)];
-      const double of_b = score[static_cast<size_t>(b)];
-      return of_a != of_b ? of_a > of_b : a > b;
-    });
+    rank_first(rows, n, scores_of(policy, scores, layer, head, random));
     std::sort(rows.begin(), rows.begin() + n);
     kept.insert(kept.end(), rows.begin(), rows.begin() + n);
   }

@@ -25,14 +25,17 @@ Core::~Core() {
 Activity Core::run_once() {
   progressed_ = false;
   take_inbox();
+  if (!active_.empty() || !queue_.empty()) executor_.leave_chores();
   admit();
   step();
   restore();
   offload();
   sweep();
+  const bool chore_waits = do_chore();
   publish();
   if (progressed_) return Activity::kWorked;
-  return active_.empty() && queue_.empty() ? Activity::kIdle : Activity::kWaiting;
+  const bool idle = active_.empty() && queue_.empty() && !chore_waits;
+  return idle ? Activity::kIdle : Activity::kWaiting;
 }
 
 void Core::take_inbox() {
@@ -146,6 +149,30 @@ void Core::offload() {
   if (options_.offload_above >= 1) return;
   const auto arena = static_cast<double>(executor_.limits().arena_cells);
   residents_.offload(std::llround((1 - options_.offload_above) * arena));
+}
+
+bool Core::do_chore() {
+  if (progressed_ || !active_.empty() || !queue_.empty()) return false;
+  const Chore chore = executor_.chore();
+  if (chore.seq == kNoSeq || !make_room_for(chore)) return false;
+  progressed_ = executor_.work_on(chore);
+  return !progressed_;
+}
+
+void Core::finish_chores(const std::function<bool(double)>& goes_on) {
+  if (!active_.empty() || !queue_.empty()) return;
+  executor_.leave_chores();
+  Chore chore = executor_.chore();
+  const auto all = static_cast<double>(chore.left);
+  for (; chore.left > 0 && make_room_for(chore); chore = executor_.chore()) {
+    if (goes_on && !goes_on(1 - static_cast<double>(chore.left) / all)) return;
+    executor_.work_on(chore);
+  }
+}
+
+bool Core::make_room_for(const Chore& chore) {
+  residents_.free_up(chore.cells, EvictionReason::kChores, chore.seq);
+  return executor_.free_cells() >= chore.cells;
 }
 
 void Core::sweep() {

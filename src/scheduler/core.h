@@ -33,6 +33,7 @@ class Core {
   Core& operator=(const Core&) = delete;
 
   Activity run_once();
+  void finish_chores(const std::function<bool(double)>& goes_on);
 
  private:
   using TaskList = std::vector<std::unique_ptr<Task>>;
@@ -49,6 +50,10 @@ class Core {
   // CaR's asynchronous offload: makes room before a request needs it.
   void offload();
   void sweep();
+  // The executor's, where nothing runs or waits. Whether one waits for I/O.
+  bool do_chore();
+  // Whether there is room for it, if need be after others have left.
+  bool make_room_for(const Chore& chore);
   void enter(Task& task, Phase phase, double fraction = 0);
   void publish();
   [[nodiscard]] int64_t level_of(const Task& task, int64_t now_ns) const;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::array<std::string_view, 8> kPhaseNames = {
     "queued", "fetching", "restoring", "prefill", "decoding", "done", "cancelled", "failed"};
-constexpr std::array<std::string_view, kEvictionReasons> kReasonNames = {"admission", "growth",
-                                                                         "slots", "offload"};
+constexpr std::array<std::string_view, kEvictionReasons> kReasonNames = {
+    "admission", "growth", "slots", "offload", "chores"};
 
 Status at_least(std::string_view name, int64_t value, int64_t least) {
   if (value >= least) return {};
@@ -100,6 +100,10 @@ int64_t Scheduler::queued() const { return inbox_->queued(); }
 int64_t Scheduler::running() const { return inbox_->running(); }
 Snapshot Scheduler::stats() const { return inbox_->stats(); }
 Activity Scheduler::run_once() { return core_->run_once(); }
+
+void Scheduler::finish_chores(const std::function<bool(double)>& goes_on) {
+  core_->finish_chores(goes_on);
+}
 bool Scheduler::wait_for_work(int64_t timeout_ns) { return inbox_->wait(timeout_ns); }
 
 }  // namespace hcache::scheduler

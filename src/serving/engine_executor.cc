@@ -134,6 +134,9 @@ Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens, bool save) {
   copy.cuts = source->cuts;
   if (source->budgeted()) {
     copy.tokens.assign(source->tokens.begin(), source->tokens.begin() + n_tokens);
+    copy.reading = source->reading;
+    copy.reading.forget_from(n_tokens);
+    copy.lacks_rows = source->lacks_rows;
   }
   sequences_[seq] = std::move(copy);
   if (save) runtime_.saver()->fork(src, seq, n_tokens);
@@ -147,6 +150,9 @@ Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
   if (sequence->budgeted()) {
     sequence->tokens.resize(static_cast<size_t>(n_tokens));
     sequence->kept_at = sequence->kept_at <= n_tokens ? sequence->kept_at : 0;
+    if (rest_ && rest_->lacking == seq) leave_chores();
+    sequence->reading.forget_from(n_tokens);
+    sequence->to_choose = 0;
   }
   return {};
 }
@@ -154,8 +160,14 @@ Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
 int64_t EngineExecutor::shortest(SeqId seq) const { return runtime_.engine().shortest(seq); }
 
 int64_t EngineExecutor::cells(SeqId seq, int64_t rows) const {
-  if (!runtime_.engine().options().separate_layers) return rows;
-  return std::min(rows, runtime_.engine().held_rows(seq, 0));
+  const engine::Engine& engine = runtime_.engine();
+  if (!engine.options().separate_layers) return rows;
+  // The layer that has the most finds room last.
+  int64_t most = 0;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    most = std::max(most, engine.held_rows(seq, layer));
+  }
+  return std::min(rows, most);
 }
 
 Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) {
@@ -173,6 +185,7 @@ Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::He
 void EngineExecutor::release(SeqId seq) {
   const auto it = sequences_.find(seq);
   if (it == sequences_.end()) return;
+  if (rest_ && rest_->lacking == seq) leave_chores();
   it->second.restore.reset();
   const bool save = it->second.save;
   sequences_.erase(it);
@@ -522,6 +535,7 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
       // Behind what stands: a step that failed has left its tokens.
       tokens.resize(static_cast<size_t>(runtime_.engine().length(item.seq)));
       tokens.insert(tokens.end(), item.tokens.begin(), item.tokens.end());
+      it->second.to_choose = 0;
     }
     if (it->second.save) {
       runtime_.saver()->set_tokens(item.seq, runtime_.engine().length(item.seq), item.tokens);

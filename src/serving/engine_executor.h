@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -21,6 +22,7 @@
 #include "state/read_ahead.h"
 #include "state/restorer.h"
 #include "state/runtime.h"
+#include "state/second_reading.h"
 
 namespace hcache::serving {
 
@@ -73,6 +75,11 @@ class EngineExecutor : public scheduler::Executor {
   Status begin_step(std::span<const scheduler::StepItem> items) override;
   Result<scheduler::StepOutput> finish_step() override;
 
+  // Of idle sequences with a budget: which of their rows are to stay.
+  [[nodiscard]] scheduler::Chore chore() const override;
+  bool work_on(const scheduler::Chore& chore) override;
+  void leave_chores() override;
+
   // Read from disks for requests that waited; any thread.
   [[nodiscard]] uint64_t bytes_read_ahead() const;
 
@@ -94,6 +101,11 @@ class EngineExecutor : public scheduler::Executor {
     // for (state/kept_state.h).
     std::vector<int32_t> tokens = {};
     int64_t kept_at = 0;
+    // What its rows are chosen by, and from how many of them that is to be done; 0: not now.
+    state::SecondReading reading = {};
+    int64_t to_choose = 0;
+    bool lacks_rows = false;  // that a restore left on the disks, and that may follow
+    bool follows = false;     // it is what another one's rows come into, all of them
 
     [[nodiscard]] bool budgeted() const { return salt.kv_budget < 1; }
   };
@@ -118,8 +130,19 @@ class EngineExecutor : public scheduler::Executor {
   Status open_kept(scheduler::SeqId seq, Sequence& sequence, const KeptChoice& choice);
   // The sequence of a chain with a budget has come to so many tokens.
   static void note_restored(const Restore& restore, int64_t n_tokens, Sequence& sequence);
-  // The rows that layers are to keep of an idle sequence are saved beside all of them.
+  // The rows that layers are to keep of an idle sequence are saved beside all of them, or will be
+  // once they have been chosen.
   void save_kept(scheduler::SeqId seq, Sequence& sequence);
+  void choose_rows(scheduler::SeqId seq, Sequence& sequence, const policy::RowScores& scores);
+  // Reads a part; the rows are chosen behind the last one.
+  void read_once_more(scheduler::SeqId seq, Sequence& sequence);
+  // All rows of a sequence that lacks some come into another one, which takes its place then.
+  [[nodiscard]] bool may_fetch_rest(scheduler::SeqId seq, const Sequence& sequence) const;
+  [[nodiscard]] Status begin_rest(scheduler::SeqId seq);
+  // False: it waits for I/O.
+  [[nodiscard]] Result<bool> fetch_rest(scheduler::SeqId seq);
+  void keep(scheduler::SeqId seq, Sequence& sequence, int64_t n_tokens,
+            std::vector<std::byte> snapshot);
   // The saver takes the sequence up from `tokens`, which are saved already, unless it is not saved.
   void begin_saving(scheduler::SeqId seq, const Sequence& sequence, std::span<const int32_t> tokens,
                     store::ChunkRef tail);
@@ -134,6 +157,12 @@ class EngineExecutor : public scheduler::Executor {
   const EngineExecutorOptions options_;
   scheduler::ExecutorLimits limits_;
   std::unordered_map<scheduler::SeqId, Sequence> sequences_;
+  // The sequence that all rows of `lacking` are coming into.
+  struct Rest {
+    scheduler::SeqId lacking = scheduler::kNoSeq;
+    scheduler::SeqId whole = scheduler::kNoSeq;
+  };
+  std::optional<Rest> rest_;
   engine::Pipeline pipeline_;
   std::vector<policy::CostCurve> stage_costs_;  // of those that overlap; empty: none do
   struct Begun {

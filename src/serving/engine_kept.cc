@@ -1,5 +1,5 @@
-// Conversations with a budget of rows: what their layers keep is saved when a turn ends, and
-// restored where that is faster than what the planner makes of all rows (state/kept_state.h).
+// Conversations with a budget of rows: what their layers keep is chosen between turns and saved,
+// and restored where that is faster than what the planner makes of all rows (state/kept_state.h).
 #include <algorithm>
 #include <utility>
 
@@ -13,6 +13,10 @@ namespace hcache::serving {
 namespace {
 
 using scheduler::SeqId;
+using state::SecondReading;
+
+// Of a chore, beside what a step takes: how long a restore works at a time.
+constexpr double kChoreS = 5e-3;
 
 struct MatchedState {
   store::ChunkRef chunk;  // null: there is none
@@ -32,11 +36,15 @@ MatchedState last_snapshot(const store::Match& match, int64_t most) {
   return found;
 }
 
+void not_chosen(const Status& why) {
+  log::warn("which rows a conversation could do without is not known: {}", why.to_string());
+}
+
 }  // namespace
 
 Result<EngineExecutor::KeptChoice> EngineExecutor::choose_kept(const Sequence& sequence) const {
   const Restore& restore = *sequence.restore;
-  if (restore.kept_damaged || !restore.cuts.empty()) return KeptChoice();
+  if (sequence.follows || restore.kept_damaged || !restore.cuts.empty()) return KeptChoice();
   if (restore.job.method.mode != policy::Mode::kPlan) return KeptChoice();
   const int64_t most = std::min(restore.upto, static_cast<int64_t>(restore.tokens.size()) - 1);
   const MatchedState found = last_snapshot(restore.match, most);
@@ -74,25 +82,150 @@ Status EngineExecutor::open_kept(SeqId seq, Sequence& sequence, const KeptChoice
 void EngineExecutor::note_restored(const Restore& restore, int64_t n_tokens, Sequence& sequence) {
   sequence.tokens.assign(restore.tokens.begin(), restore.tokens.begin() + n_tokens);
   sequence.kept_at = last_snapshot(restore.match, n_tokens).n_tokens;
+  sequence.lacks_rows = restore.work && restore.work->record().kept_rows > 0;
 }
 
 void EngineExecutor::save_kept(SeqId seq, Sequence& sequence) {
+  sequence.to_choose = 0;
   if (!sequence.budgeted() || sequence.restore || !begun_.empty()) return;
   engine::Engine& engine = runtime_.engine();
-  const int64_t n_tokens = engine.length(seq) / store::kChunkTokens * store::kChunkTokens;
+  const int64_t length = engine.length(seq);
+  const int64_t n_tokens = length / store::kChunkTokens * store::kChunkTokens;
   if (n_tokens <= sequence.kept_at || n_tokens < state::kLeastKeptTokens) return;
-  if (static_cast<int64_t>(sequence.tokens.size()) != engine.length(seq)) return;
-  const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
-  auto kept = state::kept_state(engine, seq, tokens, sequence.salt.kv_budget);
-  if (!kept.ok()) {
-    log::warn("which rows a conversation could do without is not known: {}",
-              kept.status().to_string());
-    return;
+  if (static_cast<int64_t>(sequence.tokens.size()) != length) return;
+  if (state::lacks_rows(engine, seq)) {
+    auto held = state::held_state(engine, seq, n_tokens, sequence.salt.kv_budget);
+    if (!held.ok()) return not_chosen(held.status());
+    if (held->has_value()) keep(seq, sequence, n_tokens, std::move(**held));
+  } else if (runtime_.kv_policy() == policy::Compression::kSelf) {
+    const bool room = length + SecondReading::kRows <= runtime_.model().hparams().n_ctx_train;
+    sequence.to_choose = room ? n_tokens : 0;
+  } else {
+    const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
+    const auto scores = state::score_by_last_rows(engine, seq, tokens);
+    if (!scores.ok()) return not_chosen(scores.status());
+    choose_rows(seq, sequence, *scores);
   }
-  if (!kept->has_value()) return;
-  if (runtime_.saver()->keep_snapshot(seq, n_tokens, std::move(**kept), sequence.kept_at)) {
+}
+
+void EngineExecutor::choose_rows(SeqId seq, Sequence& sequence, const policy::RowScores& scores) {
+  auto kept = state::kept_state(runtime_.engine(), seq, runtime_.kv_policy(), scores,
+                                sequence.salt.kv_budget);
+  if (!kept.ok()) return not_chosen(kept.status());
+  keep(seq, sequence, scores.n_rows, std::move(*kept));
+}
+
+void EngineExecutor::keep(SeqId seq, Sequence& sequence, int64_t n_tokens,
+                          std::vector<std::byte> snapshot) {
+  if (runtime_.saver()->keep_snapshot(seq, n_tokens, std::move(snapshot), sequence.kept_at)) {
     sequence.kept_at = n_tokens;
   }
+}
+
+scheduler::Chore EngineExecutor::chore() const {
+  scheduler::Chore choice = {.cells = SecondReading::kRows};
+  for (const auto& [seq, sequence] : sequences_) {
+    if (sequence.to_choose == 0) continue;
+    choice.seq = seq;
+    choice.left += std::max<int64_t>(1, sequence.reading.unread(sequence.to_choose));
+  }
+  if (choice.left > 0) return choice;
+  if (rest_) return {.seq = rest_->lacking};
+  for (const auto& [seq, sequence] : sequences_) {
+    if (may_fetch_rest(seq, sequence)) return {.seq = seq, .cells = runtime_.engine().length(seq)};
+  }
+  return {};
+}
+
+bool EngineExecutor::work_on(const scheduler::Chore& chore) {
+  Sequence& sequence = sequences_.at(chore.seq);
+  if (sequence.to_choose > 0) {
+    read_once_more(chore.seq, sequence);
+    return true;
+  }
+  const Result<bool> fetched = fetch_rest(chore.seq);
+  if (fetched.ok()) return *fetched;
+  log::warn("a conversation goes on without the rows that its budget left out: {}",
+            fetched.status().to_string());
+  sequence.lacks_rows = false;
+  leave_chores();
+  return true;
+}
+
+void EngineExecutor::leave_chores() {
+  if (rest_) release(std::exchange(rest_, std::nullopt)->whole);
+}
+
+void EngineExecutor::read_once_more(SeqId seq, Sequence& sequence) {
+  const int64_t n_tokens = sequence.to_choose;
+  SecondReading& reading = sequence.reading;
+  if (reading.unread(n_tokens) > 0) {
+    const auto text = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
+    if (const Status read = reading.read_part(runtime_.engine(), seq, text); !read.ok()) {
+      sequence.to_choose = 0;
+      return not_chosen(read);
+    }
+  }
+  if (reading.unread(n_tokens) > 0) return;
+  sequence.to_choose = 0;
+  choose_rows(seq, sequence, reading.scores());
+  runtime_.saver()->request_flush(seq);
+}
+
+// Nobody's rows go for it, and all of its own must have come to the store.
+bool EngineExecutor::may_fetch_rest(SeqId seq, const Sequence& sequence) const {
+  if (!sequence.lacks_rows || !sequence.save) return false;
+  const int64_t length = runtime_.engine().length(seq);
+  return free_cells() >= length && runtime_.saver()->durable_tokens(seq) >= length &&
+         sequences_.size() < static_cast<size_t>(limits_.max_sequences);
+}
+
+Status EngineExecutor::begin_rest(SeqId seq) {
+  // One more than is restored.
+  std::vector<int32_t> tokens = sequences_.at(seq).tokens;
+  const auto n_tokens = static_cast<int64_t>(tokens.size());
+  tokens.push_back(0);
+  const Salt salt = sequences_.at(seq).salt;
+  HCACHE_ASSIGN_OR_RETURN(const scheduler::SavedPrefixRef prefix,
+                          saved_prefix(salt, tokens, {}, nullptr));
+  if (!prefix || prefix->tokens() < n_tokens) return not_found("not all of it is saved");
+  HCACHE_ASSIGN_OR_RETURN(const SeqId whole, create(salt, false));
+  rest_ = {.lacking = seq, .whole = whole};
+  sequences_.at(whole).follows = true;
+  return begin_restore(whole, {.prefix = prefix, .tokens = tokens, .upto = n_tokens});
+}
+
+Result<bool> EngineExecutor::fetch_rest(SeqId seq) {
+  if (!rest_) {
+    HCACHE_RETURN_IF_ERROR(begin_rest(seq));
+    return true;
+  }
+  engine::Engine& engine = runtime_.engine();
+  const SeqId whole = rest_->whole;
+  const Sequence& sequence = sequences_.at(seq);
+  if (sequences_.at(whole).restore) {
+    HCACHE_ASSIGN_OR_RETURN(const scheduler::RestoreStatus status,
+                            advance_restore(whole, {.budget_s = kChoreS}));
+    return status.phase != scheduler::RestoreStatus::Phase::kWaitingForIo;
+  }
+  // Computing was faster for some, or they are damaged.
+  const int64_t length = engine.length(whole);
+  if (length < engine.length(seq)) {
+    const std::span<const int32_t> tokens = sequence.tokens;
+    const auto from = static_cast<size_t>(length);
+    const size_t n = std::min<size_t>(SecondReading::kPart, tokens.size() - from);
+    const engine::BatchItem item{
+        .seq = whole, .tokens = tokens.subspan(from, n), .captured = false};
+    HCACHE_RETURN_IF_ERROR(engine.decode({&item, 1}).status());
+    return true;
+  }
+  if (length > engine.length(seq)) {
+    HCACHE_RETURN_IF_ERROR(engine.trim_sequence(whole, engine.length(seq)));
+  }
+  HCACHE_RETURN_IF_ERROR(engine.swap_sequences(seq, whole));
+  sequences_.at(seq).lacks_rows = false;
+  leave_chores();
+  return true;
 }
 
 }  // namespace hcache::serving

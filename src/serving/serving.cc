@@ -76,6 +76,13 @@ class ServingImpl : public Serving {
   Status flush() override {
     return on_engine([](state::Runtime& runtime) { return runtime.flush(); });
   }
+  Status finish_chores(const std::function<bool(double)>& goes_on) override {
+    return on_engine([&](state::Runtime& runtime) {
+      HCACHE_RETURN_IF_ERROR(runtime.flush());  // what is saved can make room
+      scheduler_->finish_chores(goes_on);
+      return runtime.flush();
+    });
+  }
   state::Runtime& runtime() override { return *runtime_; }
   int64_t context() const override { return limits_.context; }
   const std::string& why_no_cuts() const override { return limits_.why_no_cuts; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -196,7 +197,7 @@ Status KeptRestore::finish() {
   record_.read = {.dram = stats.dram_bytes, .disk = stats.disk_bytes, .remote = stats.remote_bytes};
   record_.restored_tokens = n_tokens_;
   record_.kv_tokens = n_tokens_;
-  record_.kept_rows = *std::max_element(rows_.begin(), rows_.end());
+  record_.kept_rows = std::accumulate(rows_.begin(), rows_.end(), int64_t{0}) / engine_.n_layer();
   record_.schedule =
       fmt::format("KV:{} ({} of {} rows)", engine_.n_layer(), record_.kept_rows, n_tokens_);
   done_ = true;

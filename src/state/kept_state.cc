@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "kept_header.h"
 #include "planned_pages.h"
-#include "policy/compression.h"
 
 namespace hcache::state {
 namespace {
@@ -39,39 +39,28 @@ void append(std::vector<std::byte>& bytes, const T& value) {
   std::memcpy(grow(bytes, sizeof(value)), &value, sizeof(value));
 }
 
-// What attention fell on while the last of these tokens were computed once more, in their place.
-Result<policy::RowScores> score_rows(engine::Engine& engine, engine::SeqId seq,
-                                     std::span<const int32_t> tokens) {
-  const model::HParams& hp = engine.model().hparams();
-  const auto n = static_cast<int64_t>(tokens.size());
-  const int64_t first = n - policy::kWindow;
-  engine::AttentionScores told;
-  HCACHE_RETURN_IF_ERROR(engine.observe({.seq = seq, .first_pos = first, .n_keys = n}, &told));
-  const engine::BatchItem item{.seq = seq,
-                               .tokens = tokens.last(policy::kWindow),
-                               .first_pos = first,
-                               .output = engine::BatchItem::Output::kLast};
-  const Status computed = engine.decode({&item, 1}).status();
-  HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
-  HCACHE_RETURN_IF_ERROR(computed);
-  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n};
-  for (const engine::AttentionTally& tally : told.tallies) {
-    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n);
-  }
-  return scores;
-}
-
 // With room for so many rows of each layer.
-std::vector<std::byte> snapshot_head(const engine::Engine& engine, int64_t n_tokens, int64_t rows) {
-  const auto n_layer = static_cast<size_t>(engine.n_layer());
+std::vector<std::byte> snapshot_head(const engine::Engine& engine, int64_t n_tokens,
+                                     std::span<const int64_t> rows) {
+  size_t n_rows = 0;
+  for (const int64_t n : rows) n_rows += static_cast<size_t>(n);
   std::vector<std::byte> bytes;
-  bytes.reserve(sizeof(KeptHeader) + n_layer * (sizeof(uint64_t) + 2 * static_cast<size_t>(rows) *
-                                                                       engine.kv_row_bytes()));
-  append(bytes, KeptHeader{.n_layer = static_cast<uint32_t>(n_layer),
+  bytes.reserve(sizeof(KeptHeader) + rows.size_bytes() + 2 * n_rows * engine.kv_row_bytes());
+  append(bytes, KeptHeader{.n_layer = static_cast<uint32_t>(rows.size()),
                            .n_tokens = static_cast<uint64_t>(n_tokens),
                            .row_bytes = engine.kv_row_bytes()});
-  for (size_t layer = 0; layer < n_layer; ++layer) append(bytes, static_cast<uint64_t>(rows));
+  for (const int64_t n : rows) append(bytes, static_cast<uint64_t>(n));
   return bytes;
+}
+
+// Of the first n_tokens of a sequence, the rows that each layer holds.
+std::vector<int64_t> held_rows(const engine::Engine& engine, engine::SeqId seq, int64_t n_tokens) {
+  const int64_t behind = engine.length(seq) - n_tokens;
+  std::vector<int64_t> rows;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    rows.push_back(engine.held_rows(seq, layer) - behind);
+  }
+  return rows;
 }
 
 }  // namespace
@@ -111,35 +100,73 @@ Status check_keeps_rows(engine::Engine& engine) {
   return status;
 }
 
-Result<std::optional<std::vector<std::byte>>> kept_state(engine::Engine& engine, engine::SeqId seq,
-                                                         std::span<const int32_t> tokens,
-                                                         double budget) {
-  using Snapshot = std::optional<std::vector<std::byte>>;
-  const auto n_tokens = static_cast<int64_t>(tokens.size());
-  if (n_tokens < kLeastKeptTokens) return Snapshot();
-  const size_t row_bytes = engine.kv_row_bytes();
-  const int64_t wanted = policy::kept_rows(n_tokens, budget);
-  const int64_t held = engine.held_rows(seq, 0) - (engine.length(seq) - n_tokens);
-  if (held < n_tokens) {
-    const auto most = static_cast<int64_t>(kMostAbove * static_cast<double>(n_tokens - wanted));
-    if (held > wanted + most || engine.shortest(seq) > n_tokens) return Snapshot();
-    std::vector<std::byte> bytes = snapshot_head(engine, n_tokens, held);
-    const size_t half = static_cast<size_t>(held) * row_bytes;
-    for (int layer = 0; layer < engine.n_layer(); ++layer) {
-      std::byte* k = grow(bytes, 2 * half);
-      HCACHE_RETURN_IF_ERROR(
-          engine.read_kv(seq, layer, n_tokens - held, static_cast<int>(held), k, k + half));
-    }
-    return Snapshot(std::move(bytes));
-  }
-  HCACHE_ASSIGN_OR_RETURN(const policy::RowScores scores, score_rows(engine, seq, tokens));
-  std::vector<std::byte> bytes = snapshot_head(engine, n_tokens, wanted);
-  const size_t half = static_cast<size_t>(wanted) * row_bytes;
+bool lacks_rows(const engine::Engine& engine, engine::SeqId seq) {
+  const int64_t length = engine.length(seq);
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    const std::vector<int32_t> kept =
-        policy::choose_rows(policy::Compression::kSnap, scores, layer, budget, 0);
+    if (engine.held_rows(seq, layer) < length) return true;
+  }
+  return false;
+}
+
+Result<policy::RowScores> score_by_last_rows(engine::Engine& engine, engine::SeqId seq,
+                                             std::span<const int32_t> tokens) {
+  const model::HParams& hp = engine.model().hparams();
+  const auto n = static_cast<int64_t>(tokens.size());
+  const int64_t first = n - policy::kWindow;
+  engine::AttentionScores told;
+  HCACHE_RETURN_IF_ERROR(engine.observe({.seq = seq, .first_pos = first, .n_keys = n}, &told));
+  const engine::BatchItem item{.seq = seq,
+                               .tokens = tokens.last(policy::kWindow),
+                               .first_pos = first,
+                               .output = engine::BatchItem::Output::kLast};
+  const Status computed = engine.decode({&item, 1}).status();
+  HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
+  HCACHE_RETURN_IF_ERROR(computed);
+  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n};
+  for (const engine::AttentionTally& tally : told.tallies) {
+    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n);
+  }
+  return scores;
+}
+
+Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId seq,
+                                          policy::Compression how, const policy::RowScores& scores,
+                                          double budget) {
+  const std::vector<double> shares = policy::served_budgets(how, scores, budget);
+  std::vector<std::vector<int32_t>> kept;
+  std::vector<int64_t> rows;
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    kept.push_back(policy::choose_rows(how, scores, layer, shares[static_cast<size_t>(layer)], 0));
+    rows.push_back(static_cast<int64_t>(kept.back().size()) / scores.n_head_kv);
+  }
+  std::vector<std::byte> bytes = snapshot_head(engine, scores.n_rows, rows);
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    const auto l = static_cast<size_t>(layer);
+    const size_t half = static_cast<size_t>(rows[l]) * engine.kv_row_bytes();
     std::byte* k = grow(bytes, 2 * half);
-    HCACHE_RETURN_IF_ERROR(engine.read_kept(seq, layer, kept, k, k + half));
+    HCACHE_RETURN_IF_ERROR(engine.read_kept(seq, layer, kept[l], k, k + half));
+  }
+  return bytes;
+}
+
+Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine, engine::SeqId seq,
+                                                         int64_t n_tokens, double budget) {
+  using Snapshot = std::optional<std::vector<std::byte>>;
+  const std::vector<int64_t> rows = held_rows(engine, seq, n_tokens);
+  const auto n_layer = static_cast<int64_t>(rows.size());
+  const int64_t held = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const int64_t wanted = n_layer * policy::kept_rows(n_tokens, budget);
+  const double most_above = kMostAbove * static_cast<double>(n_layer * n_tokens - wanted);
+  if (static_cast<double>(held - wanted) > most_above || engine.shortest(seq) > n_tokens) {
+    return Snapshot();
+  }
+  std::vector<std::byte> bytes = snapshot_head(engine, n_tokens, rows);
+  for (int layer = 0; layer < engine.n_layer(); ++layer) {
+    const int64_t n = rows[static_cast<size_t>(layer)];
+    const size_t half = static_cast<size_t>(n) * engine.kv_row_bytes();
+    std::byte* k = grow(bytes, 2 * half);
+    HCACHE_RETURN_IF_ERROR(
+        engine.read_kv(seq, layer, n_tokens - n, static_cast<int>(n), k, k + half));
   }
   return Snapshot(std::move(bytes));
 }

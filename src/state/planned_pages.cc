@@ -150,6 +150,22 @@ Offer offer_of(Engine& engine, const store::Match& match, int64_t max_rows,
   return offer;
 }
 
+bool holds_all(const store::ChunkInfo& chunk, std::span<const uint8_t> captured,
+               std::span<const ggml_type> hidden_types) {
+  for (size_t i = 0; i < captured.size(); ++i) {
+    const auto layer = static_cast<uint16_t>(i);
+    if ((captured[i] & engine::kTapHidden) != 0 &&
+        chunk.find_page(layer, *hidden_encoding(hidden_types[i])) == nullptr) {
+      return false;
+    }
+    if ((captured[i] & engine::kTapKv) != 0 &&
+        chunk.find_state(layer, store::Encoding::kKv) == nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
 int64_t restorable_rows(Engine& engine, const store::Match& match, int64_t max_rows) {
   const std::vector<ChunkSpan> spans = chunk_spans(match, max_rows);
   // Layer 0 can be had without its pages.

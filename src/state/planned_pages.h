@@ -50,6 +50,11 @@ struct Offer {
 [[nodiscard]] int64_t restorable_rows(engine::Engine& engine, const store::Match& match,
                                       int64_t max_rows);
 
+// Whether a chunk has every page that is captured of its layers (masks of kTapHidden and kTapKv,
+// types of hidden states), so that the saver can complete it.
+[[nodiscard]] bool holds_all(const store::ChunkInfo& chunk, std::span<const uint8_t> captured,
+                             std::span<const ggml_type> hidden_types);
+
 // One page of the schedule and the rows of it that are used.
 struct PlannedPage {
   const store::PageInfo* info = nullptr;

@@ -9,31 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "model/logits.h"
 #include "packed_kv.h"
+#include "predictions.h"
 
 namespace hcache::state {
 namespace {
 
 constexpr int64_t kPredicted = 64;  // tokens behind the rounded ones
 constexpr int64_t kLeastContext = 64;
-
-using Logits = std::vector<std::vector<float>>;
-
-// Of each of the tokens, which the sequence gets.
-Result<Logits> predict(engine::Engine& engine, engine::SeqId seq, std::span<const int32_t> tokens) {
-  Logits logits;
-  const auto most = static_cast<size_t>(engine.options().max_batch_rows);
-  while (!tokens.empty()) {
-    const auto piece = tokens.first(std::min(most, tokens.size()));
-    const engine::BatchItem item{
-        .seq = seq, .tokens = piece, .output = engine::BatchItem::Output::kAll};
-    HCACHE_ASSIGN_OR_RETURN(const engine::Logits step, engine.decode({&item, 1}));
-    for (const std::span<const float> row : step.rows) logits.emplace_back(row.begin(), row.end());
-    tokens = tokens.subspan(piece.size());
-  }
-  return logits;
-}
 
 // K and V of the first n rows of every layer, as a restore would bring them back.
 Status round_rows(engine::Engine& engine, engine::SeqId seq, int64_t n, policy::PackMode mode) {
@@ -58,17 +41,13 @@ Status round_rows(engine::Engine& engine, engine::SeqId seq, int64_t n, policy::
 }
 
 Result<double> kl_of(engine::Engine& engine, engine::SeqId exact, int64_t n_context,
-                     std::span<const int32_t> behind, const Logits& expected,
+                     std::span<const int32_t> behind, const Predictions& expected,
                      policy::PackMode mode) {
   HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine.fork_sequence(exact, n_context));
   const auto measure = [&]() -> Result<double> {
     HCACHE_RETURN_IF_ERROR(round_rows(engine, seq, n_context, mode));
-    HCACHE_ASSIGN_OR_RETURN(const Logits logits, predict(engine, seq, behind));
-    double sum = 0;
-    for (size_t i = 0; i < logits.size(); ++i) {
-      sum += model::kl_divergence(expected[i], logits[i]);
-    }
-    return sum / static_cast<double>(logits.size());
+    HCACHE_ASSIGN_OR_RETURN(const Predictions predicted, predict(engine, seq, behind));
+    return mean_kl(expected, predicted);
   };
   const Result<double> kl = measure();
   HCACHE_RETURN_IF_ERROR(engine.release_sequence(seq));
@@ -97,7 +76,7 @@ Result<policy::RoundingKl> measure_rounding(engine::Engine& engine,
   HCACHE_ASSIGN_OR_RETURN(const engine::SeqId exact, engine.create_sequence());
   const auto measure = [&]() -> Result<policy::RoundingKl> {
     HCACHE_RETURN_IF_ERROR(engine.prefill(exact, context));
-    HCACHE_ASSIGN_OR_RETURN(const Logits expected, predict(engine, exact, behind));
+    HCACHE_ASSIGN_OR_RETURN(const Predictions expected, predict(engine, exact, behind));
     policy::RoundingKl kl;
     HCACHE_ASSIGN_OR_RETURN(
         kl.q8_0, kl_of(engine, exact, n_context, behind, expected, policy::PackMode::kQ8_0));

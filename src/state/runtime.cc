@@ -16,6 +16,7 @@
 #include "packed_kv.h"
 #include "planned_pages.h"
 #include "policy/snapshots.h"
+#include "state/budget_quality.h"
 #include "state/identity.h"
 #include "state/kept_state.h"
 #include "state/rounding.h"
@@ -80,6 +81,7 @@ class RuntimeImpl : public Runtime {
   const policy::SavePlan& save_plan() const override { return save_plan_; }
   const Fingerprint& fingerprint() const override { return fingerprint_; }
   const Salt& salt() const override { return salt_; }
+  policy::Compression kv_policy() const override { return options_.kv_policy; }
   policy::RestoreCosts costs() const override {
     if (!engine_) return {};
     return packed(prices(env_.nominal_read_bytes_per_s()), packed_by_plan());
@@ -118,11 +120,10 @@ class RuntimeImpl : public Runtime {
   Status measure_profile();
   Status choose_save_plan();
   [[nodiscard]] policy::SaveRequest save_request() const;
+  Status choose_kv_budget();
   Status choose_rounding();
   Status choose_packing(const policy::SaveRequest& request, bool was_packed);
   void keep_hidden_where_lossless();
-  // Whether `chunk` holds every page the tap captures, so that the saver can complete it.
-  [[nodiscard]] bool completes(const store::ChunkInfo& chunk) const;
   model::Progress report(const char* what);
   [[nodiscard]] std::string digest_dir() const { return join_path(options_.state_dir, "digests"); }
   [[nodiscard]] std::string profile_dir() const {
@@ -185,7 +186,7 @@ Status RuntimeImpl::open_llama() {
   const bool streamed = options_.weights == model::WeightPlace::kHost ||
                         options_.weights == model::WeightPlace::kDisk;
   if (streamed || options_.batch.use == BatchEngineUse::kAlways || options_.gpu_direct ||
-      options_.kv_budget) {
+      options_.kv_budget || options_.kv_quality) {
     return unimplemented(
         "--weights host and disk, --engine hybrid, --gpu-direct and --kv-budget need our own "
         "engine, which does not run this model; leave them out");
@@ -248,10 +249,11 @@ Status RuntimeImpl::init() {
     if (!instead) return opened;
     log::info("the batch runs on the ordinary engine: {}", opened.message());
   }
-  options_.engine.separate_layers = options_.kv_budget.has_value();
+  options_.engine.separate_layers = options_.kv_budget || options_.kv_quality;
   HCACHE_ASSIGN_OR_RETURN(engine_, engine::Engine::create(*model_, options_.engine));
-  if (options_.kv_budget) {
+  if (options_.engine.separate_layers) {
     HCACHE_RETURN_IF_ERROR(check_keeps_rows(*engine_).with_context("--kv-budget"));
+    HCACHE_RETURN_IF_ERROR(choose_kv_budget());
   }
   HCACHE_ASSIGN_OR_RETURN(state_types_, parse_state_type(options_.state_type, *engine_));
   HCACHE_RETURN_IF_ERROR(open_profile());
@@ -267,11 +269,24 @@ Status RuntimeImpl::init() {
   return {};
 }
 
+Status RuntimeImpl::choose_kv_budget() {
+  if (options_.kv_quality) {
+    if (options_.progress && !options_.progress("measuring what fewer rows cost", 0)) {
+      return cancelled("interrupted");
+    }
+    HCACHE_ASSIGN_OR_RETURN(const auto kls,
+                            budget_kls(env_, *engine_, options_.kv_policy, profile_dir(),
+                                       to_hex(fingerprint_), options_.sample));
+    options_.kv_budget = budget_within(kls, *options_.kv_quality);
+  }
+  salt_ = budgeted(salt_, *options_.kv_budget);
+  return {};
+}
+
 Status RuntimeImpl::know_adapters() {
   HCACHE_ASSIGN_OR_RETURN(card_.adapters, describe_adapters(env_, options_.adapters, digest_dir(),
                                                             report("checking the adapters")));
   salt_ = adapted(own_salt(options_.salt), card_.adapters, default_scales(card_.adapters));
-  salt_ = budgeted(salt_, options_.kv_budget.value_or(1));
   return {};
 }
 
@@ -563,21 +578,6 @@ void RuntimeImpl::keep_hidden_where_lossless() {
       n_changed, state_types_.size());
 }
 
-bool RuntimeImpl::completes(const store::ChunkInfo& chunk) const {
-  for (size_t i = 0; i < tap_.size(); ++i) {
-    const auto layer = static_cast<uint16_t>(i);
-    if ((tap_[i] & engine::kTapHidden) != 0 &&
-        chunk.find_page(layer, *hidden_encoding(state_types_[i])) == nullptr) {
-      return false;
-    }
-    if ((tap_[i] & engine::kTapKv) != 0 &&
-        chunk.find_state(layer, store::Encoding::kKv) == nullptr) {
-      return false;
-    }
-  }
-  return true;
-}
-
 store::Match RuntimeImpl::match(std::span<const int32_t> tokens, const SaltId& salt,
                                 std::span<const policy::HeldRows> cuts) {
   if (!store_) return {};
@@ -604,7 +604,8 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   // A partial chunk that the saver could not complete is computed again from its first row.
   const bool save = options.save && saver_ != nullptr;
   const int64_t partial = max_rows == 0 ? 0 : (max_rows + options.dropped) % store::kChunkTokens;
-  if (save && partial != 0 && !completes(chunk_before(max_rows).info())) max_rows -= partial;
+  if (save && partial != 0 && !holds_all(chunk_before(max_rows).info(), tap_, state_types_))
+    max_rows -= partial;
 
   max_rows = restorable_rows(*engine_, match, max_rows);
 

@@ -120,6 +120,43 @@ TEST(Compression, LayersShareTheBudget) {
   EXPECT_FALSE(parse_layer_budgets("fair").ok());
 }
 
+TEST(Compression, LayersAreRankedTogether) {
+  constexpr int64_t kMust = kSinks + kWindow;
+  RowScores scores{.n_layer = 3, .n_head_kv = 2, .n_rows = kRows};
+  scores.top.resize(static_cast<size_t>(6 * kRows));
+  // Of the second layer all rows score, of the third those of one head.
+  std::fill_n(scores.top.begin() + 2 * kRows, 2 * kRows, 0.9F);
+  std::fill_n(scores.top.begin() + 4 * kRows, kRows, 0.5F);
+  const auto shares = [&](double rows) {
+    return ranked_budgets(Compression::kSelf, scores, rows / (6.0 * kRows));
+  };
+  const auto share = [](double rows) { return rows / (2.0 * kRows); };
+  // What all keep comes first.
+  const double must = 6.0 * kMust;
+  const std::vector<double> few = shares(must + 20);
+  EXPECT_NEAR(few[0], share(2.0 * kMust), 1e-9);
+  EXPECT_NEAR(few[1], share(2.0 * kMust + 20), 1e-9);
+  EXPECT_NEAR(few[2], share(2.0 * kMust), 1e-9);
+  const double second = 2.0 * (kRows - kMust);
+  const std::vector<double> more = shares(must + second + 10);
+  EXPECT_NEAR(more[0], share(2.0 * kMust), 1e-9);
+  EXPECT_NEAR(more[1], 1, 1e-9);
+  EXPECT_NEAR(more[2], share(2.0 * kMust + 10), 1e-9);
+  EXPECT_EQ(shares(6.0 * kRows), std::vector<double>(3, 1.0));
+  EXPECT_EQ(ranked_budgets(Compression::kRecent, scores, 0.5), std::vector<double>(3, 0.5));
+  EXPECT_EQ(parse_layer_budgets("ranked").value(), LayerBudgets::kRanked);
+}
+
+TEST(Compression, ABudgetIsChosenByWhatItCosts) {
+  const BudgetKl measured[] = {{0.9, 0.01}, {0.7, 0.03}, {0.5, 0.02}, {0.3, 0.4}};
+  EXPECT_EQ(choose_budget(measured, 0.001), 1);
+  EXPECT_EQ(choose_budget(measured, 0.01), 0.9);
+  EXPECT_EQ(choose_budget(measured, 0.02), 0.9) << "a larger share costs more than that";
+  EXPECT_EQ(choose_budget(measured, 0.03), 0.5);
+  EXPECT_EQ(choose_budget(measured, 1), 0.3);
+  EXPECT_EQ(choose_budget({}, 1), 1);
+}
+
 TEST(Compression, NoLayerKeepsLessThanSinksAndWindow) {
   EXPECT_EQ(kept_rows(1000, 0.5), 500);
   EXPECT_EQ(kept_rows(1000, 0.001), kSinks + kWindow);

@@ -251,6 +251,80 @@ TEST(SchedulerEviction, OffloadsWhatIsDurableBeforeRoomIsWanted) {
   EXPECT_EQ(bench.scheduler->stats().evicted_unsaved, 0U);
 }
 
+// ---- Chores
+
+TEST(SchedulerChores, WaitUntilNothingElseIsToBeDone) {
+  Bench bench;
+  bench.submit(tokens(50), 1);
+  ASSERT_TRUE(bench.run_all());
+  bench.executor.chores = {{bench.executor.sequences().begin()->first, 3}};
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kWorked);
+  bench.executor.calls.clear();
+  bench.submit(tokens(40, 2), 30);  // as long as it runs, the executor would mind
+  ASSERT_TRUE(bench.run_all());
+  while (bench.scheduler->run_once() == Activity::kWorked) {
+  }
+  EXPECT_THAT(bench.executor.calls, ElementsAre("create", "chore", "chore"));
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kIdle);
+  bench.executor.chores.begin()->second = 1;
+  bench.executor.chores_wait = true;
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kWaiting);
+  bench.executor.chores_wait = false;
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kWorked);
+}
+
+TEST(SchedulerChores, AreFinishedWhereTheyLast) {
+  Bench bench;
+  bench.submit(tokens(50), 1);
+  ASSERT_TRUE(bench.run_all());
+  std::vector<double> done;
+  const auto note = [&done](double fraction) {
+    done.push_back(fraction);
+    return done.size() < 4;
+  };
+  bench.executor.chores = {{bench.executor.sequences().begin()->first, 4}};
+  bench.scheduler->finish_chores(note);
+  EXPECT_THAT(done, ElementsAre(0, 0.25, 0.5, 0.75)) << "no more were wanted";
+  EXPECT_EQ(bench.executor.chores.begin()->second, 1);
+  bench.scheduler->finish_chores({});
+  EXPECT_EQ(bench.executor.chores.begin()->second, 0);
+  bench.executor.chores.begin()->second = 3;
+  bench.executor.chores_last = false;
+  bench.scheduler->finish_chores({});
+  EXPECT_EQ(bench.executor.chores.begin()->second, 3) << "what goes with the process";
+  bench.executor.chores_last = true;
+  bench.submit(tokens(40, 2), 30);
+  bench.scheduler->run_once();
+  bench.scheduler->finish_chores({});
+  EXPECT_EQ(bench.executor.chores.begin()->second, 3) << "something runs";
+  ASSERT_TRUE(bench.run_all());
+}
+
+TEST(SchedulerChores, FindRoomWhereOthersAreSaved) {
+  FakeOptions fake = small_arena(330);
+  fake.flush_s = 5;
+  Bench bench(fake);
+  for (int i = 1; i <= 3; ++i) {
+    bench.submit(tokens(100, i), 1);
+    ASSERT_TRUE(bench.run_all());
+  }
+  const SeqId last = bench.executor.sequences().rbegin()->first;
+  bench.executor.chores = {{last, 2}};
+  bench.executor.chore_cells = 50;
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kIdle) << "the others are not saved yet";
+  EXPECT_EQ(bench.executor.chores.at(last), 2);
+  bench.executor.pass(10);
+  EXPECT_EQ(bench.scheduler->run_once(), Activity::kWorked);
+  EXPECT_EQ(bench.executor.chores.at(last), 1);
+  EXPECT_EQ(evictions(bench, EvictionReason::kChores), 1U);
+  EXPECT_TRUE(bench.executor.sequences().contains(last));
+  // Nothing goes for one that takes more than there would ever be.
+  bench.executor.chore_cells = 300;
+  for (int i = 0; i < 5; ++i) bench.scheduler->run_once();
+  EXPECT_EQ(bench.executor.chores.at(last), 1);
+  EXPECT_TRUE(bench.executor.sequences().contains(last));
+}
+
 TEST(SchedulerEviction, FlushesWhatIsNotDurableAndGoesOnMeanwhile) {
   FakeOptions fake = small_arena(300);
   fake.flush_s = 0.05;

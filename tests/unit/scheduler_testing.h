@@ -432,6 +432,30 @@ class FakeExecutor final : public Executor {
   }
   size_t most_in_flight = 0;
 
+  // Parts of chores that are left of sequences, and the cells that one takes.
+  std::map<SeqId, int> chores;
+  int64_t chore_cells = 0;
+  bool chores_wait = false;  // for I/O
+  bool chores_last = true;
+  [[nodiscard]] Chore chore() const override {
+    Chore chore{.cells = chore_cells};
+    for (const auto& [seq, parts] : chores) {
+      if (parts <= 0 || !sequences_.contains(seq)) continue;
+      chore.seq = seq;
+      chore.left += chores_last ? parts : 0;
+    }
+    return chore;
+  }
+  bool work_on(const Chore& chore) override {
+    EXPECT_LE(chore.cells, free_cells());
+    EXPECT_TRUE(in_flight_.empty());
+    EXPECT_TRUE(waiting.empty() && admitted_from.empty()) << "something else is to be done";
+    if (chores_wait) return false;
+    --chores.at(chore.seq);
+    calls.push_back("chore");
+    return true;
+  }
+
  private:
   Status take_rows(std::span<const StepItem> items) {
     int64_t rows = 0;

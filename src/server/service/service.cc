@@ -243,7 +243,7 @@ Service::~Service() { stop(0).ignore("a destructor has nobody to tell; errors we
 Salt Service::salt_of(const http::Request& request, const std::string& cache_salt) const {
   const Salt salt =
       state::adapted(key_salt(request, cache_salt), adapters_->adapters(), adapters_->current());
-  return state::budgeted(salt, options_.runtime.kv_budget.value_or(1));
+  return state::budgeted(salt, serving_->runtime().salt().kv_budget);
 }
 
 Result<Salt> Service::salt_of(const http::Request& request,
@@ -252,14 +252,15 @@ Result<Salt> Service::salt_of(const http::Request& request,
   if (asked.adapters) {
     HCACHE_ASSIGN_OR_RETURN(scales, adapters_->of(*asked.adapters));
   }
-  if (asked.kv_budget && !options_.runtime.kv_budget && *asked.kv_budget < 1) {
+  const bool may = options_.runtime.kv_budget || options_.runtime.kv_quality;
+  if (asked.kv_budget && !may && *asked.kv_budget < 1) {
     return invalid_argument(
         "kv_budget: this server's layers keep all rows; start it with --kv-budget 1 to let "
         "requests choose, or with a smaller one for all");
   }
   const Salt salt =
       state::adapted(key_salt(request, asked.cache_salt), adapters_->adapters(), std::move(scales));
-  return state::budgeted(salt, asked.kv_budget.value_or(options_.runtime.kv_budget.value_or(1)));
+  return state::budgeted(salt, asked.kv_budget.value_or(serving_->runtime().salt().kv_budget));
 }
 
 Fingerprint Service::file_fingerprint(const Salt& salt) {

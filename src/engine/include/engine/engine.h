@@ -80,6 +80,7 @@ struct BatchItem {
   // Instead of the logits what the output matrix would make them of: the rows behind the final
   // norm.
   bool hidden = false;
+  bool captured = true;  // by the tap, where there is one
 };
 
 // What the capture tap copies of a layer (a mask).
@@ -222,6 +223,8 @@ class Engine {
   // kUnimplemented with learned positions.
   Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
   Status release_sequence(SeqId seq);
+  // Each gets the other's rows; no step of either may be in flight.
+  Status swap_sequences(SeqId a, SeqId b);
   // Reserves rows up to length n_tokens without content, for the restorer to fill. The rows count
   // as the sequence's from here on. Of an empty sequence layers take those from first_row_needed()
   // on. kResourceExhausted when the arena has no room.

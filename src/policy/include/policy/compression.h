@@ -28,7 +28,7 @@ enum class ScoreSource : uint8_t {
   kNobody,
   kEveryRow,  // of the context itself
   kLastRows,  // those that kWindow keeps
-  kRepeated,  // of the context once more, behind itself
+  kRepeated,  // of the context once more, behind itself, part by part
 };
 
 struct CompressionInfo {
@@ -75,14 +75,34 @@ struct RowScores {
 enum class LayerBudgets : uint8_t {
   kUniform,
   kProfile,  // in proportion to the weights that count in a layer (CaR §III-D)
+  kRanked,   // by their scores, all layers' rows together
 };
 [[nodiscard]] Result<LayerBudgets> parse_layer_budgets(std::string_view name);
 
 // Each layer's share of the rows, whose mean is `budget`, in (0, 1]. density: per layer, the share
 // of attention weights that count, by a profile; its size is the number of layers. A layer that the
-// proportion would give more than all keeps all.
+// proportion would give more than all keeps all. With kRanked see ranked_budgets().
 [[nodiscard]] std::vector<double> layer_budgets(LayerBudgets how, double budget,
                                                 std::span<const double> density);
+
+// With kRanked: the rows of all layers and heads are ranked by their scores, and a layer's share
+// are those of its rows that are among the first `budget` of all. Sinks and window come first in
+// each. Where nobody scores them, layers share evenly.
+[[nodiscard]] std::vector<double> ranked_budgets(Compression policy, const RowScores& scores,
+                                                 double budget);
+
+// The layers' shares of a conversation that is saved so: ranked by kSelf, whose scores compare
+// between layers; by others even, since sums of weights do not.
+[[nodiscard]] std::vector<double> served_budgets(Compression policy, const RowScores& scores,
+                                                 double budget);
+
+// Mean KL divergence, in nats, of predictions behind a share of the rows.
+struct BudgetKl {
+  double budget = 1;
+  double kl = 0;
+};
+// The smallest share that diverges by `most_kl` at most, and no larger one by more; 1: none does.
+[[nodiscard]] double choose_budget(std::span<const BudgetKl> measured, double most_kl);
 
 // Of so many rows, what a layer keeps at a budget: never fewer than sinks and window.
 [[nodiscard]] int64_t kept_rows(int64_t n_rows, double budget);

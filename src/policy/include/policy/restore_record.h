@@ -45,7 +45,7 @@ struct RestoreRecord {
   int64_t hidden_tokens = 0;    // restored rows, by what most of their layers used
   int64_t kv_tokens = 0;
   int64_t recomputed_tokens = 0;
-  int64_t kept_rows = 0;         // of those, that layers have where they do without others; 0: all
+  int64_t kept_rows = 0;  // of those, that a layer has (mean) where they do without others; 0: all
   int64_t prefilled_tokens = 0;  // behind the restored ones: they followed layer by layer
   TierBytes read;                // alignment and gaps of the disks included
   TierBytes hidden_pages;        // pages that were used, by method

@@ -164,6 +164,13 @@ struct Waiting {
   RestoreMethod method = {};
 };
 
+// Work on an idle sequence that waits until nothing else runs or waits.
+struct Chore {
+  SeqId seq = kNoSeq;  // kNoSeq: there is none
+  int64_t cells = 0;   // that are free meanwhile
+  int64_t left = 0;    // of what outlasts the process, of all sequences; 0: this does not
+};
+
 class Executor {
  public:
   Executor() = default;
@@ -251,6 +258,14 @@ class Executor {
     return unimplemented("this executor has one step at a time");
   }
   virtual Result<StepOutput> finish_step() { return failed_precondition("no step is in flight"); }
+
+  // ---- What is done when nothing else is
+
+  [[nodiscard]] virtual Chore chore() const { return {}; }
+  // Does a part of it, about a step. False: it waits for I/O.
+  virtual bool work_on(const Chore& /*chore*/) { return true; }
+  // Something else is to be done: what chores have taken of the arena is free when this returns.
+  virtual void leave_chores() {}
 };
 
 }  // namespace hcache::scheduler

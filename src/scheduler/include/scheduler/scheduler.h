@@ -93,8 +93,8 @@ enum class Activity : uint8_t {
   kIdle,     // nothing to do until something is submitted
 };
 
-enum class EvictionReason : uint8_t { kAdmission, kGrowth, kSlots, kOffload };
-inline constexpr size_t kEvictionReasons = 4;
+enum class EvictionReason : uint8_t { kAdmission, kGrowth, kSlots, kOffload, kChores };
+inline constexpr size_t kEvictionReasons = 5;
 [[nodiscard]] std::string_view eviction_reason_name(EvictionReason reason);  // "admission", …
 
 struct ResidentSequence {
@@ -204,6 +204,9 @@ class Scheduler {
   // One iteration: takes submissions and cancellations, admits, runs one step, hands out its
   // tokens, and gives restores their slices.
   Activity run_once();
+  // What the executor's chores do that outlasts the process, now, unless something runs or waits;
+  // until `goes_on` (may be empty), which is told how much of it is done, gives false.
+  void finish_chores(const std::function<bool(double fraction)>& goes_on);
   // Blocks until something is submitted, cancelled or woken, at most timeout_ns. True if so.
   bool wait_for_work(int64_t timeout_ns);
 

@@ -78,6 +78,10 @@ class Serving {
   virtual Status on_engine(const std::function<Status(state::Runtime&)>& call) = 0;
   // Everything captured so far is durable when it returns.
   virtual Status flush() = 0;
+  // Does now what would be done while nothing else runs or waits, as far as there is room, until
+  // `goes_on` (may be empty), which is told how much is done, gives false; then flush(). Nothing
+  // may run.
+  virtual Status finish_chores(const std::function<bool(double fraction)>& goes_on = {}) = 0;
 
   // What of it any thread may use: the store, the saver's numbers, what never changes.
   [[nodiscard]] virtual state::Runtime& runtime() = 0;

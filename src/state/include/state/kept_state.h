@@ -24,6 +24,7 @@
 #include "base/ids.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/compression.h"
 #include "policy/restore_plan.h"
 #include "state/restorer.h"
 #include "store/store.h"
@@ -46,13 +47,29 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 // kFailedPrecondition or kInvalidArgument.
 [[nodiscard]] Status check_keeps_rows(engine::Engine& engine);
 
-// The share `budget` of the rows of a sequence's first tokens.size() tokens, which are whole
-// chunks: those that the attention of the last ones falls on, head by head (Compression::kSnap). To
-// see that, the last ones are computed once more, in their place. Of a sequence that does without
-// rows already it is those that it holds; nullopt where these are much more than the budget, so
-// that choosing anew, from all rows, is better.
-[[nodiscard]] Result<std::optional<std::vector<std::byte>>> kept_state(
-    engine::Engine& engine, engine::SeqId seq, std::span<const int32_t> tokens, double budget);
+// Whether a layer does without some rows of the sequence.
+[[nodiscard]] bool lacks_rows(const engine::Engine& engine, engine::SeqId seq);
+
+// What attention fell on, of a sequence's first tokens, while the last of them were computed once
+// more in their place (Compression::kSnap).
+[[nodiscard]] Result<policy::RowScores> score_by_last_rows(engine::Engine& engine,
+                                                           engine::SeqId seq,
+                                                           std::span<const int32_t> tokens);
+
+// The snapshot of the share `budget` of a sequence's first scores.n_rows rows, which are whole
+// chunks and all there: those that score highest by `how`, of each layer as many as
+// served_budgets() says.
+[[nodiscard]] Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId seq,
+                                                        policy::Compression how,
+                                                        const policy::RowScores& scores,
+                                                        double budget);
+
+// The same of a sequence that does without rows already: those that it holds. nullopt where these
+// are much more than the budget, so that choosing anew, from all rows, is better.
+[[nodiscard]] Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine,
+                                                                       engine::SeqId seq,
+                                                                       int64_t n_tokens,
+                                                                       double budget);
 
 // What restoring such a snapshot, the chunk's, and computing n_new tokens behind it is expected to
 // take. `costs` are those of all rows.

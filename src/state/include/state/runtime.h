@@ -16,6 +16,7 @@
 #include "model/model.h"
 #include "model/offload.h"
 #include "model/rope.h"
+#include "policy/compression.h"
 #include "policy/packing.h"
 #include "policy/restore_plan.h"
 #include "policy/save_plan.h"
@@ -70,13 +71,19 @@ struct RuntimeOptions {
   // State that other products of quantised weights have made (an earlier version's, a GPU's), and
   // that differs by rounding from what would be computed here, is not taken.
   bool same_products = false;
-  // Tokens of sample_text(), which `quality` is measured on; required with it.
+  // Tokens of sample_text(), which `quality` and kv_quality are measured on; required with them.
   std::function<Result<std::vector<int32_t>>()> sample;
   SaverOptions saver;
   std::string salt;  // cache salt: isolates tenants
   // Chains may have a budget of rows (state/kept_state.h), and those with salt() have this one.
   // Unset: none may. kUnimplemented where the model's layers can't do without rows.
   std::optional<double> kv_budget;
+  // Instead of kv_budget, the mean KL divergence of predictions (nats, measured once on the sample)
+  // that its share of the rows may cost.
+  std::optional<double> kv_quality;
+  // By what the rows of those with a budget are chosen: kSelf, when there is time for it, or kSnap,
+  // at once.
+  policy::Compression kv_policy = policy::Compression::kSelf;
   // Planned with instead of a measured profile (experiments, tests); it is neither kept nor
   // corrected.
   std::optional<CostProfile> profile;
@@ -160,6 +167,7 @@ class Runtime {
   [[nodiscard]] virtual const Fingerprint& fingerprint() const = 0;
   // RuntimeOptions', with the adapters counting as much as they say and its budget of rows.
   [[nodiscard]] virtual const Salt& salt() const = 0;
+  [[nodiscard]] virtual policy::Compression kv_policy() const = 0;  // see RuntimeOptions
   // By the profile and the Env's nominal speed.
   [[nodiscard]] virtual policy::RestoreCosts costs() const = 0;
 };
