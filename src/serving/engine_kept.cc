@@ -69,6 +69,9 @@ Status EngineExecutor::open_kept(SeqId seq, Sequence& sequence, const KeptChoice
     runtime_.discard(failure);
     restore.kept_damaged = true;  // whether it could be dropped or not, all rows are there
   };
+  run.on_scores = [&sequence](policy::RowScores scores) {
+    sequence.reading = SecondReading(std::move(scores));
+  };
   auto work = state::begin_kept_restore(env_, runtime_.engine(), *runtime_.store(), run,
                                         choice.chunk, choice.n_tokens, choice.predicted);
   HCACHE_RETURN_IF_ERROR(work.status());  // the sequence is empty again
@@ -94,7 +97,10 @@ void EngineExecutor::save_kept(SeqId seq, Sequence& sequence) {
   if (n_tokens <= sequence.kept_at || n_tokens < state::kLeastKeptTokens) return;
   if (static_cast<int64_t>(sequence.tokens.size()) != length) return;
   if (state::lacks_rows(engine, seq)) {
-    auto held = state::held_state(engine, seq, n_tokens, sequence.salt.kv_budget);
+    const policy::RowScores& scores = sequence.reading.scores();
+    const bool read = sequence.reading.unread(scores.n_rows) == 0;
+    auto held = state::held_state(engine, seq, n_tokens, read ? scores : policy::RowScores(),
+                                  sequence.salt.kv_budget);
     if (!held.ok()) return not_chosen(held.status());
     if (held->has_value()) keep(seq, sequence, n_tokens, std::move(**held));
   } else if (runtime_.kv_policy() == policy::Compression::kSelf) {
@@ -159,6 +165,15 @@ void EngineExecutor::leave_chores() {
 void EngineExecutor::read_once_more(SeqId seq, Sequence& sequence) {
   const int64_t n_tokens = sequence.to_choose;
   SecondReading& reading = sequence.reading;
+  if (reading.scores().n_rows == 0 && sequence.kept_at > 0) {
+    const MatchedState saved =
+        last_snapshot(runtime_.match(sequence.tokens, sequence.salt.id), sequence.kept_at);
+    if (saved.n_tokens == sequence.kept_at) {
+      auto scores =
+          state::saved_scores(runtime_.engine(), *runtime_.store(), saved.chunk, saved.n_tokens);
+      if (scores) reading = SecondReading(std::move(*scores));
+    }
+  }
   if (reading.unread(n_tokens) > 0) {
     const auto text = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
     if (const Status read = reading.read_part(runtime_.engine(), seq, text); !read.ok()) {

@@ -49,7 +49,6 @@ class KeptRestore final : public Restoration {
   // Loads the layers whose rows have come. kDataLoss where they are not this model's.
   Status load_layers();
   Status load_layer();
-  Status read_header();
   Status begin_to_follow();
   Status finish();
   Result<Phase> fail(size_t part, const Status& status);
@@ -110,32 +109,6 @@ Result<std::optional<Status>> KeptRestore::take_part(bool wait) {
   return std::optional(view->status);
 }
 
-Status KeptRestore::read_header() {
-  const auto n_layer = static_cast<size_t>(engine_.n_layer());
-  const size_t head = kSnapshotFrame + sizeof(KeptHeader) + n_layer * sizeof(uint64_t);
-  HCACHE_ASSIGN_OR_RETURN(const size_t length, snapshot_length(bytes_, n_bytes_));
-  KeptHeader header;
-  if (bytes_.size() < head) return data_loss("a snapshot of kept rows without its header");
-  std::memcpy(&header, bytes_.data() + kSnapshotFrame, sizeof(header));
-  std::vector<uint64_t> rows(n_layer);
-  std::memcpy(rows.data(), bytes_.data() + kSnapshotFrame + sizeof(header),
-              n_layer * sizeof(uint64_t));
-  uint64_t all = 0;
-  bool fits = header.magic == KeptHeader::kMagic && header.n_layer == n_layer &&
-              header.n_tokens == static_cast<uint64_t>(n_tokens_) &&
-              header.row_bytes == engine_.kv_row_bytes();
-  for (const uint64_t n : rows) {
-    fits = fits && n > 0 && n <= header.n_tokens;
-    all += fits ? n : 0;
-  }
-  if (!fits || head - kSnapshotFrame + 2 * all * header.row_bytes != length) {
-    return data_loss("a snapshot of kept rows is not this conversation's");
-  }
-  rows_.assign(rows.begin(), rows.end());
-  used_ = head;
-  return {};
-}
-
 // Where the arena has room for them.
 Status KeptRestore::begin_to_follow() {
   const int64_t fresh = static_cast<int64_t>(run_.tokens.size()) - n_tokens_;
@@ -163,7 +136,13 @@ Status KeptRestore::load_layer() {
 }
 
 Status KeptRestore::load_layers() {
-  if (rows_.empty()) HCACHE_RETURN_IF_ERROR(read_header());
+  if (rows_.empty()) {
+    HCACHE_ASSIGN_OR_RETURN(auto head, read_kept_head(engine_, bytes_, n_bytes_, n_tokens_));
+    if (!head) return {};
+    rows_ = std::move(head->rows);
+    used_ = head->n_bytes;
+    if (run_.on_scores && head->scores.n_rows > 0) run_.on_scores(std::move(head->scores));
+  }
   while (layer_ < engine_.n_layer()) {
     const size_t bytes =
         2 * static_cast<size_t>(rows_[static_cast<size_t>(layer_)]) * engine_.kv_row_bytes();

@@ -17,6 +17,9 @@ namespace {
 // A sequence without rows is kept as it is up to this share of the rows that its budget leaves out.
 constexpr double kMostAbove = 0.5;
 
+// Of a reader of a snapshot's part (kSnapshotPart at most) at a time.
+constexpr uint64_t kScoresRing = 16U << 20;
+
 // Adds so many bytes and returns where they begin.
 std::byte* grow(std::vector<std::byte>& bytes, size_t more) {
   bytes.resize(bytes.size() + more);
@@ -32,25 +35,6 @@ Id with_budget(const Id& base, double kv_budget) {
   hasher.add(base);
   hasher.add_u64(static_cast<uint64_t>(std::llround(kv_budget * kBudgetUnits)));
   return hasher.finish<Id>();
-}
-
-template <typename T>
-void append(std::vector<std::byte>& bytes, const T& value) {
-  std::memcpy(grow(bytes, sizeof(value)), &value, sizeof(value));
-}
-
-// With room for so many rows of each layer.
-std::vector<std::byte> snapshot_head(const engine::Engine& engine, int64_t n_tokens,
-                                     std::span<const int64_t> rows) {
-  size_t n_rows = 0;
-  for (const int64_t n : rows) n_rows += static_cast<size_t>(n);
-  std::vector<std::byte> bytes;
-  bytes.reserve(sizeof(KeptHeader) + rows.size_bytes() + 2 * n_rows * engine.kv_row_bytes());
-  append(bytes, KeptHeader{.n_layer = static_cast<uint32_t>(rows.size()),
-                           .n_tokens = static_cast<uint64_t>(n_tokens),
-                           .row_bytes = engine.kv_row_bytes()});
-  for (const int64_t n : rows) append(bytes, static_cast<uint64_t>(n));
-  return bytes;
 }
 
 // Of the first n_tokens of a sequence, the rows that each layer holds.
@@ -139,7 +123,7 @@ Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId 
     kept.push_back(policy::choose_rows(how, scores, layer, shares[static_cast<size_t>(layer)], 0));
     rows.push_back(static_cast<int64_t>(kept.back().size()) / scores.n_head_kv);
   }
-  std::vector<std::byte> bytes = snapshot_head(engine, scores.n_rows, rows);
+  std::vector<std::byte> bytes = kept_head(engine, scores.n_rows, rows, scores);
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
     const auto l = static_cast<size_t>(layer);
     const size_t half = static_cast<size_t>(rows[l]) * engine.kv_row_bytes();
@@ -150,7 +134,9 @@ Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId 
 }
 
 Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine, engine::SeqId seq,
-                                                         int64_t n_tokens, double budget) {
+                                                         int64_t n_tokens,
+                                                         const policy::RowScores& scores,
+                                                         double budget) {
   using Snapshot = std::optional<std::vector<std::byte>>;
   const std::vector<int64_t> rows = held_rows(engine, seq, n_tokens);
   const auto n_layer = static_cast<int64_t>(rows.size());
@@ -160,7 +146,7 @@ Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine,
   if (static_cast<double>(held - wanted) > most_above || engine.shortest(seq) > n_tokens) {
     return Snapshot();
   }
-  std::vector<std::byte> bytes = snapshot_head(engine, n_tokens, rows);
+  std::vector<std::byte> bytes = kept_head(engine, n_tokens, rows, scores);
   for (int layer = 0; layer < engine.n_layer(); ++layer) {
     const int64_t n = rows[static_cast<size_t>(layer)];
     const size_t half = static_cast<size_t>(n) * engine.kv_row_bytes();
@@ -169,6 +155,34 @@ Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine,
         engine.read_kv(seq, layer, n_tokens - n, static_cast<int>(n), k, k + half));
   }
   return Snapshot(std::move(bytes));
+}
+
+std::optional<policy::RowScores> saved_scores(const engine::Engine& engine, store::Store& store,
+                                              const store::ChunkRef& chunk, int64_t n_tokens) {
+  const std::vector<store::PageOrigin> origins = store.origins(chunk);
+  const std::vector<store::PageInfo>& pages = chunk.info().pages;
+  size_t n_bytes = 0;
+  for (const store::PageInfo& page : pages) {
+    if (page.encoding == store::Encoding::kSnapshot) n_bytes += page.bytes;
+  }
+  std::vector<std::byte> bytes;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    if (pages[i].encoding != store::Encoding::kSnapshot) continue;
+    if (origins[i] == store::PageOrigin::kRemote) return std::nullopt;  // that may take its time
+    const store::PageRequest part{chunk, pages[i].layer, pages[i].encoding};
+    const auto reader = open_reader(&store, {&part, 1}, {.ring_bytes = kScoresRing});
+    if (!reader.ok()) return std::nullopt;
+    const Result<store::PageView> view = (*reader)->next();
+    if (!view.ok() || !view->status.ok()) return std::nullopt;
+    bytes.insert(bytes.end(), view->bytes.begin(), view->bytes.end());
+    (*reader)->release(view->index);
+    Result<std::optional<KeptHead>> head = read_kept_head(engine, bytes, n_bytes, n_tokens);
+    if (!head.ok()) return std::nullopt;
+    if (!head->has_value()) continue;
+    if ((*head)->scores.n_rows == 0) return std::nullopt;
+    return std::move((*head)->scores);
+  }
+  return std::nullopt;
 }
 
 Result<policy::Plan> plan_kept(const engine::Engine& engine, const store::Store& store,

@@ -69,9 +69,11 @@ class Budgets(unittest.TestCase):
             stat = json.loads(subprocess.run([PROGRAM, "store", "stat", "--state-dir", folder, "--json"],
                                              check=True, text=True, stdout=subprocess.PIPE).stdout)
             self.assertEqual(stat["snapshots"], 1)
-            # Half of F16's K and V of 30 layers, but for the tokens behind the last whole chunk.
+            # Half of F16's K and V of 30 layers with three heads, and a score in F16 for each row and
+            # head, but for the tokens behind the last whole chunk.
             tokens = kept["usage"]["total_tokens"] // 64 * 64
-            self.assertAlmostEqual(stat["snapshot_bytes"] / (tokens * 30 * 768 / 2), 1, delta=0.01)
+            self.assertAlmostEqual(stat["snapshot_bytes"] / (tokens * 30 * (768 / 2 + 3 * 2)), 1,
+                                   delta=0.01)
             again = [*question, reply, user("Say it in one word.")]
             with start(folder, "--kv-budget", "0.5") as server:
                 answer = server.chat(again, max_tokens=10)

@@ -131,7 +131,11 @@ TEST_P(KeptByPolicy, RestoresWhatTheBudgetKeeps) {
   const auto row_bytes = static_cast<int64_t>(2 * engine.kv_row_bytes()) * engine.n_layer();
   const auto bytes = static_cast<int64_t>(record.kv_pages.total());
   EXPECT_GE(bytes, (kRestored / 2 - 1) * row_bytes);
-  EXPECT_LE(bytes, (kRestored / 2 + 1) * row_bytes + 1024) << "a header, and zeros behind all";
+  // A header, scores, and zeros behind all.
+  const bool scored = GetParam() == Compression::kSelf;
+  const int64_t heads = engine.model().hparams().n_head_kv * int64_t{engine.n_layer()};
+  const int64_t more = 1024 + (scored ? 2 * heads * kRestored : 0);
+  EXPECT_LE(bytes, (kRestored / 2 + 1) * row_bytes + more);
   EXPECT_EQ(record.hidden_pages.total(), 0U);
   EXPECT_EQ(said.logits, computed(*serving, asked, kRestored, 610, kBudget));
 
@@ -345,6 +349,57 @@ TEST_F(KeptTest, ReadingOnceMoreChangesNothing) {
   const Said restored = say(*serving, chain, 8, whole);
   EXPECT_GT(restored.record().restored_tokens, 600);
   EXPECT_EQ(restored.logits, say(*serving, chain, 8, {.cache = CacheUse::kNone}).logits);
+  ASSERT_TRUE(serving->close().ok());
+}
+
+// What was read once is not read again when the conversation comes back.
+TEST_F(KeptTest, ScoresAreSavedWithTheRows) {
+  const std::vector<int32_t> prompt = random_tokens(600, 1);
+  const std::vector<int32_t> chain = joined(prompt, begin(prompt, with(kBudget)).answer);
+  const auto scores = [&](Serving& serving, const std::vector<int32_t>& tokens, int64_t n) {
+    std::optional<policy::RowScores> saved;
+    const Status status = serving.on_engine([&](state::Runtime& runtime) -> Status {
+      const auto match = runtime.match(tokens, state::budgeted(own_salt(""), kBudget).id);
+      const store::ChunkRef& chunk = match.chunks.at(static_cast<size_t>(n / kChunk - 1)).chunk;
+      saved = state::saved_scores(runtime.engine(), *runtime.store(), chunk, n);
+      // Not of another length.
+      EXPECT_FALSE(state::saved_scores(runtime.engine(), *runtime.store(), chunk, n - kChunk));
+      return {};
+    });
+    EXPECT_TRUE(status.ok());
+    return saved;
+  };
+  const std::vector<int32_t> second = joined(chain, random_tokens(30, 2));
+  std::vector<int32_t> third;
+  {
+    const auto serving = open(options_);
+    const auto first = scores(*serving, chain, 576);
+    ASSERT_TRUE(first.has_value());
+    EXPECT_EQ(first->n_rows, 576);
+    EXPECT_GT(*std::ranges::min_element(first->top), 0);
+    EXPECT_LE(*std::ranges::max_element(first->top), 1);
+    // They go on with rows that were restored without the others.
+    const Said said = say(*serving, second, 10, with(kBudget));
+    EXPECT_GT(said.record().kept_rows, 0);
+    third = joined(second, said.answer);
+    ASSERT_TRUE(serving->flush().ok());
+    const auto next = scores(*serving, third, 640);
+    ASSERT_TRUE(next.has_value());
+    EXPECT_EQ(next->n_rows, 576);
+    EXPECT_EQ(next->top, first->top);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  // And with all rows.
+  options_.profile->read_bytes_per_s = 1e12;
+  third = joined(third, random_tokens(80, 4));
+  const auto serving = open(options_);
+  const Said all = say(*serving, third, 10, with(kBudget));
+  EXPECT_EQ(all.record().kept_rows, 0);
+  EXPECT_GT(all.record().restored_tokens, 600);
+  ASSERT_TRUE(serving->finish_chores().ok());
+  const auto last = scores(*serving, joined(third, all.answer), 704);
+  ASSERT_TRUE(last.has_value());
+  EXPECT_EQ(last->n_rows, 704);
   ASSERT_TRUE(serving->close().ok());
 }
 

@@ -7,8 +7,8 @@
 // round; and a budget is its own chain's alone.
 //
 // A snapshot (snapshot_pages.h), little-endian: u32 kMagic, u32 n_layer, u64 n_tokens, u64 bytes of
-// a row of K; u64 rows for each layer; then each layer's rows of K, and of V, as the arena holds
-// them.
+// a row of K, u64 tokens with scores; u64 rows for each layer; the scores in F16, by layer, KV head
+// and token; then each layer's rows of K, and of V, as the arena holds them.
 //
 // Threading: the engine's thread.
 #pragma once
@@ -65,11 +65,18 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
                                                         double budget);
 
 // The same of a sequence that does without rows already: those that it holds. nullopt where these
-// are much more than the budget, so that choosing anew, from all rows, is better.
-[[nodiscard]] Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine,
-                                                                       engine::SeqId seq,
-                                                                       int64_t n_tokens,
-                                                                       double budget);
+// are much more than the budget, so that choosing anew, from all rows, is better. `scores`: of its
+// first rows, to be saved with it.
+[[nodiscard]] Result<std::optional<std::vector<std::byte>>> held_state(
+    engine::Engine& engine, engine::SeqId seq, int64_t n_tokens, const policy::RowScores& scores,
+    double budget);
+
+// The scores that were saved with the snapshot of n_tokens tokens behind this chunk; nullopt where
+// there are none, or they can't be read from the disks.
+[[nodiscard]] std::optional<policy::RowScores> saved_scores(const engine::Engine& engine,
+                                                            store::Store& store,
+                                                            const store::ChunkRef& chunk,
+                                                            int64_t n_tokens);
 
 // What restoring such a snapshot, the chunk's, and computing n_new tokens behind it is expected to
 // take. `costs` are those of all rows.

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "policy/compression.h"
 #include "policy/restore_plan.h"
 #include "policy/restore_record.h"
 #include "store/store.h"
@@ -61,6 +62,8 @@ struct RestoreRun {
   // The layers of several devices are restored at once where these can (Engine::stages_overlap());
   // false: one after the other, for comparison.
   bool devices_at_once = true;
+  // The scores that were saved with kept rows (state/kept_state.h), where there are some.
+  std::function<void(policy::RowScores)> on_scores = {};
   // Tokens about to be computed anew, and their first position.
   std::function<void(int64_t first_pos, std::span<const int32_t>)> before_step;
   // A page could not be used, and won't be: drop it from the store.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "base/status.h"
 #include "engine/engine.h"
@@ -19,6 +20,11 @@ namespace hcache::state {
 
 class SecondReading {
  public:
+  SecondReading() = default;
+  // Goes on behind the rows of these scores, all of which have been read.
+  explicit SecondReading(policy::RowScores scores)
+      : scores_(std::move(scores)), read_(scores_.n_rows) {}
+
   // Tokens of a part, where a step takes as many, and those before it that lead into it.
   static constexpr int64_t kPart = 64;
   static constexpr int64_t kLead = 8;
