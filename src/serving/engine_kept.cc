@@ -174,6 +174,7 @@ void EngineExecutor::read_once_more(SeqId seq, Sequence& sequence) {
       if (scores) reading = SecondReading(std::move(*scores));
     }
   }
+  reading.forget_from(n_tokens);  // of a longer text, part of which was taken back
   if (reading.unread(n_tokens) > 0) {
     const auto text = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
     if (const Status read = reading.read_part(runtime_.engine(), seq, text); !read.ok()) {

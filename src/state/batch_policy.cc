@@ -24,6 +24,7 @@ constexpr double kMinObservedLoads = 0.05;  // of a step
 constexpr int kSampledSteps = 3;            // that are timed of each batch, behind one that is not
 // Of generation, which the ratio hangs on: over some seconds of a machine whose speed wavers.
 constexpr int kGeneratingSteps = 12;
+constexpr int64_t kMostLong = 4;  // of the longest contexts, in one mini-batch
 constexpr double kSampledS = 15;  // steps beyond the fewest end after so long; weights may stream
 
 // The median of each size's times: one sample may have been interrupted.
@@ -200,6 +201,18 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
                &measured.sizes));
     measured.kv_gen = points(act, &BatchSample::act_tokens, &BatchSample::generate_s);
     measured.load_act = points(act, &BatchSample::read_act_tokens, &BatchSample::load_act_s);
+    // And as many tokens as a buffer holds: what fits the processor's caches takes less for each.
+    const auto n = static_cast<int>(std::min<int64_t>(
+        options.buffer_tokens / (sizes.back() + engine::kBlockTokens), kMostLong));
+    if (n > 1) {
+      const SampledBatch many{
+          .contexts = std::vector<int64_t>(static_cast<size_t>(n), sizes.back()),
+          .group = n,
+          .kind = BlockKind::kAct};
+      HCACHE_ASSIGN_OR_RETURN(const auto full, sample(model, sampled, many, &measured.sizes));
+      const auto more = points(full, &BatchSample::act_tokens, &BatchSample::generate_s);
+      measured.kv_gen.insert(measured.kv_gen.end(), more.begin(), more.end());
+    }
     HCACHE_ASSIGN_OR_RETURN(costs.kv_gen, fit_generation(measured.kv_gen));
     costs.load_act = fit_small(measured.load_act);
   }

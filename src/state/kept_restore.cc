@@ -176,7 +176,8 @@ Status KeptRestore::finish() {
   record_.read = {.dram = stats.dram_bytes, .disk = stats.disk_bytes, .remote = stats.remote_bytes};
   record_.restored_tokens = n_tokens_;
   record_.kv_tokens = n_tokens_;
-  record_.kept_rows = std::accumulate(rows_.begin(), rows_.end(), int64_t{0}) / engine_.n_layer();
+  const int64_t all = std::accumulate(rows_.begin(), rows_.end(), int64_t{0});
+  record_.kept_rows = (all + engine_.n_layer() / 2) / engine_.n_layer();
   record_.schedule =
       fmt::format("KV:{} ({} of {} rows)", engine_.n_layer(), record_.kept_rows, n_tokens_);
   done_ = true;

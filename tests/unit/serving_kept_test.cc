@@ -403,6 +403,20 @@ TEST_F(KeptTest, ScoresAreSavedWithTheRows) {
   ASSERT_TRUE(serving->close().ok());
 }
 
+// Taken back to the middle of a chunk, rows are chosen from whole ones.
+TEST_F(KeptTest, ABranchIsChosenFromAnew) {
+  const std::vector<int32_t> prompt = random_tokens(760, 1);
+  const auto serving = open(options_);
+  say(*serving, prompt, 4, with(kBudget));
+  ASSERT_TRUE(serving->finish_chores().ok());
+  std::vector<int32_t> branch(prompt.begin(), prompt.begin() + 600);
+  branch = joined(branch, random_tokens(20, 2));
+  EXPECT_EQ(say(*serving, branch, 4, with(kBudget)).outcome.resident_tokens, 600);
+  ASSERT_TRUE(serving->finish_chores().ok());
+  EXPECT_THAT(snapshots(*serving, branch, kBudget), ::testing::ElementsAre(576));
+  ASSERT_TRUE(serving->close().ok());
+}
+
 // Nobody asks for it: it is done while the server has nothing else to do.
 TEST_F(KeptTest, RowsAreChosenWhileNothingRuns) {
   const std::vector<int32_t> prompt = random_tokens(400, 1);
