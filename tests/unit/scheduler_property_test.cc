@@ -45,6 +45,7 @@ FakeOptions random_fake(Random& random, uint32_t seed) {
   fake.flush_s = random.coin() ? 1e-3 : 3e-2;
   fake.saving = random.coin(0.9);
   fake.flush_hangs = random.coin(0.05);
+  fake.chore_parts = static_cast<int>(seed % 4);
   if (random.coin(0.4)) fake.in_flight = static_cast<int32_t>(random.integer(2, 4));
   return fake;
 }
@@ -127,6 +128,7 @@ class Workload {
         bench_(fake, options),
         budget_(options.restore.share) {
     window_ = std::min(fake.limits.context, fake.limits.arena_cells);
+    bench_.executor.chore_cells = 40;
     step_tokens_ = std::min(options.batch.max_step_tokens, fake.limits.max_step_rows);
     bench_.stop_every = random_.coin() ? 0 : 15;
   }

@@ -129,6 +129,7 @@ struct FakeOptions {
   double flush_s = 1e-3;
   bool saving = true;
   bool flush_hangs = false;
+  int chore_parts = 0;  // of a chore that a sequence has when it is flushed
   // Probabilities of failures.
   double fail_step = 0;  // kUnavailable
   double fail_begin_restore = 0;
@@ -391,6 +392,7 @@ class FakeExecutor final : public Executor {
     sequence.flush_rows = static_cast<int64_t>(sequence.chain.size());
     sequence.flush_due_ns = now_ns_ + static_cast<int64_t>(options_.flush_s * 1e9);
     if (happens(options_.fail_saving)) sequence.saving = false;
+    if (options_.chore_parts > 0) chores[seq] = options_.chore_parts;
   }
 
   int64_t durable_tokens(SeqId seq) override {
