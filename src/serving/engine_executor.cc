@@ -152,7 +152,7 @@ Status EngineExecutor::trim(SeqId seq, int64_t n_tokens) {
     sequence->kept_at = sequence->kept_at <= n_tokens ? sequence->kept_at : 0;
     if (rest_ && rest_->lacking == seq) leave_chores();
     sequence->reading.forget_from(n_tokens);
-    sequence->to_choose = 0;
+    drop_choice(*sequence);
   }
   return {};
 }
@@ -535,7 +535,7 @@ Status EngineExecutor::begin_step(std::span<const scheduler::StepItem> items) {
       // Behind what stands: a step that failed has left its tokens.
       tokens.resize(static_cast<size_t>(runtime_.engine().length(item.seq)));
       tokens.insert(tokens.end(), item.tokens.begin(), item.tokens.end());
-      it->second.to_choose = 0;
+      drop_choice(it->second);
     }
     if (it->second.save) {
       runtime_.saver()->set_tokens(item.seq, runtime_.engine().length(item.seq), item.tokens);

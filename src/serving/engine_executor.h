@@ -19,6 +19,7 @@
 #include "policy/fetch.h"
 #include "policy/restore_plan.h"
 #include "scheduler/executor.h"
+#include "state/kept_state.h"
 #include "state/read_ahead.h"
 #include "state/restorer.h"
 #include "state/runtime.h"
@@ -104,6 +105,7 @@ class EngineExecutor : public scheduler::Executor {
     // What its rows are chosen by, and from how many of them that is to be done; 0: not now.
     state::SecondReading reading = {};
     int64_t to_choose = 0;
+    std::optional<state::KeptSnapshot> snapshot = {};  // of that, which has begun
     bool lacks_rows = false;  // that a restore left on the disks, and that may follow
     bool follows = false;     // it is what another one's rows come into, all of them
 
@@ -133,9 +135,14 @@ class EngineExecutor : public scheduler::Executor {
   // The rows that layers are to keep of an idle sequence are saved beside all of them, or will be
   // once they have been chosen.
   void save_kept(scheduler::SeqId seq, Sequence& sequence);
-  void choose_rows(scheduler::SeqId seq, Sequence& sequence, const policy::RowScores& scores);
-  // Reads a part; the rows are chosen behind the last one.
+  // Reads a part; behind the last one a layer's rows are chosen.
   void read_once_more(scheduler::SeqId seq, Sequence& sequence);
+  [[nodiscard]] Status choose_layer(scheduler::SeqId seq, Sequence& sequence);
+  // The rows of a choice that is not made yet change.
+  static void drop_choice(Sequence& sequence) {
+    sequence.to_choose = 0;
+    sequence.snapshot.reset();
+  }
   // All rows of a sequence that lacks some come into another one, which takes its place then.
   [[nodiscard]] bool may_fetch_rest(scheduler::SeqId seq, const Sequence& sequence) const;
   [[nodiscard]] Status begin_rest(scheduler::SeqId seq);

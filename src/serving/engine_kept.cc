@@ -89,7 +89,7 @@ void EngineExecutor::note_restored(const Restore& restore, int64_t n_tokens, Seq
 }
 
 void EngineExecutor::save_kept(SeqId seq, Sequence& sequence) {
-  sequence.to_choose = 0;
+  drop_choice(sequence);
   if (!sequence.budgeted() || sequence.restore || !begun_.empty()) return;
   engine::Engine& engine = runtime_.engine();
   const int64_t length = engine.length(seq);
@@ -108,17 +108,25 @@ void EngineExecutor::save_kept(SeqId seq, Sequence& sequence) {
     sequence.to_choose = room ? n_tokens : 0;
   } else {
     const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
-    const auto scores = state::score_by_last_rows(engine, seq, tokens);
+    auto scores = state::score_by_last_rows(engine, seq, tokens);
     if (!scores.ok()) return not_chosen(scores.status());
-    choose_rows(seq, sequence, *scores);
+    sequence.snapshot.emplace(engine, runtime_.kv_policy(), std::move(*scores),
+                              sequence.salt.kv_budget);
+    Status status;
+    while (status.ok() && sequence.snapshot) status = choose_layer(seq, sequence);
+    if (!status.ok()) return not_chosen(status);
   }
 }
 
-void EngineExecutor::choose_rows(SeqId seq, Sequence& sequence, const policy::RowScores& scores) {
-  auto kept = state::kept_state(runtime_.engine(), seq, runtime_.kv_policy(), scores,
-                                sequence.salt.kv_budget);
-  if (!kept.ok()) return not_chosen(kept.status());
-  keep(seq, sequence, scores.n_rows, std::move(*kept));
+Status EngineExecutor::choose_layer(SeqId seq, Sequence& sequence) {
+  const Result<bool> last = sequence.snapshot->add_layer(runtime_.engine(), seq);
+  if (!last.ok()) drop_choice(sequence);
+  HCACHE_RETURN_IF_ERROR(last.status());
+  if (!*last) return {};
+  state::KeptSnapshot snapshot = *std::exchange(sequence.snapshot, std::nullopt);
+  drop_choice(sequence);
+  keep(seq, sequence, snapshot.n_tokens(), snapshot.take());
+  return {};
 }
 
 void EngineExecutor::keep(SeqId seq, Sequence& sequence, int64_t n_tokens,
@@ -175,17 +183,20 @@ void EngineExecutor::read_once_more(SeqId seq, Sequence& sequence) {
     }
   }
   reading.forget_from(n_tokens);  // of a longer text, part of which was taken back
+  Status status;
   if (reading.unread(n_tokens) > 0) {
     const auto text = std::span(sequence.tokens).first(static_cast<size_t>(n_tokens));
-    if (const Status read = reading.read_part(runtime_.engine(), seq, text); !read.ok()) {
-      sequence.to_choose = 0;
-      return not_chosen(read);
-    }
+    status = reading.read_part(runtime_.engine(), seq, text);
+  } else if (!sequence.snapshot) {
+    sequence.snapshot.emplace(runtime_.engine(), runtime_.kv_policy(), reading.scores(),
+                              sequence.salt.kv_budget);
+  } else {
+    status = choose_layer(seq, sequence);
+    if (sequence.to_choose == 0) runtime_.saver()->request_flush(seq);
   }
-  if (reading.unread(n_tokens) > 0) return;
-  sequence.to_choose = 0;
-  choose_rows(seq, sequence, reading.scores());
-  runtime_.saver()->request_flush(seq);
+  if (status.ok()) return;
+  drop_choice(sequence);
+  not_chosen(status);
 }
 
 // Nobody's rows go for it, and all of its own must have come to the store.

@@ -113,24 +113,23 @@ Result<policy::RowScores> score_by_last_rows(engine::Engine& engine, engine::Seq
   return scores;
 }
 
-Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId seq,
-                                          policy::Compression how, const policy::RowScores& scores,
-                                          double budget) {
-  const std::vector<double> shares = policy::served_budgets(how, scores, budget);
-  std::vector<std::vector<int32_t>> kept;
+KeptSnapshot::KeptSnapshot(const engine::Engine& engine, policy::Compression how,
+                           policy::RowScores scores, double budget)
+    : how_(how), scores_(std::move(scores)), shares_(policy::served_budgets(how, scores_, budget)) {
   std::vector<int64_t> rows;
-  for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    kept.push_back(policy::choose_rows(how, scores, layer, shares[static_cast<size_t>(layer)], 0));
-    rows.push_back(static_cast<int64_t>(kept.back().size()) / scores.n_head_kv);
-  }
-  std::vector<std::byte> bytes = kept_head(engine, scores.n_rows, rows, scores);
-  for (int layer = 0; layer < engine.n_layer(); ++layer) {
-    const auto l = static_cast<size_t>(layer);
-    const size_t half = static_cast<size_t>(rows[l]) * engine.kv_row_bytes();
-    std::byte* k = grow(bytes, 2 * half);
-    HCACHE_RETURN_IF_ERROR(engine.read_kept(seq, layer, kept[l], k, k + half));
-  }
-  return bytes;
+  for (const double share : shares_) rows.push_back(policy::kept_rows(scores_.n_rows, share));
+  bytes_ = kept_head(engine, scores_.n_rows, rows, scores_);
+}
+
+Result<bool> KeptSnapshot::add_layer(engine::Engine& engine, engine::SeqId seq) {
+  const double share = shares_[static_cast<size_t>(layer_)];
+  const std::vector<int32_t> kept = policy::choose_rows(how_, scores_, layer_, share, 0);
+  const size_t n = kept.size() / static_cast<size_t>(scores_.n_head_kv);
+  const size_t half = n * engine.kv_row_bytes();
+  std::byte* k = grow(bytes_, 2 * half);
+  HCACHE_RETURN_IF_ERROR(engine.read_kept(seq, layer_, kept, k, k + half));
+  ++layer_;
+  return layer_ == engine.n_layer();
 }
 
 Result<std::optional<std::vector<std::byte>>> held_state(engine::Engine& engine, engine::SeqId seq,

@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
@@ -58,15 +59,28 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 
 // The snapshot of the share `budget` of a sequence's first scores.n_rows rows, which are whole
 // chunks and all there: those that score highest by `how`, of each layer as many as
-// served_budgets() says.
-[[nodiscard]] Result<std::vector<std::byte>> kept_state(engine::Engine& engine, engine::SeqId seq,
-                                                        policy::Compression how,
-                                                        const policy::RowScores& scores,
-                                                        double budget);
+// served_budgets() says. It is made layer by layer, so that nobody waits for all of it.
+class KeptSnapshot {
+ public:
+  KeptSnapshot(const engine::Engine& engine, policy::Compression how, policy::RowScores scores,
+               double budget);
+  // Chooses the next layer's rows, and copies them. True: that was the last one.
+  Result<bool> add_layer(engine::Engine& engine, engine::SeqId seq);
 
-// The same of a sequence that does without rows already: those that it holds. nullopt where these
-// are much more than the budget, so that choosing anew, from all rows, is better. `scores`: of its
-// first rows, to be saved with it.
+  [[nodiscard]] int64_t n_tokens() const { return scores_.n_rows; }
+  [[nodiscard]] std::vector<std::byte> take() { return std::move(bytes_); }
+
+ private:
+  policy::Compression how_;
+  policy::RowScores scores_;
+  std::vector<double> shares_;  // of each layer
+  std::vector<std::byte> bytes_;
+  int layer_ = 0;
+};
+
+// The snapshot of a sequence that does without rows already: those that it holds. nullopt where
+// these are much more than the budget, so that choosing anew, from all rows, is better. `scores`:
+// of its first rows, to be saved with it.
 [[nodiscard]] Result<std::optional<std::vector<std::byte>>> held_state(
     engine::Engine& engine, engine::SeqId seq, int64_t n_tokens, const policy::RowScores& scores,
     double budget);
