@@ -72,7 +72,8 @@ Result<std::optional<KeptHead>> read_kept_head(const engine::Engine& engine,
   if (bytes.size() < head.n_bytes) return std::optional<KeptHead>();
   head.rows.assign(rows.begin(), rows.end());
   std::vector<ggml_fp16_t> top(n_scores);
-  std::memcpy(top.data(), bytes.data() + counted, n_scores * sizeof(ggml_fp16_t));
+  const auto saved = bytes.subspan(counted, n_scores * sizeof(ggml_fp16_t));
+  std::ranges::copy(saved, reinterpret_cast<std::byte*>(top.data()));
   head.scores = {.n_layer = engine.n_layer(),
                  .n_head_kv = engine.model().hparams().n_head_kv,
                  .n_rows = static_cast<int64_t>(header.n_scored)};
