@@ -16,6 +16,7 @@
 #include "eval/questions.h"
 #include "model/logits.h"
 #include "policy/compression.h"
+#include "state/kept_state.h"
 #include "state/sample_text.h"
 #include "state/second_reading.h"
 #include "state/sparsity.h"
@@ -116,31 +117,24 @@ class Compressed {
     scores = {.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n_};
     if (source == ScoreSource::kNobody) return {};
     if (source == ScoreSource::kRepeated) {
-      state::SecondReading reading;
-      while (reading.unread(n_) > 0) {
-        HCACHE_RETURN_IF_ERROR(reading.read_part(engine_, context_, context));
-      }
-      scores = reading.scores();
+      HCACHE_ASSIGN_OR_RETURN(scores, state::SecondReading::all_of(engine_, context_, context));
       return {};
     }
-    const int64_t seen =
-        source == ScoreSource::kEveryRow ? 0 : std::max<int64_t>(0, n_ - policy::kWindow);
-    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_.fork_sequence(context_, seen));
+    if (source == ScoreSource::kLastRows) {
+      HCACHE_ASSIGN_OR_RETURN(scores, state::score_by_last_rows(engine_, context_, context));
+      return {};
+    }
+    HCACHE_ASSIGN_OR_RETURN(const engine::SeqId seq, engine_.create_sequence());
     engine::AttentionScores told;
     HCACHE_RETURN_IF_ERROR(
-        engine_.observe({.seq = seq,
-                         .first_pos = seen,
-                         .stride = source == ScoreSource::kEveryRow ? policy::kScoredStride : 1,
-                         .n_keys = n_},
-                        &told));
+        engine_.observe({.seq = seq, .stride = policy::kScoredStride, .n_keys = n_}, &told));
     const double begin_s = now_s();
-    const Status ran = engine_.prefill(seq, context.subspan(static_cast<size_t>(seen)));
-    if (source == ScoreSource::kEveryRow) scored_s_.push_back(now_s() - begin_s);
+    const Status ran = engine_.prefill(seq, context);
+    scored_s_.push_back(now_s() - begin_s);
     HCACHE_RETURN_IF_ERROR(engine_.observe({}, nullptr));
     HCACHE_RETURN_IF_ERROR(ran);
     for (const engine::AttentionTally& tally : told.tallies) {
       scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n_);
-      scores.top.insert(scores.top.end(), tally.top.begin(), tally.top.begin() + n_);
     }
     return engine_.release_sequence(seq);
   }
@@ -385,7 +379,8 @@ Status eval_compression(CompressionArgs args) {
       const auto engine,
       engine::Engine::create(
           *model, {.arena_tokens = std::max(cells_wanted, state::kSparsityCells),
-                   .max_batch_rows = std::max(args.runtime.batch, static_cast<int>(args.tokens)),
+                   .max_batch_rows = std::max({args.runtime.batch, static_cast<int>(args.tokens),
+                                               static_cast<int>(state::SecondReading::kRows)}),
                    .separate_layers = true}));
   ProgressLine line;
   HCACHE_ASSIGN_OR_RETURN(const Tokens sample,

@@ -22,12 +22,8 @@ constexpr int64_t kLeastContext = 256;
 
 Result<policy::RowScores> score_rows(engine::Engine& engine, engine::SeqId seq,
                                      policy::Compression how, std::span<const int32_t> context) {
-  if (how != policy::Compression::kSelf) return score_by_last_rows(engine, seq, context);
-  SecondReading reading;
-  while (reading.unread(static_cast<int64_t>(context.size())) > 0) {
-    HCACHE_RETURN_IF_ERROR(reading.read_part(engine, seq, context));
-  }
-  return reading.scores();
+  return how == policy::Compression::kSelf ? SecondReading::all_of(engine, seq, context)
+                                           : score_by_last_rows(engine, seq, context);
 }
 
 Status keep_rows(engine::Engine& engine, engine::SeqId seq, policy::Compression how,

@@ -188,8 +188,8 @@ Status RuntimeImpl::open_llama() {
   if (streamed || options_.batch.use == BatchEngineUse::kAlways || options_.gpu_direct ||
       options_.kv_budget || options_.kv_quality) {
     return unimplemented(
-        "--weights host and disk, --engine hybrid, --gpu-direct and --kv-budget need our own "
-        "engine, which does not run this model; leave them out");
+        "--weights host and disk, --engine hybrid, --gpu-direct, --kv-budget and --kv-quality need "
+        "our own engine, which does not run this model; leave them out");
   }
   // Before libllama sees the file: it trusts what it reads.
   HCACHE_ASSIGN_OR_RETURN(digest_, model::file_digest(env_, options_.model_path, digest_dir(),
@@ -604,8 +604,9 @@ Result<PlannedRestore> RuntimeImpl::plan(std::span<const int32_t> tokens, const 
   // A partial chunk that the saver could not complete is computed again from its first row.
   const bool save = options.save && saver_ != nullptr;
   const int64_t partial = max_rows == 0 ? 0 : (max_rows + options.dropped) % store::kChunkTokens;
-  if (save && partial != 0 && !holds_all(chunk_before(max_rows).info(), tap_, state_types_))
+  if (save && partial != 0 && !holds_all(chunk_before(max_rows).info(), tap_, state_types_)) {
     max_rows -= partial;
+  }
 
   max_rows = restorable_rows(*engine_, match, max_rows);
 

@@ -60,4 +60,13 @@ Status SecondReading::read_part(engine::Engine& engine, engine::SeqId seq,
   return {};
 }
 
+Result<policy::RowScores> SecondReading::all_of(engine::Engine& engine, engine::SeqId seq,
+                                                std::span<const int32_t> text) {
+  SecondReading reading;
+  while (reading.unread(static_cast<int64_t>(text.size())) > 0) {
+    HCACHE_RETURN_IF_ERROR(reading.read_part(engine, seq, text));
+  }
+  return std::move(reading.scores_);
+}
+
 }  // namespace hcache::state

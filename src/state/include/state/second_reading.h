@@ -36,6 +36,9 @@ class SecondReading {
   // first part behind. kOutOfRange where the model's context ends, kResourceExhausted where the
   // arena is full, and what Engine::observe() refuses. Steps must take more than kLead rows.
   Status read_part(engine::Engine& engine, engine::SeqId seq, std::span<const int32_t> text);
+  // What reading all of a text, one part after the other, scores its rows by.
+  static Result<policy::RowScores> all_of(engine::Engine& engine, engine::SeqId seq,
+                                          std::span<const int32_t> text);
   // Of so many tokens, those that have not been read.
   [[nodiscard]] int64_t unread(int64_t n_tokens) const {
     return std::max<int64_t>(0, n_tokens - read_);
