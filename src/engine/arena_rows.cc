@@ -9,6 +9,15 @@
 #include "windows.h"
 
 namespace hcache::engine {
+namespace {
+
+// Of n rows that move alike.
+std::vector<int32_t> of_equal(int64_t n, int64_t delta) {
+  return std::vector<int32_t>(static_cast<size_t>(std::max<int64_t>(n, 0)),
+                              static_cast<int32_t>(delta));
+}
+
+}  // namespace
 
 Status ArenaRows::move_rows(int group, const ExtentAllocator::Move& move) {
   for (int layer = 0; layer < model_.hparams().n_layer; ++layer) {
@@ -112,14 +121,61 @@ Status ArenaRows::erase_range(SeqId seq, int64_t from, int64_t to) {
   return resize(seq, left);
 }
 
-Status ArenaRows::erase_from(SeqId seq, int group, int64_t from, int64_t to) {
+Status ArenaRows::erase_ranges(SeqId seq, std::span<const ErasedRows> ranges) {
+  if (ranges.size() == 1) return erase_range(seq, ranges[0].from, ranges[0].to);
+  HCACHE_RETURN_IF_ERROR(sequences_.check(seq));
+  const int64_t length = sequences_.length(seq);
+  int64_t end = 0;
+  int64_t left = length;
+  for (const ErasedRows& range : ranges) {
+    if (range.from < end || range.from >= range.to || range.to > length) {
+      return out_of_range(fmt::format("can't erase [{}, {}) behind {} of sequence {}, which has {}",
+                                      range.from, range.to, end, seq, length));
+    }
+    end = range.to;
+    left -= range.to - range.from;
+  }
+  if (ranges.empty()) return {};
+  HCACHE_RETURN_IF_ERROR(check_positions_move());
+  HCACHE_RETURN_IF_ERROR(sequences_.check_compacted(seq, ranges.front().from));
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    if (sequences_.window(group) == 0) continue;
+    return unimplemented("of layers that see a window one range of rows can go at a time");
+  }
+  stages_.wait_for_uploads();
+  for (int group = 0; group < sequences_.n_groups(); ++group) {
+    HCACHE_RETURN_IF_ERROR(erase_from(seq, group, ranges));
+  }
+  fence_copies();
+  sequences_.set_length(seq, left);
+  return resize(seq, left);
+}
+
+Status ArenaRows::erase_from(SeqId seq, int group, std::span<const ErasedRows> ranges) {
   const HeldRows held = sequences_.held(seq, group);
-  const int64_t source = held.cell(std::max(to, held.first_pos));
-  const int64_t target = held.cell(std::max(from, held.first_pos));
-  const int64_t n = sequences_.length(seq) - std::max(to, held.first_pos);
-  HCACHE_RETURN_IF_ERROR(move_rows(group, {source, target, n}));
-  sequences_.erase_positions(seq, group, from, to);
-  return rotate_erased(group, target, n, from - to);
+  const int64_t length = sequences_.length(seq);
+  const int64_t target = held.cell(std::max(ranges.front().from, held.first_pos));
+  std::vector<int32_t> deltas;  // of the rows that move
+  int64_t erased = 0;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    erased += ranges[i].to - ranges[i].from;
+    const int64_t from = std::max(ranges[i].to, held.first_pos);
+    const int64_t n = (i + 1 < ranges.size() ? ranges[i + 1].from : length) - from;
+    if (n <= 0) continue;
+    const int64_t to = target + static_cast<int64_t>(deltas.size());
+    HCACHE_RETURN_IF_ERROR(move_rows(group, {held.cell(from), to, n}));
+    deltas.insert(deltas.end(), static_cast<size_t>(n), static_cast<int32_t>(-erased));
+  }
+  // From the last one on, so that those before it stay where they are.
+  for (auto range = ranges.rbegin(); range != ranges.rend(); ++range) {
+    sequences_.erase_positions(seq, group, range->from, range->to);
+  }
+  return rotate_erased(group, target, deltas);
+}
+
+Status ArenaRows::erase_from(SeqId seq, int group, int64_t from, int64_t to) {
+  const ErasedRows range{from, to};
+  return erase_from(seq, group, {&range, 1});
 }
 
 Result<int64_t> ArenaRows::missing_cells(SeqId seq, int64_t from, int64_t to) const {
@@ -174,12 +230,12 @@ Status ArenaRows::erase_from_window(SeqId seq, int group, int64_t from, int64_t 
   HCACHE_RETURN_IF_ERROR(move_rows(group, move));
   if (!keep_first) HCACHE_RETURN_IF_ERROR(move_rows(group, keep));
   sequences_.set_begin(seq, group, then.first_pos, then.valid_from);
-  return rotate_erased(group, move.to, move.n, -erased);
+  return rotate_erased(group, move.to, of_equal(move.n, -erased));
 }
 
-Status ArenaRows::rotate_erased(int group, int64_t cell, int64_t n, int64_t delta) {
+Status ArenaRows::rotate_erased(int group, int64_t cell, std::span<const int32_t> deltas) {
   if (!options_.rotate_moved) return {};
-  return shift_k([&](int layer) { return sequences_.group_of(layer) == group; }, cell, n, delta);
+  return shift_k([&](int layer) { return sequences_.group_of(layer) == group; }, cell, deltas);
 }
 
 Status ArenaRows::check_positions_move() const {
@@ -205,23 +261,34 @@ Status ArenaRows::move_positions(SeqId seq, int layer, int64_t first_pos, int64_
   }
   stages_.wait_for_uploads();
   const int64_t cell = held.cell(first_pos);
-  HCACHE_RETURN_IF_ERROR(shift_k([&](int each) { return each == layer; }, cell, n_rows, moved));
+  HCACHE_RETURN_IF_ERROR(
+      shift_k([&](int each) { return each == layer; }, cell, of_equal(n_rows, moved)));
   fence_copies();
   return {};
 }
 
-Status ArenaRows::shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,
-                          int64_t delta) {
-  const std::vector<int32_t> deltas(options_.max_batch_rows, static_cast<int32_t>(delta));
-  for (const auto& stage : stages_) {
-    bool set = false;
-    for (int layer = stage->begin(); layer < stage->end(); ++layer) {
-      if (!wants(layer)) continue;
-      if (!std::exchange(set, true)) {
-        stage->inputs_overwritten();
-        stage->graphs().set(stage->positions(), deltas);
+Status ArenaRows::shift_k(const std::function<bool(int layer)>& wants, int64_t cell,
+                          std::span<const int32_t> deltas) {
+  const auto block = static_cast<size_t>(options_.max_batch_rows);
+  for (size_t done = 0; done < deltas.size(); done += block) {
+    const auto part = deltas.subspan(done, std::min(block, deltas.size() - done));
+    const std::vector<int32_t> padded = [&] {
+      std::vector<int32_t> all(part.begin(), part.end());
+      all.resize(block);
+      return all;
+    }();
+    for (const auto& stage : stages_) {
+      bool set = false;
+      for (int layer = stage->begin(); layer < stage->end(); ++layer) {
+        if (!wants(layer)) continue;
+        if (!std::exchange(set, true)) {
+          stage->inputs_overwritten();
+          stage->graphs().set(stage->positions(), padded);
+        }
+        HCACHE_RETURN_IF_ERROR(stage->arena().shift_k(layer, cell + static_cast<int64_t>(done),
+                                                      static_cast<int64_t>(part.size()),
+                                                      stage->positions()));
       }
-      HCACHE_RETURN_IF_ERROR(stage->arena().shift_k(layer, cell, n, stage->positions()));
     }
   }
   return {};

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 
 #include "base/status.h"
 #include "engine/engine.h"
@@ -24,6 +25,7 @@ class ArenaRows {
   Result<SeqId> fork(SeqId src, int64_t n_tokens);
   Status trim(SeqId seq, int64_t n_tokens);
   Status erase_range(SeqId seq, int64_t from, int64_t to);
+  Status erase_ranges(SeqId seq, std::span<const ErasedRows> ranges);
   Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
   Status release(SeqId seq);
   Status reserve(SeqId seq, int64_t n_tokens);
@@ -46,11 +48,14 @@ class ArenaRows {
   // window would be left.
   [[nodiscard]] Result<int64_t> missing_cells(SeqId seq, int64_t from, int64_t to) const;
   Status erase_from_window(SeqId seq, int group, int64_t from, int64_t to);
-  Status rotate_erased(int group, int64_t cell, int64_t n, int64_t delta);
+  // Of a group without a window: what stays behind the first range moves down and is rotated.
+  Status erase_from(SeqId seq, int group, std::span<const ErasedRows> ranges);
+  // Rows in consecutive cells, each by so many positions.
+  Status rotate_erased(int group, int64_t cell, std::span<const int32_t> deltas);
   [[nodiscard]] Status check_positions_move() const;
-  // Of the layers that are wanted.
-  Status shift_k(const std::function<bool(int layer)>& wants, int64_t cell, int64_t n,
-                 int64_t delta);
+  // The same of the layers that are wanted.
+  Status shift_k(const std::function<bool(int layer)>& wants, int64_t cell,
+                 std::span<const int32_t> deltas);
   void fence_copies();
 
   const model::Model& model_;

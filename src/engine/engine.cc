@@ -94,6 +94,10 @@ Status Engine::erase_range(SeqId seq, int64_t from, int64_t to) {
   return parts_->rows.erase_range(seq, from, to);
 }
 
+Status Engine::erase_ranges(SeqId seq, std::span<const ErasedRows> ranges) {
+  return parts_->rows.erase_ranges(seq, ranges);
+}
+
 Status Engine::move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows,
                               int64_t moved) {
   return parts_->rows.move_positions(seq, layer, first_pos, n_rows, moved);
@@ -131,6 +135,8 @@ int64_t Engine::held_rows(SeqId seq, int layer) const {
 }
 
 int64_t Engine::arena_free_cells() const { return parts_->sequences.free_cells(); }
+
+Status Engine::can_observe() const { return parts_->steps.can_observe(); }
 
 Status Engine::observe(const ObservedRows& rows, AttentionScores* scores) {
   return parts_->steps.observe(rows, scores);

@@ -79,30 +79,22 @@ Status KvArena::move_rows(int layer, const ExtentAllocator::Move& move) {
 
 Status KvArena::shift_k(int layer, int64_t cell, int64_t n, ggml_tensor* deltas) {
   const model::HParams& hp = model_.hparams();
-  const int64_t block = options_.max_batch_rows;
-  for (int64_t done = 0; done < n; done += block) {
-    const int64_t n_rows = std::min(block, n - done);
-    const Graph g(graphs_, 32);
-    ggml_tensor* target = rows(g.ctx, k(layer), cell + done, n_rows);
-    if (turned_ != nullptr) {
-      target = rows(g.ctx, turned_, 0, n_rows);
-      g.add(ggml_cpy(g.ctx, words(g.ctx, k(layer), cell + done, n_rows),
-                     words(g.ctx, turned_, 0, n_rows)));
-    }
-    ggml_tensor* turned = target->type == GGML_TYPE_F32 ? ggml_cont(g.ctx, target)
-                                                        : ggml_cast(g.ctx, target, GGML_TYPE_F32);
-    turned = ggml_reshape_3d(g.ctx, turned, hp.head_dim, hp.n_head_kv, n_rows);
-    turned =
-        model::build_k_shift(g.ctx, model_, layer, turned, ggml_view_1d(g.ctx, deltas, n_rows, 0));
-    turned = ggml_reshape_2d(g.ctx, turned, hp.n_embd_kv(), n_rows);
-    g.add(ggml_cpy(g.ctx, turned, target));
-    if (turned_ != nullptr) {
-      g.add(ggml_cpy(g.ctx, words(g.ctx, turned_, 0, n_rows),
-                     words(g.ctx, k(layer), cell + done, n_rows)));
-    }
-    HCACHE_RETURN_IF_ERROR(graphs_.compute(g));
+  const Graph g(graphs_, 32);
+  ggml_tensor* target = rows(g.ctx, k(layer), cell, n);
+  if (turned_ != nullptr) {
+    target = rows(g.ctx, turned_, 0, n);
+    g.add(ggml_cpy(g.ctx, words(g.ctx, k(layer), cell, n), words(g.ctx, turned_, 0, n)));
   }
-  return {};
+  ggml_tensor* turned = target->type == GGML_TYPE_F32 ? ggml_cont(g.ctx, target)
+                                                      : ggml_cast(g.ctx, target, GGML_TYPE_F32);
+  turned = ggml_reshape_3d(g.ctx, turned, hp.head_dim, hp.n_head_kv, n);
+  turned = model::build_k_shift(g.ctx, model_, layer, turned, ggml_view_1d(g.ctx, deltas, n, 0));
+  turned = ggml_reshape_2d(g.ctx, turned, hp.n_embd_kv(), n);
+  g.add(ggml_cpy(g.ctx, turned, target));
+  if (turned_ != nullptr) {
+    g.add(ggml_cpy(g.ctx, words(g.ctx, turned_, 0, n), words(g.ctx, k(layer), cell, n)));
+  }
+  return graphs_.compute(g);
 }
 
 CopyQueue::Ticket KvArena::upload(int layer, int64_t cell, int n, const std::byte* k_rows,

@@ -40,8 +40,8 @@ class KvArena {
 
   // Moves rows of a layer; source and target may overlap.
   Status move_rows(int layer, const ExtentAllocator::Move& move);
-  // Re-rotates K of cells [cell, cell + n) of a layer. `deltas`: I32, at least max_batch_rows of
-  // the same number of positions.
+  // Re-rotates K of cells [cell, cell + n) of a layer, max_batch_rows at most. `deltas`: I32, by
+  // how many positions each.
   Status shift_k(int layer, int64_t cell, int64_t n, ggml_tensor* deltas);
 
   // Host to arena, through the copy queue: n rows of K and of V.

@@ -211,6 +211,29 @@ void StepRunner::place(StepState& step) {
   }
 }
 
+Status StepRunner::can_observe() const {
+  const model::HParams& hp = model_.hparams();
+  if (hp.attention_soft_cap > 0 || model_.spec().sinks) {
+    return unimplemented(
+        fmt::format("what attention falls on is not told where scores are capped or part of it "
+                    "falls on sinks, as {} models want",
+                    hp.arch));
+  }
+  for (int layer = 0; layer < hp.n_layer; ++layer) {
+    if (hp.window_of(layer) > 0) {
+      return unimplemented(fmt::format(
+          "layer {} sees a window of {} rows; what attention falls on is told of all rows alone",
+          layer, hp.window_of(layer)));
+    }
+    if (!stages_.shares_layers() && stages_.of(layer).attention(0).ours()) continue;
+    return unimplemented(fmt::format(
+        "what attention falls on is told by hcache's own kernel alone, and layer {} is computed "
+        "by another; take a CPU with --kv-type f16",
+        layer));
+  }
+  return {};
+}
+
 Status StepRunner::observe(const ObservedRows& rows, AttentionScores* scores) {
   const model::HParams& hp = model_.hparams();
   if (scores != nullptr) {
@@ -225,24 +248,7 @@ Status StepRunner::observe(const ObservedRows& rows, AttentionScores* scores) {
       return failed_precondition(fmt::format(
           "layers of sequence {} do without rows: attention can't be told by position", rows.seq));
     }
-    if (hp.attention_soft_cap > 0 || model_.spec().sinks) {
-      return unimplemented(
-          fmt::format("what attention falls on is not told where scores are capped or part of it "
-                      "falls on sinks, as {} models want",
-                      hp.arch));
-    }
-    for (int layer = 0; layer < hp.n_layer; ++layer) {
-      if (hp.window_of(layer) > 0) {
-        return unimplemented(fmt::format(
-            "layer {} sees a window of {} rows; what attention falls on is told of all rows alone",
-            layer, hp.window_of(layer)));
-      }
-      if (!stages_.shares_layers() && stages_.of(layer).attention(0).ours()) continue;
-      return unimplemented(fmt::format(
-          "what attention falls on is told by hcache's own kernel alone, and layer {} is computed "
-          "by another; take a CPU with --kv-type f16",
-          layer));
-    }
+    HCACHE_RETURN_IF_ERROR(can_observe());
     scores->n_head_kv = hp.n_head_kv;
     scores->tallies.resize(static_cast<size_t>(hp.n_layer) * static_cast<size_t>(hp.n_head_kv));
     for (AttentionTally& tally : scores->tallies) tally.reset(rows.n_keys);

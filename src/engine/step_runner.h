@@ -37,6 +37,7 @@ class StepRunner {
   // The step ends without having been finished: the room that was reserved for it is given back.
   void abandon(StepState& step);
   // See Engine.
+  [[nodiscard]] Status can_observe() const;
   Status observe(const ObservedRows& rows, AttentionScores* scores);
   // What the tap captures has changed.
   void capture_changed() { graphs_.forget_last(); }

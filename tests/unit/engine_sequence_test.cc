@@ -182,6 +182,73 @@ TEST(EraseRange, IsRefusedWithLearnedPositions) {
   EXPECT_EQ(engine->length(a), 20);
 }
 
+// Several ranges at once: each row is moved by what goes before it, and rounded once.
+TEST(EraseRanges, MovesEachRowOnce) {
+  for (const int batch : {16, 64}) {  // what is rotated is more than a block, or less
+    const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(512, batch));
+    const Tokens tokens = random_tokens(llama_tiny(), 120, 1);
+    const SeqId a = new_sequence(*engine);
+    append(*engine, a, tokens, batch, Output::kNone);
+    // What the rows behind each range are when so many go right before them.
+    const auto moved = [&](int64_t from, int64_t to, int64_t by) {
+      const SeqId b = engine->fork_sequence(a, 120).value();
+      HCACHE_EXPECT_OK(engine->erase_range(b, from - by, from));
+      std::vector<Bytes> rows;
+      for (int layer = 0; layer < engine->n_layer(); ++layer) {
+        rows.push_back(read_kv(*engine, b, layer, from - by, to - from));
+      }
+      HCACHE_EXPECT_OK(engine->release_sequence(b));
+      return rows;
+    };
+    const auto first = moved(20, 40, 5);
+    const auto second = moved(41, 100, 6);
+    const auto third = moved(117, 120, 23);
+    const std::vector<Bytes> before = read_kv(*engine, a);
+    const std::vector<ErasedRows> ranges = {{15, 20}, {40, 41}, {100, 117}};
+    HCACHE_EXPECT_OK(engine->erase_ranges(a, ranges));
+    EXPECT_EQ(engine->length(a), 97);
+    EXPECT_EQ(engine->arena_free_cells(), 512 - 97);
+    const size_t row = engine->kv_row_bytes();
+    for (int layer = 0; layer < engine->n_layer(); ++layer) {
+      const Bytes head = read_kv(*engine, a, layer, 0, 15);
+      EXPECT_TRUE(std::equal(head.begin(), head.begin() + 15 * row, before[layer].begin()));
+      EXPECT_TRUE(read_kv(*engine, a, layer, 15, 20) == first[layer]);
+      EXPECT_TRUE(read_kv(*engine, a, layer, 35, 59) == second[layer]);
+      EXPECT_TRUE(read_kv(*engine, a, layer, 94, 3) == third[layer]);
+    }
+    // The end may go, too.
+    const std::vector<Bytes> left = read_kv(*engine, a);
+    const std::vector<ErasedRows> with_end = {{10, 12}, {90, 97}};
+    HCACHE_EXPECT_OK(engine->erase_ranges(a, with_end));
+    EXPECT_EQ(engine->length(a), 88);
+    EXPECT_EQ(append(*engine, a, tokens, batch).size(), 120U);
+  }
+}
+
+TEST(EraseRanges, WhatIsNoneChangesNothing) {
+  const std::unique_ptr<Engine> engine = make_engine(llama_tiny(), small_arena(256));
+  const SeqId a = new_sequence(*engine);
+  append(*engine, a, random_tokens(llama_tiny(), 60, 1), 64, Output::kNone);
+  const std::vector<Bytes> before = read_kv(*engine, a);
+  HCACHE_EXPECT_OK(engine->erase_ranges(a, {}));
+  for (const std::vector<ErasedRows>& wrong :
+       std::vector<std::vector<ErasedRows>>{{{5, 9}, {8, 12}},
+                                            {{20, 30}, {5, 9}},
+                                            {{5, 9}, {50, 61}},
+                                            {{-1, 4}, {9, 12}},
+                                            {{5, 5}, {9, 12}}}) {
+    EXPECT_EQ(engine->erase_ranges(a, wrong).code(), Code::kOutOfRange);
+  }
+  EXPECT_TRUE(same_kv(read_kv(*engine, a), before));
+  const model::Model& windows = tiny_model("gemma3", 2, GGML_TYPE_Q8_0);
+  const std::unique_ptr<Engine> other = make_engine(windows, small_arena(256));
+  const SeqId b = new_sequence(*other);
+  append(*other, b, random_tokens(windows, 60, 1), 64, Output::kNone);
+  const std::vector<ErasedRows> ranges = {{5, 9}, {12, 14}};
+  EXPECT_EQ(other->erase_ranges(b, ranges).code(), Code::kUnimplemented);
+  EXPECT_EQ(other->length(b), 60);
+}
+
 // --- Limits ----------------------------------------------------------------------------------
 
 TEST(Limits, AFullArenaRefusesAndChangesNothing) {

@@ -154,6 +154,12 @@ struct AttentionScores {
   }
 };
 
+// Rows [from, to) of a sequence that are to go.
+struct ErasedRows {
+  int64_t from = 0;
+  int64_t to = 0;
+};
+
 // Rows of logits, valid until the engine finishes its next step.
 struct Logits {
   // In the order of the wanted outputs: n_vocab numbers each, n_embd of an item's `hidden`.
@@ -219,6 +225,9 @@ class Engine {
   // kUnimplemented with learned positions; kFailedPrecondition, with nothing changed, where a layer
   // would be left with less than the window that it sees.
   Status erase_range(SeqId seq, int64_t from, int64_t to);
+  // The same of several ranges, in ascending order and apart: K of each row is rotated once.
+  // kUnimplemented where layers see a window.
+  Status erase_ranges(SeqId seq, std::span<const ErasedRows> ranges);
   // Rotates K of rows that are there, which were computed for positions `moved` less than theirs.
   // kUnimplemented with learned positions.
   Status move_positions(SeqId seq, int layer, int64_t first_pos, int64_t n_rows, int64_t moved);
@@ -235,9 +244,12 @@ class Engine {
   [[nodiscard]] int64_t arena_free_cells() const;
 
   // --- Rows that a layer does without ----------------------------------------------------------
+  // kUnimplemented, with the reason, where nothing is told of what attention falls on: unless our
+  // kernel computes every layer, each sees all rows, and no other part of them is elsewhere.
+  [[nodiscard]] Status can_observe() const;
   // From the next step on the attention of these rows is added to *scores, which is emptied first
   // and must outlive its use; nullptr ends that. The last layer's is of steps that want logits.
-  // kUnimplemented unless our kernel computes every layer, and no other part of them is elsewhere.
+  // What can_observe() refuses is refused.
   Status observe(const ObservedRows& rows, AttentionScores* scores);
   // Leaves a layer with the rows of `kept` alone, for each KV head as many positions below the
   // sequence's length, in ascending order: [n_head_kv][n]. Their K stays rotated as it is. What was
