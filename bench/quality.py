@@ -3,6 +3,7 @@
 
     bench/quality.py                     twenty windows of 512 tokens of each text
     bench/quality.py --methods kv --windows 100
+    bench/quality.py --parts truncation --pieces 4
 
 First `hcache eval ppl` is held against llama-perplexity (`make peer`), on the same windows: they may
 differ by 0.1 %. Then each method's predictions, after save, restart and restore, are compared with those
@@ -10,17 +11,19 @@ that are computed on the spot, token by token, and those from K and V that were 
 Numbers are looked up in texts of several lengths, which shows something only where the model without any loss
 finds more than chance would. Last, each text outgrows contexts of several sizes: its perplexity behind tokens
 that were dropped from the KV cache may be higher by 0.02 than with the tokens that are left computed anew
-(AttentionStore's bound).
+(AttentionStore's bound), of each, and of all in the mean.
 """
 
 import argparse
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
 
 import benchlib as lib
 
+PARTS = "restores,questions,truncation"
 MOST_DIFFERENCE = 0.001  # of perplexities, ours over llama-perplexity's
 QUICK_DIFFERENCE = 0.02  # of so few tokens that roundings show
 ROUNDED = ("q8_0", "q4_0")  # --pack
@@ -31,6 +34,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     lib.add_common_options(parser)
+    parser.add_argument("--parts", default=PARTS, help=f"of {PARTS}")
     parser.add_argument("--texts", default="essay,manual,code")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--windows", type=int, default=20)
@@ -107,15 +111,22 @@ def truncation_table(truncated: list[dict]) -> str:
     for t in truncated:
         for row in t["rows"]:
             value = {key: row[key]["value"] for key in ("perplexity", "perplexity_anew",
-                                                        "perplexity_not_rotated")}
+                                                        "perplexity_last_rows", "perplexity_not_rotated")}
             d = row["difference"]
             rows.append([t["text"], str(t["context"]), str(row["overflows"]),
                          f"{value['perplexity']:.3f}", f"{value['perplexity_anew']:.3f}",
                          f"{d['value']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f})",
-                         f"{value['perplexity_not_rotated']:.1f}",
+                         f"{value['perplexity_last_rows']:.3f}", f"{value['perplexity_not_rotated']:.1f}",
                          "yes" if d["value"] <= MOST_TRUNCATED else "NO"])
     return lib.table(["text", "context", "overflows", "truncated", "computed anew", "difference",
-                      "not rotated", "within 0.02"], rows)
+                      "last rows alone", "not rotated", "within 0.02"], rows)
+
+
+def mean_difference(truncated: list[dict], key: str) -> float:
+    """Of perplexities over those computed anew, all texts, contexts and overflows alike, less 1."""
+    logs = [math.log(row[key]["value"] / row["perplexity_anew"]["value"])
+            for t in truncated for row in t["rows"]]
+    return math.exp(sum(logs) / len(logs)) - 1
 
 
 def tables(texts: list[dict], questions: list[dict]) -> str:
@@ -138,16 +149,25 @@ def main() -> None:
     args = parse()
     evals = Evals(args)
     paths = {path.stem: path for path in map(Path, lib.third_party("texts"))}
-    texts = [measure_text(args, evals, name, paths[name]) for name in args.texts.split(",")]
-    questions = [measure_questions(args, evals, int(n)) for n in args.lines.split(",")]
-    truncated = [measure_truncation(args, evals, name, paths[name], context)
-                 for name in args.texts.split(",") for context in args.contexts.split(",")]
-    print(tables(texts, questions))
-    print()
-    print(truncation_table(truncated))
-    lib.write_results(args.json_file or (args.work / "quality.json"),
-                      {"quick": args.quick, "model": Path(args.model).name, "texts": texts,
-                       "questions": questions, "truncation": truncated})
+    parts, names = args.parts.split(","), args.texts.split(",")
+    results = {"quick": args.quick, "model": Path(args.model).name, "texts": [], "questions": []}
+    if "restores" in parts:
+        results["texts"] = [measure_text(args, evals, name, paths[name]) for name in names]
+    if "questions" in parts:
+        results["questions"] = [measure_questions(args, evals, int(n)) for n in args.lines.split(",")]
+    texts = results["texts"]
+    print(tables(texts, results["questions"]))
+    if "truncation" in parts:
+        truncated = [measure_truncation(args, evals, name, paths[name], context)
+                     for name in names for context in args.contexts.split(",")]
+        mean = {key: mean_difference(truncated, f"perplexity{key}") for key in ("", "_last_rows")}
+        print()
+        print(truncation_table(truncated))
+        print(f"in the mean {mean['']:+.2%} of what is computed anew; with the last rows alone "
+              f"{mean['_last_rows']:+.2%}")
+        results |= {"truncation": truncated, "truncation_mean": mean[""],
+                    "truncation_mean_last_rows": mean["_last_rows"]}
+    lib.write_results(args.json_file or (args.work / "quality.json"), results)
     if not all(text["agrees"] for text in texts):
         raise SystemExit("a perplexity is not llama-perplexity's")
 

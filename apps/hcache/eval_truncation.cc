@@ -1,10 +1,11 @@
 // hcache eval truncation: text predicted behind tokens that were dropped from the KV cache
-// (AttentionStore §3.4), against the same tokens computed anew without them.
+// (AttentionStore §3.4), against what truncating tokens would hold, as many, computed anew.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <charconv>
+#include <optional>
 #include <utility>
 
 #include "commands.h"
@@ -18,13 +19,14 @@ namespace {
 // What is predicted between a cut and the next one.
 struct Stretch {
   int64_t overflows = 0;  // cuts so far
-  policy::HeldRows held;
+  policy::HeldRows held;  // as many as with rows that were chosen: the last ones
   int64_t end = 0;  // of the tokens that are seen; the one behind the last of them is predicted
 };
 
 // Behind so many cuts each, in the order of the text.
-std::vector<Stretch> stretches_of(const policy::TruncationLimits& limits,
+std::vector<Stretch> stretches_of(policy::TruncationLimits limits,
                                   std::span<const int64_t> overflows) {
+  limits.important = 0;
   const int64_t most = *std::max_element(overflows.begin(), overflows.end());
   std::vector<Stretch> stretches;
   policy::HeldRows held;
@@ -57,6 +59,7 @@ struct TruncationRow {
   Stretch stretch;
   std::vector<eval::Group> cut;    // -log p of the text's tokens
   std::vector<eval::Group> naive;  // with K left as it was rotated
+  std::vector<eval::Group> last;   // with the last rows alone, whatever attention fell on
   std::vector<eval::Group> anew;
   std::vector<eval::Group> whole;  // with nothing dropped; empty where that is more than fits
   std::vector<eval::Group> more;   // of cut over anew
@@ -74,21 +77,27 @@ class TruncationEval {
   Status score(Evaluation& evaluation, Evaluation& naive, const std::vector<int32_t>& tokens,
                bool with_whole) {
     for (TruncationRow& row : rows_) {
-      for (std::vector<eval::Group>* groups : {&row.cut, &row.naive, &row.anew, &row.more}) {
+      for (std::vector<eval::Group>* groups :
+           {&row.cut, &row.naive, &row.last, &row.anew, &row.more}) {
         groups->emplace_back();
       }
       if (with_whole) row.whole.emplace_back();
     }
     std::vector<double> cut_nll(tokens.size());
-    HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, true, &cut_nll));
+    HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, limits_, &cut_nll));
+    std::vector<double> last_nll = cut_nll;
+    policy::TruncationLimits last = limits_;
+    last.important = 0;
+    if (last != limits_) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, last, &last_nll));
     std::vector<double> naive_nll(tokens.size());
-    HCACHE_RETURN_IF_ERROR(predict(naive, tokens, true, &naive_nll));
+    HCACHE_RETURN_IF_ERROR(predict(naive, tokens, last, &naive_nll));
     std::vector<double> whole_nll(tokens.size());
-    if (with_whole) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, false, &whole_nll));
+    if (with_whole) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, {}, &whole_nll));
     for (TruncationRow& row : rows_) {
       HCACHE_RETURN_IF_ERROR(compare(evaluation, tokens, cut_nll, row));
       for (int64_t at = row.stretch.held.cut_at; at < row.stretch.end; ++at) {
         row.naive.back().add(naive_nll[static_cast<size_t>(at)]);
+        row.last.back().add(last_nll[static_cast<size_t>(at)]);
         if (with_whole) row.whole.back().add(whole_nll[static_cast<size_t>(at)]);
       }
     }
@@ -97,19 +106,19 @@ class TruncationEval {
 
  private:
   // -log p of what follows each token from the first cut on.
-  Status predict(Evaluation& evaluation, const std::vector<int32_t>& tokens, bool truncated,
+  Status predict(Evaluation& evaluation, const std::vector<int32_t>& tokens,
+                 const std::optional<policy::TruncationLimits>& limits,
                  std::vector<double>* nll) const {
     EvalPrompt prompt{.tokens = {tokens.begin(), tokens.end() - 1},
                       .from = rows_.front().stretch.held.cut_at,
-                      .truncation = {}};
-    if (truncated) prompt.truncation = limits_;
+                      .truncation = limits};
     return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
       const auto at = static_cast<size_t>(position);
       (*nll)[at] = -model::log_prob(logits, tokens[at + 1]);
     });
   }
 
-  // The tokens that are held, computed anew.
+  // The first tokens and the last ones, as many as are held, computed anew.
   Status compare(Evaluation& evaluation, const std::vector<int32_t>& tokens,
                  const std::vector<double>& cut_nll, TruncationRow& row) const {
     const policy::HeldRows& held = row.stretch.held;
@@ -135,6 +144,7 @@ Json truncation_json(const TruncationRow& row) {
   const eval::Estimate cut = eval::exponential(eval::bootstrap_mean(row.cut));
   const eval::Estimate anew = eval::exponential(eval::bootstrap_mean(row.anew));
   const eval::Estimate naive = eval::exponential(eval::bootstrap_mean(row.naive));
+  const eval::Estimate last = eval::exponential(eval::bootstrap_mean(row.last));
   const eval::Estimate ratio = eval::exponential(eval::bootstrap_mean(row.more));
   const auto over_anew = [&](double quotient) { return anew.value * (quotient - 1); };
   double n = 0;
@@ -145,6 +155,7 @@ Json truncation_json(const TruncationRow& row) {
                {"perplexity", to_json(cut)},
                {"perplexity_anew", to_json(anew)},
                {"perplexity_not_rotated", to_json(naive)},
+               {"perplexity_last_rows", to_json(last)},
                // Paired: the interval is of the quotient, at the perplexity computed anew.
                {"difference", to_json(eval::Estimate{.value = over_anew(ratio.value),
                                                      .low = over_anew(ratio.low),
@@ -163,6 +174,7 @@ std::vector<std::string> truncation_cells(const Json& row) {
           fmt::format("{:.4f}", row["perplexity"]["value"].get<double>()),
           fmt::format("{:.4f}", row["perplexity_anew"]["value"].get<double>()),
           with_interval(row["difference"], "{:+.4f}"),
+          fmt::format("{:.4f}", row["perplexity_last_rows"]["value"].get<double>()),
           fmt::format("{:.1f}", row["perplexity_not_rotated"]["value"].get<double>()),
           whole ? fmt::format("{:.4f}", row["perplexity_whole"]["value"].get<double>()) : "–"};
 }
@@ -209,9 +221,10 @@ Status eval_truncation(TruncationArgs args) {
   results["context"] = limits.context;
   results["share"] = limits.share;
   results["keep_first"] = limits.keep_first;
-  std::vector<std::vector<std::string>> table = {{"overflows", "dropped", "tokens", "perplexity",
-                                                  "computed anew", "difference (95 %)",
-                                                  "not rotated", "nothing dropped"}};
+  results["important"] = limits.important;
+  std::vector<std::vector<std::string>> table = {
+      {"overflows", "dropped", "tokens", "perplexity", "computed anew", "difference (95 %)",
+       "last rows alone", "not rotated", "nothing dropped"}};
   for (const TruncationRow& row : scoring.rows()) {
     results["rows"].push_back(truncation_json(row));
     table.push_back(truncation_cells(results["rows"].back()));

@@ -16,6 +16,10 @@ struct CutArgs : Options {
 
   double share = number(&share, "--overflow-share", "X", policy::TruncationLimits().share,
                         {0.01, 0.99}, "how much of what may leave the context leaves it at once");
+  double important = number(
+      &important, "--keep-important", "X", policy::TruncationLimits().important, {0, 0.9},
+      "of what stays behind the first tokens, the part that is chosen by the attention of the "
+      "last ones; the rest are the last ones themselves");
   int64_t keep_first = integer(
       &keep_first, "--keep-first,--keep", "TOKENS", policy::TruncationLimits().keep_first, {0},
       "so many first tokens never leave it; nor does the first message, if it takes no more "
@@ -23,7 +27,7 @@ struct CutArgs : Options {
 
   // Of a context; 0: whatever there is.
   [[nodiscard]] policy::TruncationLimits limits(int64_t context = 0) const {
-    return {.context = context, .share = share, .keep_first = keep_first};
+    return {.context = context, .share = share, .keep_first = keep_first, .important = important};
   }
 };
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <numeric>
 
 namespace hcache::policy {
 
@@ -14,6 +16,7 @@ constexpr int64_t kFirstMessageShare = 4;
 // A cut is put off to the next message, as long as this part of what was to stay still does.
 constexpr int64_t kPutOffShare = 2;
 constexpr int64_t kLeastContext = 4 * kCutTokens;
+constexpr double kMostImportant = 0.9;
 
 int64_t first_rows(std::span<const int32_t> chain, const TruncationLimits& limits,
                    const NextMessage& next_message) {
@@ -41,6 +44,11 @@ Status validate(const TruncationLimits& limits) {
                     "most half of it can",
                     limits.keep_first, limits.context));
   }
+  if (!(limits.important >= 0 && limits.important <= kMostImportant)) {
+    return invalid_argument(
+        fmt::format("{} of what stays can't be chosen by attention: a part between 0 and {} can",
+                    limits.important, kMostImportant));
+  }
   return {};
 }
 
@@ -55,9 +63,13 @@ HeldRows cut(const HeldRows& held, std::span<const int32_t> chain, const Truncat
   HeldRows after = held;
   after.cut_at = at;
   if (held.cut_at == 0) after.kept = after.resumed = first_rows(chain, limits, next_message);
-  const auto movable = static_cast<double>(at - after.resumed);
-  const int64_t target =
-      after.resumed + std::max(std::llround(std::ceil(limits.share * movable)), kCutTokens + 0LL);
+  const int64_t movable = held.rows(at) - after.kept;
+  const int64_t leave = std::max<int64_t>(
+      std::llround(std::ceil(limits.share * static_cast<double>(movable))), kCutTokens);
+  const int64_t stay = std::max<int64_t>(movable - leave, 0);
+  after.chosen = static_cast<int64_t>(limits.important * static_cast<double>(stay)) / kChosenBlock *
+                 kChosenBlock;
+  const int64_t target = at - (stay - after.chosen);
   const int64_t message = next_message ? next_message(chain, target) : -1;
   const bool in_reach = message >= 0 && message <= target + (at - target) / kPutOffShare;
   after.resumed = std::min(in_reach ? message : target, at);
@@ -74,6 +86,35 @@ std::vector<HeldRows> cuts_of(std::span<const int32_t> chain, const TruncationLi
     cuts.push_back(held);
   }
   return cuts;
+}
+
+std::vector<int64_t> most_attended(const RowScores& scores, std::span<const int64_t> blocks,
+                                   int64_t n) {
+  std::vector<double> votes(blocks.size());
+  std::vector<double> paid(blocks.size());
+  for (int layer = 0; layer < scores.n_layer; ++layer) {
+    for (int head = 0; head < scores.n_head_kv; ++head) {
+      const std::span<const float> sums = scores.of(scores.sum, layer, head);
+      for (size_t i = 0; i < blocks.size(); ++i) {
+        const auto rows = sums.subspan(static_cast<size_t>(blocks[i]), kChosenBlock);
+        paid[i] = std::accumulate(rows.begin(), rows.end(), 0.0);
+      }
+      const double all = std::accumulate(paid.begin(), paid.end(), 0.0);
+      if (all <= 0) continue;
+      for (size_t i = 0; i < blocks.size(); ++i) votes[i] += paid[i] / all;
+    }
+  }
+  std::vector<size_t> ranked(blocks.size());
+  std::iota(ranked.begin(), ranked.end(), size_t{0});
+  const auto end = ranked.begin() + n;
+  std::nth_element(ranked.begin(), end, ranked.end(), [&](size_t a, size_t b) {
+    return votes[a] != votes[b] ? votes[a] > votes[b] : a > b;
+  });
+  std::vector<int64_t> chosen;
+  std::transform(ranked.begin(), end, std::back_inserter(chosen),
+                 [&](size_t i) { return blocks[i]; });
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
 }
 
 HeldRows held_at(std::span<const HeldRows> cuts, int64_t length) {

@@ -21,6 +21,7 @@ Inbox::Inbox(const Executor& executor, const SchedulerOptions& options)
       context_(executor.limits().context),
       arena_cells_(executor.limits().arena_cells),
       why_no_cuts_(executor.limits().why_no_cuts),
+      chooses_(executor.limits().why_no_choice.empty()),
       media_(executor.limits().media) {
   snapshot_.arena_cells = arena_cells_;
 }
@@ -68,6 +69,7 @@ policy::TruncationLimits Inbox::wanted_limits(const Request& request) const {
   policy::TruncationLimits limits = *request.truncation;
   const int64_t most = std::min(context_, arena_cells_);
   limits.context = limits.context > 0 ? std::min(limits.context, most) : most;
+  if (!chooses_) limits.important = 0;
   return limits;
 }
 

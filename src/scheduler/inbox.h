@@ -91,6 +91,7 @@ class Inbox {
   const int64_t context_;
   const int64_t arena_cells_;
   const std::string why_no_cuts_;
+  const bool chooses_;  // which rows stay, by attention
   const bool media_;
 
   mutable Mutex mutex_;

@@ -63,10 +63,7 @@ void Core::cut_full() {
     const auto chain = std::span(task.chain).first(static_cast<size_t>(task.computed));
     const policy::HeldRows held =
         policy::cut(task.held, chain, task.limits, task.request.next_message);
-    // Of a first cut the rows that stay lie in one piece; later ones begin where that one resumed.
-    const int64_t from = held.kept;
-    const int64_t to = from + held.dropped() - task.held.dropped();
-    if (const Status status = executor_.cut(task.seq, from, to, held); !status.ok()) {
+    if (const Status status = executor_.cut(task.seq, chain, held); !status.ok()) {
       end(task, status, "", /*keep_state=*/false);
       continue;
     }

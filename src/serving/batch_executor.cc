@@ -121,7 +121,7 @@ Status BatchExecutor::trim(SeqId seq, int64_t n_tokens) {
   return unimplemented("sequences of a batch are not cut");
 }
 
-Status BatchExecutor::cut(SeqId /*seq*/, int64_t /*from*/, int64_t /*to*/,
+Status BatchExecutor::cut(SeqId /*seq*/, std::span<const int32_t> /*chain*/,
                           const policy::HeldRows& /*held*/) {
   return unimplemented(limits_.why_no_cuts);
 }

@@ -40,7 +40,8 @@ class BatchExecutor final : public scheduler::Executor, private engine::CaptureS
   // kUnimplemented: requests are to go on from saved state alone (CacheUse::kSaved).
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
-  Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
+  Status cut(scheduler::SeqId seq, std::span<const int32_t> chain,
+             const policy::HeldRows& held) override;
   void release(scheduler::SeqId seq) override;
 
   Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,

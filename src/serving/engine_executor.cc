@@ -82,6 +82,7 @@ EngineExecutor::EngineExecutor(Env& env, state::Runtime& runtime,
         "less than that",
         window, limits_.context);
   }
+  limits_.why_no_choice = runtime.engine().can_observe().message();
   stage_costs_ = overlapping_stages(runtime);
   store::Store* store = runtime.store();
   if (options.fetch == policy::FetchPolicy::kSchedulerAware && options.dram_bytes > 0 &&
@@ -101,12 +102,17 @@ Result<EngineExecutor::Sequence*> EngineExecutor::find(SeqId seq) {
   return &it->second;
 }
 
+state::SavedCut EngineExecutor::last_cut(const Sequence& sequence) {
+  if (sequence.cuts.empty()) return {};
+  const policy::HeldRows& held = sequence.cuts.back();
+  return {.at = held.cut_at, .dropped = held.dropped(), .chosen = sequence.chosen};
+}
+
 void EngineExecutor::begin_saving(SeqId seq, const Sequence& sequence,
                                   std::span<const int32_t> tokens, store::ChunkRef tail) {
   if (!sequence.save) return;
-  const int64_t dropped = sequence.cuts.empty() ? 0 : sequence.cuts.back().dropped();
   runtime_.saver()->begin(seq, state::chain_fingerprints(runtime_.fingerprint(), sequence.cuts),
-                          sequence.salt, tokens, std::move(tail), dropped);
+                          sequence.salt, tokens, std::move(tail), last_cut(sequence));
 }
 
 Result<SeqId> EngineExecutor::create(const Salt& salt, bool save) {
@@ -132,6 +138,7 @@ Result<SeqId> EngineExecutor::fork(SeqId src, int64_t n_tokens, bool save) {
   copy.salt = source->salt;
   copy.save = save;
   copy.cuts = source->cuts;
+  copy.chosen = source->chosen;
   if (source->budgeted()) {
     copy.tokens.assign(source->tokens.begin(), source->tokens.begin() + n_tokens);
     copy.reading = source->reading;
@@ -170,16 +177,48 @@ int64_t EngineExecutor::cells(SeqId seq, int64_t rows) const {
   return std::min(rows, most);
 }
 
-Status EngineExecutor::cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) {
+Result<std::vector<int64_t>> EngineExecutor::choose(SeqId seq, std::span<const int32_t> chain,
+                                                    const Sequence& sequence,
+                                                    const policy::HeldRows& held) {
+  if (held.chosen == 0) return std::vector<int64_t>();
+  // The last rows are computed once more, and observed: others would be longer ago.
+  engine::Engine& engine = runtime_.engine();
+  const int64_t length = engine.length(seq);
+  const int64_t asking = std::min<int64_t>(policy::kChoosingRows, engine.options().max_batch_rows);
+  const model::HParams& hp = runtime_.model().hparams();
+  engine::AttentionScores told;
+  HCACHE_RETURN_IF_ERROR(engine.trim_sequence(seq, length - asking));
+  HCACHE_RETURN_IF_ERROR(
+      engine.observe({.seq = seq, .first_pos = length - asking, .n_keys = length}, &told));
+  const BatchItem item{.seq = seq,
+                       .tokens = chain.last(static_cast<size_t>(asking)),
+                       .output = BatchItem::Output::kLast,
+                       .captured = false};
+  const Status computed = engine.decode({&item, 1}).status();
+  HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
+  HCACHE_RETURN_IF_ERROR(computed);
+  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = length};
+  for (const engine::AttentionTally& tally : told.tallies) {
+    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + length);
+  }
+  return policy::most_attended(scores, state::blocks_to_choose_from(sequence.cuts, held),
+                               held.chosen / policy::kChosenBlock);
+}
+
+Status EngineExecutor::cut(SeqId seq, std::span<const int32_t> chain,
+                           const policy::HeldRows& held) {
   HCACHE_ASSIGN_OR_RETURN(Sequence * sequence, find(seq));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<int64_t> chosen, choose(seq, chain, *sequence, held));
+  state::ChosenCut cut = state::cut_rows(sequence->cuts, sequence->chosen, held, chosen);
   sequence->cuts.push_back(held);
+  sequence->chosen = std::move(cut.blocks);
   if (sequence->save) {
     // Rows of the last step may still be on their way to the saver.
     HCACHE_RETURN_IF_ERROR(runtime_.engine().synchronize());
-    const auto chain = state::chain_fingerprints(runtime_.fingerprint(), sequence->cuts);
-    runtime_.saver()->cut(seq, chain.last(), held.dropped());
+    const auto fingerprints = state::chain_fingerprints(runtime_.fingerprint(), sequence->cuts);
+    runtime_.saver()->cut(seq, fingerprints.last(), last_cut(*sequence));
   }
-  return runtime_.engine().erase_range(seq, from, to);
+  return runtime_.engine().erase_ranges(seq, cut.leaving);
 }
 
 void EngineExecutor::release(SeqId seq) {
@@ -289,7 +328,7 @@ Status EngineExecutor::begin_restore(SeqId seq, const scheduler::RestoreJob& job
   const Status status = open_restore(seq, *sequence);
   if (!status.ok()) {
     sequence->restore.reset();
-    sequence->cuts.clear();
+    forget_cuts(*sequence);
   }
   return status;
 }
@@ -303,9 +342,24 @@ Status EngineExecutor::plan_restore(Sequence& sequence, int64_t upto) {
   sequence.cuts.assign(restore.cuts.begin(), next);
   restore.upto = upto;
   restore.held = policy::held_at(restore.cuts, upto);
-  restore.match = state::held_match(restore.prefix->match, restore.cuts, upto);
-  restore.rows.assign(restore.tokens.begin(), restore.tokens.begin() + restore.held.kept);
-  restore.rows.insert(restore.rows.end(), restore.tokens.begin() + restore.held.resumed, end);
+  restore.planned = {};
+  sequence.chosen.clear();
+  if (restore.held.chosen > 0) {
+    auto chosen = state::read_chosen(*runtime_.store(), restore.prefix->match, restore.held);
+    if (!chosen.ok()) {
+      log::warn("what is held of {} tokens is computed again: {}", upto, chosen.status().message());
+      return {};
+    }
+    sequence.chosen = std::move(*chosen);
+  }
+  restore.match = state::held_match(restore.prefix->match, restore.cuts, upto, sequence.chosen);
+  const auto tokens = restore.tokens.begin();
+  restore.rows.assign(tokens, tokens + restore.held.kept);
+  for (const state::ChosenBlock& block : sequence.chosen) {
+    const auto first = tokens + block.first;
+    restore.rows.insert(restore.rows.end(), first, first + policy::kChosenBlock);
+  }
+  restore.rows.insert(restore.rows.end(), tokens + restore.held.resumed, end);
   state::PlanOptions options;
   const bool trusted = !restore.undroppable && restore.attempts < kMaxAttempts;
   options.mode = trusted ? restore.job.method.mode : policy::Mode::kRecompute;
@@ -333,7 +387,7 @@ Status EngineExecutor::open_restore(SeqId seq, Sequence& sequence) {
   }
   const int64_t n_rows = restore.planned.plan.restored_tokens;
   if (n_rows == 0) {
-    sequence.cuts.clear();
+    forget_cuts(sequence);
     return {};
   }
   HCACHE_RETURN_IF_ERROR(runtime_.engine().reserve_rows(seq, n_rows));
@@ -444,7 +498,7 @@ Result<RestoreStatus> EngineExecutor::advance_restore(SeqId seq,
   }
   if (!phase.ok()) {
     sequence->restore.reset();
-    sequence->cuts.clear();
+    forget_cuts(*sequence);
     begin_saving(seq, *sequence, {}, {});
     return phase.status();
   }

@@ -19,10 +19,12 @@
 #include "policy/fetch.h"
 #include "policy/restore_plan.h"
 #include "scheduler/executor.h"
+#include "state/chosen_rows.h"
 #include "state/kept_state.h"
 #include "state/read_ahead.h"
 #include "state/restorer.h"
 #include "state/runtime.h"
+#include "state/saver.h"
 #include "state/second_reading.h"
 
 namespace hcache::serving {
@@ -49,7 +51,8 @@ class EngineExecutor : public scheduler::Executor {
 
   Result<scheduler::SeqId> create(const Salt& salt, bool save) override;
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
-  Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
+  Status cut(scheduler::SeqId seq, std::span<const int32_t> chain,
+             const policy::HeldRows& held) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   [[nodiscard]] int64_t shortest(scheduler::SeqId seq) const override;
   [[nodiscard]] int64_t cells(scheduler::SeqId seq, int64_t rows) const override;
@@ -96,7 +99,8 @@ class EngineExecutor : public scheduler::Executor {
   struct Sequence {
     Salt salt;
     bool save = false;
-    std::vector<policy::HeldRows> cuts = {};  // that were made
+    std::vector<policy::HeldRows> cuts = {};      // that were made
+    std::vector<state::ChosenBlock> chosen = {};  // at the last of them
     std::unique_ptr<Restore> restore;
     // With a budget of rows: the tokens, and how many of them the last snapshot of kept rows stands
     // for (state/kept_state.h).
@@ -113,6 +117,15 @@ class EngineExecutor : public scheduler::Executor {
   };
 
   Result<Sequence*> find(scheduler::SeqId seq);
+  [[nodiscard]] static state::SavedCut last_cut(const Sequence& sequence);
+  // The blocks of a full sequence that are to stay, by their first rows.
+  Result<std::vector<int64_t>> choose(scheduler::SeqId seq, std::span<const int32_t> chain,
+                                      const Sequence& sequence, const policy::HeldRows& held);
+  // No cut of the sequence is left.
+  static void forget_cuts(Sequence& sequence) {
+    sequence.cuts.clear();
+    sequence.chosen.clear();
+  }
   // Plans what is left to try and begins reading; the sequence is empty.
   Status open_restore(scheduler::SeqId seq, Sequence& sequence);
   // Of the first `upto` tokens, what their sequence holds: all of it, or nothing if it was cut.

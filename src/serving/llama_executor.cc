@@ -150,7 +150,7 @@ Status LlamaExecutor::trim(SeqId seq, int64_t n_tokens) {
 
 int64_t LlamaExecutor::shortest(SeqId seq) const { return engine_.shortest(seq); }
 
-Status LlamaExecutor::cut(SeqId /*seq*/, int64_t /*from*/, int64_t /*to*/,
+Status LlamaExecutor::cut(SeqId /*seq*/, std::span<const int32_t> /*chain*/,
                           const policy::HeldRows& /*held*/) {
   return unimplemented(limits_.why_no_cuts);
 }

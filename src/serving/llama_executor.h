@@ -39,7 +39,8 @@ class LlamaExecutor : public scheduler::Executor {
   Result<scheduler::SeqId> fork(scheduler::SeqId src, int64_t n_tokens, bool save) override;
   Status trim(scheduler::SeqId seq, int64_t n_tokens) override;
   [[nodiscard]] int64_t shortest(scheduler::SeqId seq) const override;
-  Status cut(scheduler::SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
+  Status cut(scheduler::SeqId seq, std::span<const int32_t> chain,
+             const policy::HeldRows& held) override;
   void release(scheduler::SeqId seq) override;
 
   Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,

@@ -86,6 +86,7 @@ class ServingImpl : public Serving {
   state::Runtime& runtime() override { return *runtime_; }
   int64_t context() const override { return limits_.context; }
   const std::string& why_no_cuts() const override { return limits_.why_no_cuts; }
+  const std::string& why_no_choice() const override { return limits_.why_no_choice; }
   const libllama::MediaReader* media() const override {
     return runtime_->llama() == nullptr ? nullptr : runtime_->llama()->engine->media();
   }

@@ -180,7 +180,7 @@ Status SimExecutor::trim(SeqId seq, int64_t n_tokens) {
   return {};
 }
 
-Status SimExecutor::cut(SeqId /*seq*/, int64_t /*from*/, int64_t /*to*/,
+Status SimExecutor::cut(SeqId /*seq*/, std::span<const int32_t> /*chain*/,
                         const policy::HeldRows& /*held*/) {
   return unimplemented(limits_.why_no_cuts);
 }

@@ -61,7 +61,7 @@ class SimExecutor final : public scheduler::Executor {
   Result<SeqId> create(const Salt& salt, bool save) override;
   Result<SeqId> fork(SeqId src, int64_t n_tokens, bool save) override;
   Status trim(SeqId seq, int64_t n_tokens) override;
-  Status cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override;
+  Status cut(SeqId seq, std::span<const int32_t> chain, const policy::HeldRows& held) override;
   void release(SeqId seq) override;
   Result<scheduler::SavedPrefixRef> saved_prefix(const Salt& salt, std::span<const int32_t> tokens,
                                                  std::span<const policy::HeldRows> cuts,

@@ -64,6 +64,10 @@ Fingerprint cut_fingerprint(const Fingerprint& before, const policy::HeldRows& h
   for (const int64_t n : {held.kept, held.resumed, held.cut_at}) {
     hasher.add_u64(static_cast<uint64_t>(n));
   }
+  if (held.chosen > 0) {
+    hasher.add("chosen");
+    hasher.add_u64(static_cast<uint64_t>(held.chosen));
+  }
   return hasher.finish<Fingerprint>();
 }
 

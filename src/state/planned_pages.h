@@ -61,8 +61,8 @@ struct PlannedPage {
   const store::ChunkRef* chunk = nullptr;
   int64_t begin = 0;  // position of the first used row
   int64_t n_rows = 0;
-  int64_t row = 0;    // of the page
-  int64_t moved = 0;  // how much later these positions are than when the page was saved
+  int64_t row = 0;                      // of the page
+  std::span<const int64_t> moves = {};  // by which their positions have changed since, in order
 };
 
 // The pages of one layer in one run, in order, and what is done with them.

@@ -71,6 +71,7 @@ std::vector<store::ChunkWrite> writes_of(std::span<const ReadyChunk> chunks,
          snapshot_pages(chunk.snapshot, chunk.tokens.size(), kKeptPart)) {
       add_page(write, page);
     }
+    add_page(write, {0, store::Encoding::kChosen, chunk.chosen});
   }
   return batch;
 }

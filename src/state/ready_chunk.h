@@ -36,6 +36,7 @@ struct ReadyChunk {
   std::vector<int32_t> tokens;
   std::vector<PageBuffer> layers;        // exactly tokens.size() rows
   std::vector<std::byte> snapshot = {};  // framed; empty: none
+  std::vector<std::byte> chosen = {};    // a page of Encoding::kChosen; empty: none
 };
 
 // Packs the pages of K and V that get shorter by it, with loss where `mode` says so.

@@ -267,8 +267,10 @@ Status RestorationImpl::load(Lane& lane, const PlannedPage& page) {
   HCACHE_ASSIGN_OR_RETURN(const Engine::Ticket ticket, timer_.timed_layers(layer, layer + 1, [&] {
     return engine_.load_kv(run_.seq, layer, page.begin, static_cast<int>(page.n_rows), k, v);
   }));
-  HCACHE_RETURN_IF_ERROR(
-      engine_.move_positions(run_.seq, layer, page.begin, page.n_rows, page.moved));
+  // Each was rounded when it happened to the row that was held.
+  for (const int64_t moved : page.moves) {
+    HCACHE_RETURN_IF_ERROR(engine_.move_positions(run_.seq, layer, page.begin, page.n_rows, moved));
+  }
   return leave_page(lane, ticket);
 }
 

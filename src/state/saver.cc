@@ -18,6 +18,7 @@
 #include "host_ring.h"
 #include "planned_pages.h"
 #include "ready_chunk.h"
+#include "state/chosen_rows.h"
 #include "state/identity.h"
 #include "state/snapshot_pages.h"
 
@@ -42,8 +43,8 @@ struct SavedSequence {
   store::ChainFingerprints fingerprints = Fingerprint();
   Salt salt;
   std::vector<int32_t> tokens;
-  int64_t dropped = 0;  // of them: rows' positions are less by that
-  ChunkId parent;       // the last full chunk
+  SavedCut cut;    // rows' positions are less than their tokens' by what it dropped
+  ChunkId parent;  // the last full chunk
   OpenChunk open;
   bool broken = false;  // rows were lost: nothing behind them can be saved
 };
@@ -75,7 +76,7 @@ struct Fork {
 struct Cut {
   SeqId seq = -1;
   Fingerprint fingerprint;
-  int64_t dropped = 0;
+  SavedCut cut;
 };
 struct Snapshot {
   SeqId seq = -1;
@@ -120,11 +121,11 @@ class SaverImpl : public Saver {
 
   // --- Engine's thread ---------------------------------------------------------------------
   void begin(SeqId seq, const store::ChainFingerprints& fingerprints, const Salt& salt,
-             std::span<const int32_t> tokens, store::ChunkRef tail, int64_t dropped) override {
+             std::span<const int32_t> tokens, store::ChunkRef tail, SavedCut cut) override {
     SavedSequence sequence;
     sequence.seq = seq;
     sequence.fingerprints = fingerprints;
-    sequence.dropped = dropped;
+    sequence.cut = std::move(cut);
     sequence.salt = salt;
     sequence.tokens.assign(tokens.begin(), tokens.end());
     open_durable(seq, static_cast<int64_t>(tokens.size()));
@@ -137,8 +138,8 @@ class SaverImpl : public Saver {
     open_durable(seq, 0);
     give(Fork{source, seq, n_rows});
   }
-  void cut(SeqId seq, const Fingerprint& fingerprint, int64_t dropped) override {
-    give(Cut{seq, fingerprint, dropped});
+  void cut(SeqId seq, const Fingerprint& fingerprint, SavedCut cut) override {
+    give(Cut{seq, fingerprint, std::move(cut)});
   }
   void keep_page(const store::ChunkInfo& chunk, const Salt& salt, uint16_t layer,
                  std::span<const std::byte> kv) override;
@@ -198,7 +199,7 @@ class SaverImpl : public Saver {
   void open_sequence(Begin& begin);
   void fork_sequence(const Fork& fork);
   void replace_tokens(SavedSequence& sequence, const Tokens& tokens);
-  void cut_sequence(SavedSequence& sequence, const Cut& cut);
+  void cut_sequence(SavedSequence& sequence, Cut& cut);
   Status rewind(SavedSequence& sequence, int64_t n_tokens);
   Status read_tail(SavedSequence& sequence, const store::ChunkRef& tail, int64_t n_rows);
   void cut_rows(const Captured& captured);
@@ -331,7 +332,7 @@ void SaverImpl::run(Command& command) {
     const auto it = sequences_.find(tokens->seq);
     if (it == sequences_.end()) return;
     replace_tokens(it->second, *tokens);
-  } else if (const auto* cut = std::get_if<Cut>(&command)) {
+  } else if (auto* cut = std::get_if<Cut>(&command)) {
     const auto it = sequences_.find(cut->seq);
     if (it == sequences_.end()) return;
     cut_sequence(it->second, *cut);
@@ -397,17 +398,17 @@ void SaverImpl::fork_sequence(const Fork& fork) {
   const int64_t durable = durable_tokens(fork.source);
   if (copy.broken) {
     set_durable(fork.seq, kNotSaved);
-  } else if (const Status status = rewind(copy, fork.n_rows + copy.dropped); !status.ok()) {
+  } else if (const Status status = rewind(copy, fork.n_rows + copy.cut.dropped); !status.ok()) {
     give_up(copy, status);
   } else {
-    set_durable(fork.seq, std::min(durable, fork.n_rows + copy.dropped));
+    set_durable(fork.seq, std::min(durable, fork.n_rows + copy.cut.dropped));
   }
   sequences_[fork.seq] = std::move(copy);
 }
 
 void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
   if (sequence.broken) return;
-  const int64_t first = tokens.first_pos + sequence.dropped;
+  const int64_t first = tokens.first_pos + sequence.cut.dropped;
   if (const Status status = rewind(sequence, first); !status.ok()) {
     give_up(sequence, status);
     return;
@@ -417,8 +418,8 @@ void SaverImpl::replace_tokens(SavedSequence& sequence, const Tokens& tokens) {
 }
 
 // All rows up to here have come: the chunk that is open is empty.
-void SaverImpl::cut_sequence(SavedSequence& sequence, const Cut& cut) {
-  sequence.dropped = cut.dropped;
+void SaverImpl::cut_sequence(SavedSequence& sequence, Cut& cut) {
+  sequence.cut = std::move(cut.cut);
   if (sequence.broken) return;
   const auto end = static_cast<int64_t>(sequence.tokens.size());
   if (sequence.open.first_pos != end || sequence.open.n_rows > 0) {
@@ -467,9 +468,10 @@ Status SaverImpl::read_tail(SavedSequence& sequence, const store::ChunkRef& tail
   const store::ChunkInfo& info = tail.info();
   const auto n_in_chunk = static_cast<int64_t>(info.tokens.size());
   std::vector<store::PageInfo> rows;  // what stands for the whole chain stays with its chunk
-  std::copy_if(
-      info.pages.begin(), info.pages.end(), std::back_inserter(rows),
-      [](const store::PageInfo& page) { return page.encoding != store::Encoding::kSnapshot; });
+  std::copy_if(info.pages.begin(), info.pages.end(), std::back_inserter(rows),
+               [](const store::PageInfo& page) {
+                 return store::is_hidden(page.encoding) || store::is_kv(page.encoding);
+               });
   std::vector<store::PageRequest> requests;
   for (const store::PageInfo& page : rows) requests.push_back({tail, page.layer, page.encoding});
   store::ReaderOptions options;
@@ -537,7 +539,7 @@ void SaverImpl::cut_rows(const Captured& captured) {
 void SaverImpl::take_rows(SavedSequence& sequence, const Captured& captured,
                           const CapturedRows& rows) {
   const int64_t next = sequence.open.first_pos + sequence.open.n_rows;
-  const int64_t first = rows.first_pos + sequence.dropped;
+  const int64_t first = rows.first_pos + sequence.cut.dropped;
   const int64_t end = first + rows.n_rows;
   if (first > next || end > static_cast<int64_t>(sequence.tokens.size())) {
     lose(sequence, end - next);  // a step in between found the ring full
@@ -601,6 +603,9 @@ void SaverImpl::emit(SavedSequence& sequence) {
       .tokens = {tokens.begin(), tokens.end()},
       .layers = {},
   };
+  if (open.first_pos == sequence.cut.at && !sequence.cut.chosen.empty()) {
+    chunk.chosen = chosen_page(sequence.cut.chosen, tokens.size());
+  }
   open.n_emitted = open.n_rows;
   if (full) {
     chunk.layers = std::move(open.layers);

@@ -12,8 +12,11 @@ policy::Worth worth_of(const ChunkInfo& info, const std::optional<policy::TierCo
   double bytes = 0;
   for (std::size_t i = 0; i < info.pages.size(); ++i) {
     bytes += info.pages[i].bytes;
+    if (info.pages[i].encoding == Encoding::kChosen) continue;  // no rows
     // Of a layer that is saved both ways a restore reads one: K and V, which come last.
-    const bool last = i + 1 == info.pages.size() || info.pages[i + 1].layer != info.pages[i].layer;
+    const bool last = i + 1 == info.pages.size() ||
+                      info.pages[i + 1].layer != info.pages[i].layer ||
+                      info.pages[i + 1].encoding == Encoding::kChosen;
     if (!last) continue;
     saved.bytes += info.pages[i].bytes;
     ++(is_hidden(info.pages[i].encoding) ? saved.projected : saved.copied);

@@ -346,7 +346,7 @@ bool parse_segment_name(std::string_view name, std::uint32_t* segment) {
 }
 
 bool valid_encoding(std::uint8_t value) {
-  return (value >= 1 && value <= 6) || value == 16 || value == 17 || value == 32 || value == 33;
+  return (value >= 1 && value <= 6) || value == 16 || value == 17 || (value >= 32 && value <= 34);
 }
 bool valid_element_type(std::uint8_t value) { return value <= 6; }
 
@@ -362,6 +362,7 @@ std::string_view encoding_name(Encoding encoding) {
     case Encoding::kKvPacked: return "kv-packed";
     case Encoding::kRows: return "rows";
     case Encoding::kSnapshot: return "snapshot";
+    case Encoding::kChosen: return "chosen";
   }
   return "unknown";
 }

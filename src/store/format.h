@@ -16,12 +16,12 @@
 
 namespace hcache::store {
 
-inline constexpr std::uint32_t kFormatVersion = 6;        // of the store
-inline constexpr std::uint32_t kSealedFormatVersion = 7;  // of one that is encrypted
+inline constexpr std::uint32_t kFormatVersion = 8;        // of the store
+inline constexpr std::uint32_t kSealedFormatVersion = 9;  // of one that is encrypted
 inline constexpr std::uint32_t kFirstFormatWithRecords = 2;
 // Older ones differ in which encodings they may have.
 [[nodiscard]] constexpr bool is_sealed_format(std::uint32_t version) {
-  return version == 3 || version == 5 || version == kSealedFormatVersion;
+  return version == 3 || version == 5 || version == 7 || version == kSealedFormatVersion;
 }
 // Of the layouts of segment headers and disk files, which the store's second format has kept.
 inline constexpr std::uint32_t kFileFormat = 1;

@@ -13,7 +13,9 @@ namespace {
 // Whether snapshots may stand behind such a chunk: those of models that have nothing else are
 // without pages where none does.
 bool may_lead_to_snapshots(const ChunkInfo& info) {
-  const auto of_libllama = [](const PageInfo& page) { return page.encoding >= Encoding::kRows; };
+  const auto of_libllama = [](const PageInfo& page) {
+    return page.encoding == Encoding::kRows || page.encoding == Encoding::kSnapshot;
+  };
   return info.pages.empty() || std::any_of(info.pages.begin(), info.pages.end(), of_libllama);
 }
 

@@ -54,10 +54,11 @@ inline std::vector<std::byte> page(std::size_t chunk, std::uint16_t layer, Encod
 }
 
 // Which encodings there were when a file was written.
-enum class Era { kFirst, kPacked, kLlama };
+enum class Era { kFirst, kPacked, kLlama, kCut };
 
 // Layers 0 … 5 are in one hidden encoding each, layers 0 and 2 are kv as well; since kPacked layers
-// 1 and 6 are kv-packed; since kLlama layer 0 has a snapshot and layer 3 rows.
+// 1 and 6 are kv-packed; since kLlama layer 0 has a snapshot and layer 3 rows; since kCut chosen
+// rows are told.
 inline std::vector<std::pair<std::uint16_t, Encoding>> pages(Era era) {
   const bool packed = era >= Era::kPacked;
   std::vector<std::pair<std::uint16_t, Encoding>> out;
@@ -67,6 +68,7 @@ inline std::vector<std::pair<std::uint16_t, Encoding>> pages(Era era) {
     if (packed && layer == 1) out.emplace_back(layer, Encoding::kKvPacked);
     if (era >= Era::kLlama && layer == 3) out.emplace_back(layer, Encoding::kRows);
     if (era >= Era::kLlama && layer == 0) out.emplace_back(layer, Encoding::kSnapshot);
+    if (era >= Era::kCut && layer == 0) out.emplace_back(layer, Encoding::kChosen);
   }
   if (packed) out.emplace_back(6, Encoding::kKvPacked);
   return out;

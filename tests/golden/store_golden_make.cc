@@ -30,7 +30,7 @@ Status make(const std::string& dir, bool sealed) {
     write.k_type = ElementType::kQ8_0;
     write.v_type = ElementType::kF16;
     write.id = chunk_id(write.fingerprint, write.salt, parent, write.tokens);
-    for (const auto& [layer, encoding] : pages(Era::kLlama)) {
+    for (const auto& [layer, encoding] : pages(Era::kCut)) {
       memory.push_back(page(at / kChunkTokens, layer, encoding, write.tokens.size()));
       write.pages.push_back({layer, encoding, memory.back()});
     }

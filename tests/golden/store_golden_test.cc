@@ -22,9 +22,11 @@ class GoldenStoreTest : public ::testing::TestWithParam<std::string> {
     if (encrypted()) options_.key = golden::key();
   }
   [[nodiscard]] static bool encrypted() {
-    return GetParam() == "store_v3" || GetParam() == "store_v5" || GetParam() == "store_v7";
+    return GetParam() == "store_v3" || GetParam() == "store_v5" || GetParam() == "store_v7" ||
+           GetParam() == "store_v9";
   }
   [[nodiscard]] static golden::Era era() {
+    if (GetParam() >= "store_v8") return golden::Era::kCut;
     if (GetParam() >= "store_v6") return golden::Era::kLlama;
     return GetParam() >= "store_v4" ? golden::Era::kPacked : golden::Era::kFirst;
   }
@@ -84,7 +86,7 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
   {
     const auto store = open_store(Env::real(), options_);
     ASSERT_NE(store, nullptr);
-    EXPECT_EQ(store->stat()->format_version, encrypted() ? 7U : 6U);
+    EXPECT_EQ(store->stat()->format_version, encrypted() ? 9U : 8U);
   }
   ASSERT_TRUE(std::filesystem::remove(copy_ / "store/disk0/catalog.db"));
   const auto store = open_store(Env::real(), options_);
@@ -102,7 +104,8 @@ TEST_P(GoldenStoreTest, IsFoundAgainWithoutItsCatalog) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, GoldenStoreTest,
                          ::testing::Values("store_v1", "store_v2", "store_v3", "store_v4",
-                                           "store_v5", "store_v6", "store_v7"));
+                                           "store_v5", "store_v6", "store_v7", "store_v8",
+                                           "store_v9"));
 
 class GoldenSessionTest : public ::testing::TestWithParam<std::string> {};
 

@@ -32,7 +32,7 @@ Tokens messages(std::initializer_list<int64_t> lengths) {
   return chain;
 }
 
-constexpr TruncationLimits kLimits{.context = 512, .share = 0.5, .keep_first = 4};
+constexpr TruncationLimits kLimits{.context = 512, .share = 0.5, .keep_first = 4, .important = 0};
 
 TEST(Truncation, NothingIsCutWithoutAContext) {
   EXPECT_EQ(next_cut({}, {}), kNeverCut);
@@ -55,6 +55,48 @@ TEST(Truncation, HalfOfWhatMayLeaveLeaves) {
   TruncationLimits quarter = kLimits;
   quarter.share = 0.25;
   EXPECT_EQ(cut({}, Tokens(512, 7), quarter, {}).dropped(), 127);
+}
+
+TEST(Truncation, OfWhatStaysAPartIsChosen) {
+  TruncationLimits limits = kLimits;
+  limits.important = 0.5;
+  // 254 rows stay behind the first four: 112 of them are chosen, whole blocks.
+  const HeldRows once = cut({}, Tokens(512, 7), limits, {});
+  EXPECT_EQ(once, (HeldRows{.kept = 4, .resumed = 512 - 142, .cut_at = 512, .chosen = 112}));
+  EXPECT_EQ(once.dropped(), 254);
+  EXPECT_EQ(once.rows(512), cut({}, Tokens(512, 7), kLimits, {}).rows(512));
+  // Chosen rows leave like others, unless they are chosen again.
+  const int64_t next = next_cut(once, limits);
+  const HeldRows twice = cut(once, Tokens(static_cast<size_t>(next), 7), limits, {});
+  EXPECT_EQ(twice.chosen, 96);  // the context has room for 450 rows at a multiple of 64
+  EXPECT_EQ(twice.rows(next), 227);
+}
+
+// Each head has one vote: what one pays all of its attention to is worth what another spreads.
+TEST(Truncation, ChosenRowsAreThoseThatHeadsAttendTo) {
+  constexpr int64_t kRows = 10 + 6 * kChosenBlock + 5;
+  RowScores scores{.n_layer = 1, .n_head_kv = 2, .n_rows = kRows};
+  scores.sum.assign(2 * kRows, 0.0F);
+  const auto pay = [&](int head, int64_t row, float weight) {
+    scores.sum[static_cast<size_t>(head * kRows + row)] += weight;
+  };
+  const auto block = [](int64_t i) { return 10 + i * kChosenBlock; };
+  pay(0, block(4) + 3, 100);  // of a head that sums to much
+  pay(0, block(2), 300);
+  pay(1, block(1) + kChosenBlock - 1, 0.02F);  // and of one to little
+  pay(1, block(5), 0.01F);
+  pay(0, 3, 1000);          // no row that may be chosen
+  pay(1, kRows - 2, 1000);  // nor is this
+  std::vector<int64_t> blocks;
+  for (int64_t i = 0; i < 6; ++i) blocks.push_back(block(i));
+  const auto chosen = [&](int64_t n) { return most_attended(scores, blocks, n); };
+  EXPECT_EQ(chosen(1), std::vector<int64_t>{block(2)});              // 3 / 4
+  EXPECT_EQ(chosen(2), (std::vector<int64_t>{block(1), block(2)}));  // 2 / 3
+  EXPECT_EQ(chosen(3), (std::vector<int64_t>{block(1), block(2), block(5)}));
+  EXPECT_EQ(chosen(4), (std::vector<int64_t>{block(1), block(2), block(4), block(5)}));
+  // Of those that nobody attends to the last.
+  EXPECT_EQ(chosen(5), (std::vector<int64_t>{block(1), block(2), block(3), block(4), block(5)}));
+  EXPECT_TRUE(chosen(0).empty());
 }
 
 TEST(Truncation, CutsAreAtWholeChunks) {
@@ -93,7 +135,10 @@ TEST(Truncation, LimitsThatCantBeKeptToAreRefused) {
         TruncationLimits{.context = 512, .share = 1},
         TruncationLimits{.context = 512, .share = NAN},
         TruncationLimits{.context = 512, .share = 0.5, .keep_first = -1},
-        TruncationLimits{.context = 512, .share = 0.5, .keep_first = 257}}) {
+        TruncationLimits{.context = 512, .share = 0.5, .keep_first = 257},
+        TruncationLimits{.context = 512, .important = -0.1},
+        TruncationLimits{.context = 512, .important = 0.91},
+        TruncationLimits{.context = 512, .important = NAN}}) {
     EXPECT_EQ(validate(wrong).code(), Code::kInvalidArgument);
   }
 }
@@ -124,6 +169,7 @@ TEST(Truncation, CutsFollowFromTheTokensAlone) {
     limits.context = integer(256, 1000);
     limits.share = std::uniform_real_distribution<double>(0.001, 0.999)(random);
     limits.keep_first = integer(0, limits.context / 2);
+    limits.important = round % 2 == 0 ? 0 : std::uniform_real_distribution<double>(0, 0.9)(random);
     ASSERT_TRUE(validate(limits).ok());
     Tokens chain;
     const int64_t longest = integer(2, 600);
@@ -146,6 +192,9 @@ TEST(Truncation, CutsFollowFromTheTokensAlone) {
       EXPECT_GE(after.resumed, held.resumed);
       EXPECT_GE(after.dropped() - held.dropped(), kCutTokens);
       EXPECT_LE(after.resumed, at);
+      EXPECT_EQ(after.chosen % kChosenBlock, 0);
+      // There are as many whole blocks among the rows that would leave, wherever they begin.
+      EXPECT_LE(after.chosen + 2 * kChosenBlock, after.resumed - held.dropped() - after.kept);
       if (held.cut_at > 0) {
         EXPECT_EQ(after.kept, held.kept);
       }

@@ -252,9 +252,15 @@ class FakeExecutor final : public Executor {
     return {};
   }
 
-  Status cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) override {
-    calls.push_back("cut " + std::to_string(from) + " " + std::to_string(to));
+  Status cut(SeqId seq, std::span<const int32_t> chain, const policy::HeldRows& held) override {
     Sequence& sequence = at(seq);
+    // Of a first cut the rows that stay lie in one piece; later ones begin where that one resumed.
+    const policy::HeldRows before =
+        sequence.cuts.empty() ? policy::HeldRows() : sequence.cuts.back();
+    const int64_t from = held.kept;
+    const int64_t to = from + held.dropped() - before.dropped();
+    calls.push_back("cut " + std::to_string(from) + " " + std::to_string(to));
+    EXPECT_EQ(std::vector(chain.begin(), chain.end()), sequence.chain);
     EXPECT_TRUE(in_flight_.empty()) << "cut with a step in flight";
     EXPECT_EQ(held.cut_at, static_cast<int64_t>(sequence.chain.size()));
     if (happens(options_.fail_copy)) return internal_error("injected: cut");
@@ -764,6 +770,7 @@ class Bench {
     record.salt = request.salt;
     record.max_new = max_new;
     if (request.truncation) record.limits = *request.truncation;
+    if (!executor.limits().why_no_choice.empty()) record.limits.important = 0;
     record.next_message = request.next_message;
     return request;
   }

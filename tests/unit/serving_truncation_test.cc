@@ -161,6 +161,66 @@ TEST_P(TruncationTest, WhatIsHeldComesBackWithoutTheFirstLayersPages) {
   ASSERT_TRUE(serving->close().ok());
 }
 
+// Rows that attention chose stay in their places, whatever their number of cuts, unless it is asked
+// not to choose; a page that tells of them and is damaged costs what it tells of.
+TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) {
+  const How cut{.truncation = kLimits};
+  std::vector<int32_t> chain = random_tokens(900, 1);
+  Said said;
+  std::vector<std::byte> state;
+  int64_t cut_at = 0;
+  bool chooses = false;
+  {
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    chooses = serving->why_no_choice().empty();
+    EXPECT_EQ(chooses, GetParam() != std::string("gemma3"));  // whose layers see windows
+    said = say(*serving, chain, 10, cut);
+    state = held_state(*serving, said, 910);
+    How recent = cut;
+    recent.truncation->important = 0;
+    const Said other = say(*serving, chain, 10, recent);
+    EXPECT_EQ(other.outcome.dropped_tokens, said.outcome.dropped_tokens);
+    EXPECT_EQ(held_state(*serving, other, 910) == state, !chooses);
+    policy::TruncationLimits limits = kLimits;
+    limits.context = std::min<int64_t>(limits.context, serving->context());
+    if (!chooses) limits.important = 0;
+    const auto cuts = policy::cuts_of(chain, limits, {});
+    cut_at = cuts.back().cut_at;
+    EXPECT_EQ(cuts.back().chosen > 0, chooses);
+    ASSERT_TRUE(serving->close().ok());
+  }
+  if (!chooses) return;
+  for (const bool damaged : {false, true}) {
+    SCOPED_TRACE(damaged);
+    const auto serving = open(options_);
+    ASSERT_NE(serving, nullptr);
+    if (damaged) {
+      // As a checksum that fails leaves it.
+      policy::TruncationLimits limits = kLimits;
+      const auto cuts = policy::cuts_of(chain, limits, {});
+      const auto match = serving->runtime().match(chain, own_salt("").id, cuts);
+      const auto at =
+          std::find_if(match.chunks.begin(), match.chunks.end(), [&](const auto& chunk) {
+            return chunk.chunk.info().first_position == static_cast<uint64_t>(cut_at);
+          });
+      ASSERT_NE(at, match.chunks.end());
+      const store::ChunkInfo& info = at->chunk.info();
+      ASSERT_NE(info.find_page(0, store::Encoding::kChosen), nullptr);
+      ASSERT_TRUE(
+          serving->runtime().store()->quarantine(info.id, 0, store::Encoding::kChosen).ok());
+    }
+    How again = cut;
+    again.mode = policy::Mode::kKv;
+    const Said back = say(*serving, chain, 10, again);
+    EXPECT_EQ(back.record().restored_tokens, damaged ? 255 : 899 - back.outcome.dropped_before);
+    EXPECT_EQ(back.logits, said.logits);
+    EXPECT_EQ(back.answer, said.answer);
+    EXPECT_TRUE(held_state(*serving, back, 910) == state);
+    ASSERT_TRUE(serving->close().ok());
+  }
+}
+
 TEST_P(TruncationTest, WhatFitsIsAnsweredAsWithoutIt) {
   const auto serving = open(options_);
   ASSERT_NE(serving, nullptr);

@@ -1,9 +1,13 @@
 // Which rows of a saved chain a sequence holds that was cut, and how far they have moved.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
 #include <random>
+#include <span>
 #include <vector>
 
+#include "state/chosen_rows.h"
 #include "state/held_match.h"
 
 namespace hcache::state {
@@ -35,7 +39,8 @@ std::vector<Row> rows_of(const store::Match& part, const policy::HeldRows& held)
       const auto row = static_cast<int64_t>(rows.size());
       const int64_t position = row < held.kept ? row : row + held.dropped();
       EXPECT_EQ(position % store::kChunkTokens, chunk.first_row + i);
-      rows.push_back({position, chunk.moved});
+      rows.push_back(
+          {position, std::accumulate(chunk.moves.begin(), chunk.moves.end(), int64_t{0})});
     }
   }
   return rows;
@@ -47,7 +52,7 @@ TEST(HeldMatch, IsTheChainWhereNothingWasCut) {
   ASSERT_EQ(part.chunks.size(), 3U);
   for (const store::MatchedChunk& chunk : part.chunks) {
     EXPECT_EQ(chunk.first_row, 0U);
-    EXPECT_EQ(chunk.moved, 0);
+    EXPECT_TRUE(chunk.moves.empty());
   }
   EXPECT_EQ(part.chunks[2].usable_rows, 22U);
 }
@@ -83,7 +88,8 @@ TEST(HeldMatch, RowsHaveMovedFromWhereTheyWereComputed) {
     const policy::TruncationLimits limits{
         .context = integer(256, 600),
         .share = std::uniform_real_distribution<double>(0.05, 0.95)(random),
-        .keep_first = integer(0, 100)};
+        .keep_first = integer(0, 100),
+        .important = 0};
     const std::vector<int32_t> tokens(static_cast<size_t>(integer(300, 3000)), 7);
     const std::vector<policy::HeldRows> cuts = policy::cuts_of(tokens, limits, {});
     const auto length = static_cast<int64_t>(tokens.size()) - integer(0, 200);
@@ -99,6 +105,105 @@ TEST(HeldMatch, RowsHaveMovedFromWhereTheyWereComputed) {
       const int64_t stood = first ? rows[i].position : rows[i].position - then.dropped();
       EXPECT_EQ(rows[i].moved, static_cast<int64_t>(i) - stood);
     }
+  }
+}
+
+// The same with rows that are chosen, here at random, and with each move on its own: what a row's
+// positions were behind every cut, told by a list of rows that is cut as a sequence is.
+TEST(HeldMatch, ChosenRowsTellEachOfTheirMoves) {
+  std::mt19937 random(4);
+  const auto integer = [&](int64_t lo, int64_t hi) {
+    return std::uniform_int_distribution<int64_t>(lo, hi)(random);
+  };
+  struct Held {
+    int64_t position = 0;
+    std::vector<int64_t> moves;
+  };
+  int64_t most_moves = 0;
+  for (int round = 0; round < 100; ++round) {
+    const policy::TruncationLimits limits{
+        .context = integer(256, 900),
+        .share = std::uniform_real_distribution<double>(0.05, 0.95)(random),
+        .keep_first = integer(0, 100),
+        .important = std::uniform_real_distribution<double>(0, 0.9)(random)};
+    const std::vector<int32_t> tokens(static_cast<size_t>(integer(2000, 5000)), 7);
+    const auto length = static_cast<int64_t>(tokens.size());
+    const std::vector<policy::HeldRows> cuts = policy::cuts_of(tokens, limits, {});
+    std::vector<Held> rows;
+    std::vector<ChosenBlock> blocks;
+    int64_t computed = 0;
+    const auto compute = [&](int64_t end) {
+      for (; computed < end; ++computed) rows.push_back({.position = computed, .moves = {}});
+    };
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const policy::HeldRows& held = cuts[i];
+      compute(held.cut_at);
+      std::vector<int64_t> first = blocks_to_choose_from(std::span(cuts).first(i), held);
+      std::shuffle(first.begin(), first.end(), random);
+      ASSERT_LE(held.chosen / policy::kChosenBlock, static_cast<int64_t>(first.size()));
+      first.resize(static_cast<size_t>(held.chosen / policy::kChosenBlock));
+      std::sort(first.begin(), first.end());
+      ChosenCut cut = cut_rows(std::span(cuts).first(i), blocks, held, first);
+      blocks = std::move(cut.blocks);
+      for (auto range = cut.leaving.rbegin(); range != cut.leaving.rend(); ++range) {
+        ASSERT_LT(range->from, range->to);
+        rows.erase(rows.begin() + range->from, rows.begin() + range->to);
+      }
+      // Each row that is left stands where its place in the sequence is.
+      ASSERT_EQ(static_cast<int64_t>(rows.size()), held.rows(held.cut_at));
+      for (size_t row = 0; row < rows.size(); ++row) {
+        const policy::HeldRows then = policy::held_at(cuts, rows[row].position + 1);
+        int64_t stood = rows[row].position;
+        if (stood >= held.kept) stood -= then.dropped();
+        for (const int64_t move : rows[row].moves) stood += move;
+        if (const int64_t move = static_cast<int64_t>(row) - stood; move != 0) {
+          rows[row].moves.push_back(move);
+        }
+        most_moves = std::max(most_moves, static_cast<int64_t>(rows[row].moves.size()));
+      }
+      // What the page says is what was chosen.
+      const auto read = parse_chosen(chosen_page(blocks, 64), held);
+      ASSERT_EQ(read.ok(), true) << read.status().to_string();
+      ASSERT_EQ(*read, blocks);
+    }
+    compute(length);
+    const store::Match part = held_match(match_of(length), cuts, length, blocks);
+    ASSERT_EQ(part.n_tokens, rows.size());
+    size_t row = 0;
+    for (const store::MatchedChunk& chunk : part.chunks) {
+      for (uint32_t i = 0; i < chunk.usable_rows; ++i, ++row) {
+        EXPECT_EQ(rows[row].position % store::kChunkTokens, chunk.first_row + i);
+        EXPECT_EQ(rows[row].moves, chunk.moves) << rows[row].position;
+      }
+    }
+  }
+  EXPECT_GT(most_moves, 3);
+}
+
+TEST(ChosenRows, APageThatDoesNotFitIsRefused) {
+  const policy::HeldRows held{.kept = 4, .resumed = 200, .cut_at = 256, .chosen = 32};
+  const std::vector<ChosenBlock> blocks = {{.first = 16, .moves = {-12, -7}}, {.first = 176}};
+  const std::vector<std::byte> page = chosen_page(blocks, 64);
+  EXPECT_EQ(page.size() % 64, 0U);
+  ASSERT_TRUE(parse_chosen(page, held).ok());
+  const auto refused = [&](std::span<const std::byte> bytes, const policy::HeldRows& other) {
+    return parse_chosen(bytes, other).status().code() == Code::kDataLoss;
+  };
+  for (size_t n = 0; n < 7 * sizeof(int64_t); ++n) {
+    EXPECT_TRUE(refused(std::span(page).first(n), held)) << n;
+  }
+  policy::HeldRows other = held;
+  other.chosen = 48;
+  EXPECT_TRUE(refused(page, other));
+  other = held;
+  other.kept = 17;
+  EXPECT_TRUE(refused(page, other));
+  other = held;
+  other.resumed = 191;
+  EXPECT_TRUE(refused(page, other));
+  for (const int64_t second : {16, 24, 40}) {  // overlaps, or is not aligned
+    const std::vector<ChosenBlock> wrong = {{.first = 16}, {.first = second}};
+    EXPECT_TRUE(refused(chosen_page(wrong, 64), held)) << second;
   }
 }
 

@@ -76,7 +76,15 @@ Status Service::init() {
   HCACHE_ASSIGN_OR_RETURN(serving_, serving::Serving::open(env_, serving));
   adapters_ = std::make_unique<AdapterScales>(runtime().card().adapters);
   // Asked for by an option, it is to work; asked for by a request, it is a wish.
-  if (options_.truncate) HCACHE_RETURN_IF_ERROR(check_cuts());
+  if (options_.truncate) {
+    HCACHE_RETURN_IF_ERROR(check_cuts());
+    if (options_.truncation.important > 0 && !serving_->why_no_choice().empty()) {
+      log::info(
+          "of conversations that outgrow the context the last tokens stay, whatever attention "
+          "falls on: {}",
+          serving_->why_no_choice());
+    }
+  }
   conversations_ =
       std::make_unique<Conversations>(env_, *tokenizer_, runtime().store(), runtime().fingerprint(),
                                       std::bind_front(&Service::saved, this));
@@ -99,6 +107,7 @@ Status Service::check_cuts() const {
 policy::TruncationLimits Service::truncation_limits() const {
   policy::TruncationLimits limits = options_.truncation;
   limits.context = context();
+  if (!serving_->why_no_choice().empty()) limits.important = 0;
   return limits;
 }
 

@@ -3,9 +3,12 @@
 //
 // A chain of tokens is computed from its first token on, whatever its length. Where its sequence is
 // full it is cut: rows behind the first ones leave, those behind them move down, and it goes on.
-// Which cuts there are follows from the tokens and the limits alone, so that a chain that was
-// computed in one go, turn by turn, or again after it was lost holds the same rows.
-// Positions are those of the whole chain, rows those of the sequence. Pure. Threading: no state.
+// Of what stays the last rows stay as they are, and before them those that attention used most (the
+// paper's important tokens). Which cuts there are, and how many rows of each kind are held then,
+// follows from the tokens and the limits alone, so that a chain that was computed in one go, turn
+// by turn, or again after it was lost holds as many rows; which ones were chosen is saved with
+// them. Positions are those of the whole chain, rows those of the sequence. Pure. Threading: no
+// state.
 #pragma once
 
 #include <cstdint>
@@ -15,30 +18,41 @@
 #include <vector>
 
 #include "base/status.h"
+#include "policy/compression.h"
 
 namespace hcache::policy {
 
 // Cuts are at multiples of this, as chunks in the store are.
 inline constexpr int64_t kCutTokens = 64;
 inline constexpr int64_t kNeverCut = std::numeric_limits<int64_t>::max();
+// Whose attention chooses rows: the last ones before the cut, so many. They are chosen by blocks
+// that begin at multiples of this in the chain, so that what stays of a page is read, moved and
+// rotated in few pieces.
+inline constexpr int64_t kChoosingRows = 64;
+inline constexpr int64_t kChosenBlock = 16;
 
 struct TruncationLimits {
   int64_t context = 0;     // rows that a sequence holds at most; 0: it is never cut
   double share = 0.5;      // of what may leave, the part that leaves at once; in (0, 1)
   int64_t keep_first = 4;  // rows that never leave: attention sinks; the first message, if it is
                            // short, stays as well
+  // Of the rows that stay behind those, the part that is chosen by attention; in [0, 0.9]. The
+  // others are the last ones.
+  double important = 0.5;
   friend bool operator==(const TruncationLimits&, const TruncationLimits&) = default;
 };
 
 // kInvalidArgument names the limit that can't be kept to, and what can.
 [[nodiscard]] Status validate(const TruncationLimits& limits);
 
-// The rows that are held of a chain: those of positions [0, kept) and [resumed, …).
+// The rows that are held of a chain: those of positions [0, kept) and [resumed, …), and between
+// them so many that were chosen, whole blocks.
 struct HeldRows {
   int64_t kept = 0;
   int64_t resumed = 0;
   int64_t cut_at = 0;  // the chain's length at the last cut; 0: there was none
-  [[nodiscard]] int64_t dropped() const { return resumed - kept; }
+  int64_t chosen = 0;
+  [[nodiscard]] int64_t dropped() const { return resumed - kept - chosen; }
   [[nodiscard]] int64_t rows(int64_t length) const { return length - dropped(); }
   friend bool operator==(const HeldRows&, const HeldRows&) = default;
 };
@@ -58,6 +72,12 @@ using NextMessage = std::function<int64_t(std::span<const int32_t> tokens, int64
                                             const NextMessage& next_message);
 // Of a chain with these cuts, of its first `length` tokens before they are cut.
 [[nodiscard]] HeldRows held_at(std::span<const HeldRows> cuts, int64_t length);
+
+// Of blocks of rows, told by the first row of each in ascending order, the n that attention used
+// most, likewise. Each head of each layer gives their rows one vote, shared out as the attention
+// that it paid them (RowScores::sum); of equals the later blocks. n: no more than there are.
+[[nodiscard]] std::vector<int64_t> most_attended(const RowScores& scores,
+                                                 std::span<const int64_t> blocks, int64_t n);
 
 // How many leading positions of what a sequence holds a request may go on from, whose first
 // `shared` tokens are the sequence's. What was cut otherwise than the request would be is of no use

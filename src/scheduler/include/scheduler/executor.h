@@ -38,6 +38,8 @@ struct ExecutorLimits {
   int32_t max_sequences = 0;  // most sequences that exist at a time
   // Why sequences can't be cut; empty: they can.
   std::string why_no_cuts = {};
+  // Why it is not attention that chooses rows which stay; empty: it is.
+  std::string why_no_choice = "nothing is told of what attention falls on";
   bool media = false;  // whether chains may have any
 };
 
@@ -197,11 +199,11 @@ class Executor {
   [[nodiscard]] virtual int64_t shortest(SeqId /*seq*/) const { return 0; }
   // Cells that a sequence of so many rows takes: fewer where layers do without some of them.
   [[nodiscard]] virtual int64_t cells(SeqId /*seq*/, int64_t rows) const { return rows; }
-  // Drops rows [from, to); those behind them move down, to where the model takes them for that much
-  // earlier (AttentionStore §3.4). `held`: what is held of its chain then. What is computed from
-  // here on is saved as what it is, behind this cut. No step may be in flight. After an error only
-  // release() is allowed.
-  virtual Status cut(SeqId seq, int64_t from, int64_t to, const policy::HeldRows& held) = 0;
+  // Drops rows of a sequence of these tokens, such that it is `held` what is held of them then;
+  // rows behind others that go move down, to where the model takes them for that much earlier
+  // (AttentionStore §3.4). What is computed from here on is saved as what it is, behind this cut.
+  // No step may be in flight. After an error only release() is allowed.
+  virtual Status cut(SeqId seq, std::span<const int32_t> chain, const policy::HeldRows& held) = 0;
   // Ends a sequence and gives its cells back at once, whatever it is doing (a restore is dropped).
   virtual void release(SeqId seq) = 0;
 

@@ -88,6 +88,8 @@ class Serving {
   [[nodiscard]] virtual int64_t context() const = 0;  // most rows of one sequence
   // Why what outgrows the context can't be cut; empty: it can.
   [[nodiscard]] virtual const std::string& why_no_cuts() const = 0;
+  // Why it is not attention that chooses rows which stay then; empty: it is.
+  [[nodiscard]] virtual const std::string& why_no_choice() const = 0;
   // What prompts may have beside text; nullptr: nothing.
   [[nodiscard]] virtual const libllama::MediaReader* media() const = 0;
   // Read from disks for requests that waited.

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "engine/engine.h"
 #include "policy/packing.h"
+#include "state/chosen_rows.h"
 #include "store/store.h"
 
 namespace hcache::state {
@@ -41,6 +42,13 @@ struct SaverStats {
   Status last_error;   // of the store; said once, serving goes on
 };
 
+// A cut of a sequence (policy/truncation.h), as what follows it is saved.
+struct SavedCut {
+  int64_t at = 0;       // tokens
+  int64_t dropped = 0;  // of them, that the sequence has no rows of; its positions are less by that
+  std::vector<ChosenBlock> chosen = {};  // saved with the first chunk behind the cut
+};
+
 // Threading: begin, fork, set_tokens, keep_page, keep_snapshot, end, flush and the CaptureSink
 // calls belong to the engine's thread; stats() may be called from any.
 class Saver : public engine::CaptureSink {
@@ -57,13 +65,13 @@ class Saver : public engine::CaptureSink {
   // a partial last chunk are read back from `tail`, whose first rows they are; its pages must hold
   // every encoding the tap captures. Without a usable tail the caller restores to the multiple of
   // 64 only and computes the rest again.
-  // `dropped`: of the tokens, that the sequence has no rows of; its positions are less by that.
+  // `cut`: the last one that was made of it.
   virtual void begin(engine::SeqId seq, const store::ChainFingerprints& fingerprints,
                      const Salt& salt, std::span<const int32_t> tokens, store::ChunkRef tail,
-                     int64_t dropped = 0) = 0;
+                     SavedCut cut = {}) = 0;
   // The sequence was cut at its end, which is that of a whole chunk: what follows has this
-  // fingerprint, and so many of the tokens have no rows.
-  virtual void cut(engine::SeqId seq, const Fingerprint& fingerprint, int64_t dropped) = 0;
+  // fingerprint.
+  virtual void cut(engine::SeqId seq, const Fingerprint& fingerprint, SavedCut cut) = 0;
   // `seq` begins with the first n_rows rows of `source`, which is being saved.
   virtual void fork(engine::SeqId source, engine::SeqId seq, int64_t n_rows) = 0;
   // The tokens of the rows about to be computed from first_pos on. Given for a position that has

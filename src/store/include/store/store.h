@@ -81,6 +81,9 @@ enum class Encoding : std::uint8_t {
   // number. Of use whole, behind the whole chunk, or not at all. Our engine's own are rows that
   // layers keep of these tokens (state/kept_state.h).
   kSnapshot = 33,
+  // Of the first chunk behind a cut (policy/truncation.h): which rows before it were chosen to stay
+  // (state/held_match.h). No layer's: `layer` is 0.
+  kChosen = 34,
 };
 
 // Element types of K and V rows. Numbers are on disk: frozen.
@@ -165,9 +168,9 @@ struct MatchedChunk {
   // whose first rows may be used alone (a page's rows are in order; see Encoding).
   std::uint32_t usable_rows = 0;
   // Of a part of a chain, as state/held_match.h makes them; match() gives whole ones. Rows before
-  // the usable ones; and how much later than when they were saved their positions are.
+  // the usable ones; and by how many positions they have moved since they were saved, time by time.
   std::uint32_t first_row = 0;
-  std::int64_t moved = 0;
+  std::vector<std::int64_t> moves = {};
 };
 
 struct Match {
