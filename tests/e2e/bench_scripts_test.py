@@ -111,6 +111,8 @@ class BenchScripts(unittest.TestCase):
                          ["kv", "kv, q8_0", "kv, q4_0"])
         [truncated] = found["truncation"]
         self.assertEqual([row["overflows"] for row in truncated["rows"]], [1, 2])
+        self.assertIn("perplexity_last_rows", truncated["rows"][0])
+        self.assertTrue(-0.9 < found["truncation_mean"] < 9, found["truncation_mean"])
 
     def test_weights(self):
         self.run_script("bench/weights.py", "--quick", "--work", self.work)

@@ -28,7 +28,7 @@ inline constexpr int64_t kNeverCut = std::numeric_limits<int64_t>::max();
 // Whose attention chooses rows: the last ones before the cut, so many. They are chosen by blocks
 // that begin at multiples of this in the chain, so that what stays of a page is read, moved and
 // rotated in few pieces.
-inline constexpr int64_t kChoosingRows = 64;
+inline constexpr int64_t kChoosingRows = 16;
 inline constexpr int64_t kChosenBlock = 16;
 
 struct TruncationLimits {
