@@ -181,26 +181,11 @@ Result<std::vector<int64_t>> EngineExecutor::choose(SeqId seq, std::span<const i
                                                     const Sequence& sequence,
                                                     const policy::HeldRows& held) {
   if (held.chosen == 0) return std::vector<int64_t>();
-  // The last rows are computed once more, and observed: others would be longer ago.
   engine::Engine& engine = runtime_.engine();
-  const int64_t length = engine.length(seq);
-  const int64_t asking = std::min<int64_t>(policy::kChoosingRows, engine.options().max_batch_rows);
-  const model::HParams& hp = runtime_.model().hparams();
-  engine::AttentionScores told;
-  HCACHE_RETURN_IF_ERROR(engine.trim_sequence(seq, length - asking));
-  HCACHE_RETURN_IF_ERROR(
-      engine.observe({.seq = seq, .first_pos = length - asking, .n_keys = length}, &told));
-  const BatchItem item{.seq = seq,
-                       .tokens = chain.last(static_cast<size_t>(asking)),
-                       .output = BatchItem::Output::kLast,
-                       .captured = false};
-  const Status computed = engine.decode({&item, 1}).status();
-  HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
-  HCACHE_RETURN_IF_ERROR(computed);
-  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = length};
-  for (const engine::AttentionTally& tally : told.tallies) {
-    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + length);
-  }
+  const auto asking = std::min<int64_t>(policy::kChoosingRows, engine.options().max_batch_rows);
+  HCACHE_ASSIGN_OR_RETURN(const policy::RowScores scores,
+                          state::score_by_last_rows(engine, seq, engine.length(seq),
+                                                    chain.last(static_cast<size_t>(asking))));
   return policy::most_attended(scores, state::blocks_to_choose_from(sequence.cuts, held),
                                held.chosen / policy::kChosenBlock);
 }

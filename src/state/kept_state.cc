@@ -93,24 +93,30 @@ bool lacks_rows(const engine::Engine& engine, engine::SeqId seq) {
 }
 
 Result<policy::RowScores> score_by_last_rows(engine::Engine& engine, engine::SeqId seq,
-                                             std::span<const int32_t> tokens) {
+                                             int64_t n_rows, std::span<const int32_t> last) {
   const model::HParams& hp = engine.model().hparams();
-  const auto n = static_cast<int64_t>(tokens.size());
-  const int64_t first = n - policy::kWindow;
+  const int64_t first = n_rows - static_cast<int64_t>(last.size());
   engine::AttentionScores told;
-  HCACHE_RETURN_IF_ERROR(engine.observe({.seq = seq, .first_pos = first, .n_keys = n}, &told));
+  HCACHE_RETURN_IF_ERROR(engine.observe({.seq = seq, .first_pos = first, .n_keys = n_rows}, &told));
   const engine::BatchItem item{.seq = seq,
-                               .tokens = tokens.last(policy::kWindow),
+                               .tokens = last,
                                .first_pos = first,
-                               .output = engine::BatchItem::Output::kLast};
+                               .output = engine::BatchItem::Output::kLast,
+                               .captured = false};
   const Status computed = engine.decode({&item, 1}).status();
   HCACHE_RETURN_IF_ERROR(engine.observe({}, nullptr));
   HCACHE_RETURN_IF_ERROR(computed);
-  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n};
+  policy::RowScores scores{.n_layer = hp.n_layer, .n_head_kv = hp.n_head_kv, .n_rows = n_rows};
   for (const engine::AttentionTally& tally : told.tallies) {
-    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n);
+    scores.sum.insert(scores.sum.end(), tally.sum.begin(), tally.sum.begin() + n_rows);
   }
   return scores;
+}
+
+Result<policy::RowScores> score_by_last_rows(engine::Engine& engine, engine::SeqId seq,
+                                             std::span<const int32_t> tokens) {
+  return score_by_last_rows(engine, seq, static_cast<int64_t>(tokens.size()),
+                            tokens.last(policy::kWindow));
 }
 
 KeptSnapshot::KeptSnapshot(const engine::Engine& engine, policy::Compression how,

@@ -221,7 +221,6 @@ Result<std::vector<std::vector<Segment>>> pages_by_layer(Engine& engine, const s
                                  .begin = begin,
                                  .n_rows = end - begin,
                                  .row = span.chunk->first_row + begin - span.begin,
-
                                  .moves = span.chunk->moves});
       }
       if (!segment.pages.empty()) layers[layer].push_back(std::move(segment));

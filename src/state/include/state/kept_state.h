@@ -51,8 +51,12 @@ inline constexpr int64_t kLeastKeptTokens = 4 * int64_t{store::kChunkTokens};
 // Whether a layer does without some rows of the sequence.
 [[nodiscard]] bool lacks_rows(const engine::Engine& engine, engine::SeqId seq);
 
-// What attention fell on, of a sequence's first tokens, while the last of them were computed once
-// more in their place (Compression::kSnap).
+// What attention fell on, of a sequence's first n_rows, while the last of them, whose tokens these
+// are, were computed once more in their place. Nothing of it is captured.
+[[nodiscard]] Result<policy::RowScores> score_by_last_rows(engine::Engine& engine,
+                                                           engine::SeqId seq, int64_t n_rows,
+                                                           std::span<const int32_t> last);
+// The same of as many rows as there are tokens, by the window that stays (Compression::kSnap).
 [[nodiscard]] Result<policy::RowScores> score_by_last_rows(engine::Engine& engine,
                                                            engine::SeqId seq,
                                                            std::span<const int32_t> tokens);

@@ -82,7 +82,7 @@ enum class Encoding : std::uint8_t {
   // layers keep of these tokens (state/kept_state.h).
   kSnapshot = 33,
   // Of the first chunk behind a cut (policy/truncation.h): which rows before it were chosen to stay
-  // (state/held_match.h). No layer's: `layer` is 0.
+  // (state/chosen_rows.h). No layer's: `layer` is 0.
   kChosen = 34,
 };
 
