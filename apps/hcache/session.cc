@@ -46,7 +46,8 @@ RuntimeArgs::RuntimeArgs(Options* parent) : Options(parent) {
   duration(&remote.ttl_s, "--remote-ttl", remote.ttl_s,
            "state in --remote that nobody uses for so long goes; 0: never", {.needs = "--remote"});
   duration(&remote.timeout_s, "--remote-timeout", remote.timeout_s,
-           "how long a request waits for the answer whether --remote has its conversation",
+           "how long a request waits for the answer whether --remote has its conversation, and for "
+           "its pages if computing them would take less",
            {.needs = "--remote"});
 }
 

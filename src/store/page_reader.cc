@@ -138,14 +138,14 @@ Status PageReaderImpl::submit_jobs(std::vector<PageJob> jobs) {
                                           bytes, 4 * ring_cost(bytes)));
     }
   }
-  const std::int64_t deadline_ns =
-      env_.monotonic_ns() + static_cast<std::int64_t>(options_.remote_timeout_s * 1e9);
   MutexLock lock(mutex_);
   if (cancelled_) return cancelled("the reader was cancelled");
+  const std::int64_t patience_ns = remote_busy_.until(env_.monotonic_ns()) +
+                                   static_cast<std::int64_t>(options_.remote_timeout_s * 1e9);
   for (PageJob& job : jobs) {
     Item& added = items_.emplace_back();
     added.job = std::move(job);
-    added.deadline_ns = deadline_ns;
+    added.patience_ns = patience_ns;
     if (!added.job.status.ok()) {
       added.planned = true;
       added.ready = true;
@@ -202,13 +202,14 @@ bool PageReaderImpl::start_remote(Item* wanted) {
   if (remote_bytes_ > 0 && remote_bytes_ + page.bytes > options_.ring_bytes) return false;
   remote_bytes_ += page.bytes;
   ++remote_in_flight_;
-  begin_busy();
+  note_transfers();
   wanted->cached = {};
   wanted->remote = true;
   wanted->planned = true;
   wanted->begin_ns = env_.monotonic_ns();
   source_.remote()->read(
-      key_of(wanted->job), wanted->job.chunk->record.info.salt, page.bytes, wanted->deadline_ns,
+      key_of(wanted->job), wanted->job.chunk->record.info.salt, page.bytes,
+      wanted->begin_ns + wanted->patience_ns - remote_busy_.until(wanted->begin_ns),
       [link = link_, index = next_plan_](Result<std::shared_ptr<const AlignedBuffer>> bytes) {
         MutexLock lock(link->mutex);
         if (link->reader == nullptr) return;
@@ -222,7 +223,7 @@ void PageReaderImpl::finish_remote(std::size_t index,
                                    Result<std::shared_ptr<const AlignedBuffer>> bytes) {
   MutexLock lock(mutex_);
   --remote_in_flight_;
-  end_busy();
+  note_transfers();
   Item& come = item(index);
   const ChunkRecord& record = come.job.chunk->record;
   const PageInfo& page = page_of(come.job);
@@ -241,14 +242,10 @@ void PageReaderImpl::finish_remote(std::size_t index,
   ready_.notify_all();
 }
 
-void PageReaderImpl::begin_busy() {
-  if (busy_since_ns_ < 0) busy_since_ns_ = env_.monotonic_ns();
-}
-
-void PageReaderImpl::end_busy() {
-  if (in_flight_ + remote_in_flight_ > 0) return;
-  busy_ns_ += env_.monotonic_ns() - busy_since_ns_;
-  busy_since_ns_ = -1;
+void PageReaderImpl::note_transfers() {
+  const std::int64_t now = env_.monotonic_ns();
+  busy_.set(in_flight_ + remote_in_flight_ > 0, now);
+  remote_busy_.set(remote_in_flight_ > 0, now);
 }
 
 void PageReaderImpl::set_ahead(std::uint64_t bytes) {
@@ -308,8 +305,8 @@ bool PageReaderImpl::start_request() {
     member->bytes = {ring_ + request->ring_at + within, page_of(member->job).bytes};
     ahead_ += member->bytes.size();
   }
-  begin_busy();
   ++in_flight_;
+  note_transfers();
   if (!options_.background) source_.traffic().begin_urgent();
   ++stats_.requests;
   requests_.push_back(std::move(request));
@@ -466,7 +463,7 @@ void PageReaderImpl::finish(Request* request) {
   request->complete = true;
   --in_flight_;
   if (!options_.background) source_.traffic().end_urgent();
-  end_busy();
+  note_transfers();
   free_requests();
   ready_.notify_all();
 }
@@ -644,9 +641,7 @@ void PageReaderImpl::cancel() {
 ReaderStats PageReaderImpl::stats() const {
   MutexLock lock(mutex_);
   ReaderStats out = stats_;
-  const std::int64_t now = env_.monotonic_ns();
-  const std::int64_t busy = busy_ns_ + (busy_since_ns_ >= 0 ? now - busy_since_ns_ : 0);
-  out.busy_s = static_cast<double>(busy) / 1e9;
+  out.busy_s = static_cast<double>(busy_.until(env_.monotonic_ns())) / 1e9;
   return out;
 }
 

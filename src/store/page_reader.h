@@ -69,6 +69,24 @@ class PageSource {
   virtual void count_checksum_failure() = 0;
 };
 
+// For how long something has been going on, all stretches of it together. Times are monotonic
+// nanoseconds. Threading: one thread at a time.
+class BusyTime {
+ public:
+  void set(bool busy, std::int64_t now_ns) {
+    if (busy == (since_ns_ >= 0)) return;
+    if (!busy) ended_ns_ += now_ns - since_ns_;
+    since_ns_ = busy ? now_ns : -1;
+  }
+  [[nodiscard]] std::int64_t until(std::int64_t now_ns) const {
+    return ended_ns_ + (since_ns_ >= 0 ? now_ns - since_ns_ : 0);
+  }
+
+ private:
+  std::int64_t ended_ns_ = 0;
+  std::int64_t since_ns_ = -1;  // -1: it is not going on
+};
+
 // What a reader reads with: a ring, its mirror if it has one, and a queue that fills both.
 struct ReaderParts {
   AlignedBuffer ring;
@@ -132,7 +150,7 @@ class PageReaderImpl final : public PageReader {
     HeldBytes cached;
     bool missed = false;           // not in host memory when it was looked for
     bool remote = false;           // asked of the remote tier
-    std::int64_t deadline_ns = 0;  // … which has to answer by then
+    std::int64_t patience_ns = 0;  // … which has to answer before remote_busy_ reaches this
     std::span<const std::byte> bytes;
     std::int64_t begin_ns = 0;  // of its request
     std::int64_t end_ns = 0;
@@ -163,8 +181,8 @@ class PageReaderImpl final : public PageReader {
   bool start_remote(Item* item) HCACHE_REQUIRES(mutex_);
   void finish_remote(std::size_t index, Result<std::shared_ptr<const AlignedBuffer>> bytes)
       HCACHE_EXCLUDES(mutex_);
-  void begin_busy() HCACHE_REQUIRES(mutex_);
-  void end_busy() HCACHE_REQUIRES(mutex_);
+  // After a transfer has begun, and after one has ended.
+  void note_transfers() HCACHE_REQUIRES(mutex_);
   // Of a background reader: others' reads, or enough of its own, are under way.
   [[nodiscard]] bool must_yield() HCACHE_REQUIRES(mutex_);
   // Plans and submits the next request. False when there is nothing to do or no room.
@@ -232,8 +250,8 @@ class PageReaderImpl final : public PageReader {
   std::size_t ring_tail_ HCACHE_GUARDED_BY(mutex_) = 0;                      // where to take next
   std::uint64_t ahead_ HCACHE_GUARDED_BY(mutex_) = 0;  // bytes of requests' pages, not taken
   bool far_ahead_ HCACHE_GUARDED_BY(mutex_) = false;
-  std::int64_t busy_since_ns_ HCACHE_GUARDED_BY(mutex_) = -1;
-  std::int64_t busy_ns_ HCACHE_GUARDED_BY(mutex_) = 0;
+  BusyTime busy_ HCACHE_GUARDED_BY(mutex_);                     // anything is in flight
+  BusyTime remote_busy_ HCACHE_GUARDED_BY(mutex_);              // pages of the remote tier are
   std::size_t in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;         // in the queue
   std::size_t remote_in_flight_ HCACHE_GUARDED_BY(mutex_) = 0;  // pages
   std::uint64_t remote_bytes_ HCACHE_GUARDED_BY(mutex_) = 0;    // asked for, not released

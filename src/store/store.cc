@@ -448,6 +448,7 @@ Result<std::unique_ptr<PageReader>> StoreImpl::new_reader(ReaderOptions options)
     return invalid_argument(fmt::format("a reader's ring needs at least {} bytes", kMinRingBytes));
   }
   options = usable(options);
+  options.remote_timeout_s = std::max(options.remote_timeout_s, options_.remote.timeout_s);
   HCACHE_ASSIGN_OR_RETURN(ReaderParts parts,
                           readers_.take(env_, options.ring_bytes, options.queue_depth));
   return std::unique_ptr<PageReader>(std::make_unique<PageReaderImpl>(

@@ -9,8 +9,10 @@ hcache_test(store_seal_test unit/store_seal_test.cc LIBS hcache_store)
 target_include_directories(store_seal_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
 hcache_test(store_page_cache_test unit/store_page_cache_test.cc LIBS hcache_store)
 target_include_directories(store_page_cache_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
-hcache_test(store_redis_test unit/store_redis_test.cc SEALED LIBS hcache_store hcache::hiredis)
-target_include_directories(store_redis_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
+hcache_test(store_redis_test unit/store_redis_test.cc SEALED
+  LIBS hcache_store hcache_store_env_vfs hcache::hiredis)
+target_include_directories(store_redis_test PRIVATE
+  ${CMAKE_SOURCE_DIR}/src/store ${CMAKE_SOURCE_DIR}/tests/fault)
 hcache_test(store_s3_test unit/store_s3_test.cc SEALED LIBS hcache_store)
 target_include_directories(store_s3_test PRIVATE ${CMAKE_SOURCE_DIR}/src/store)
 hcache_test(store_net_test unit/store_net_test.cc LIBS hcache_store)

@@ -43,6 +43,15 @@ TEST(Breaker, AnAnswerToAnotherRequestSaysThatItIsThere) {
   EXPECT_TRUE(breaker.lost());
 }
 
+TEST(Breaker, WhatWasGivenUpTooSoonSaysNothing) {
+  Breaker::Limits limits = kLimits;
+  limits.least_wait_ns = 50;
+  Breaker breaker(limits);
+  for (int i = 0; i < 10; ++i) EXPECT_FALSE(breaker.given_up(10, 59));
+  EXPECT_FALSE(breaker.given_up(10, 60));
+  EXPECT_TRUE(breaker.given_up(20, 90));
+}
+
 TEST(Breaker, ProbesInPausesThatDoubleUntilOneIsAnswered) {
   Breaker breaker(kLimits);
   std::int64_t now = 1000;

@@ -9,11 +9,13 @@
 #include <functional>
 #include <future>
 
+#include "base/fault_env.h"
 #include "base/xxh3.h"
 #include "redis/redis_client.h"
 #include "redis/redis_url.h"
 #include "redis_testing.h"
 #include "remote_testing.h"
+#include "store_env_vfs.h"
 #include "tier.h"
 
 namespace hcache::store {
@@ -32,8 +34,11 @@ using testing::kModel;
 using testing::kPatienceS;
 using testing::kSalt;
 using testing::Machine;
+using testing::open_store;
 using testing::read_back;
+using testing::requests_of;
 using testing::test_seal;
+using testing::TestOptions;
 using testing::tokens_of;
 using testing::with;
 
@@ -462,6 +467,47 @@ TEST(RemoteTier, AServerThatHangsIsGoneToo) {
   EXPECT_TRUE(eventually([&] { return b.stat().available; }));
   EXPECT_TRUE(
       eventually([&] { return b.look_up(saved.tokens()).n_tokens == saved.tokens().size(); }));
+}
+
+TEST(RemoteTier, ItsTimeDoesNotRunWhileAReaderHasNoRoom) {
+  RedisServer redis;
+  Machine a(redis.url());
+  const Chain saved(kModel, kSalt, tokens_of(4 * kChunkTokens), {5, {Encoding::kKv}, 400});
+  ASSERT_OK(a.store().put(saved.chunks()));
+  ASSERT_TRUE(a.settled());
+  FaultEnv env;  // its time passes when it is told
+  const testing::EnvVfs vfs(env);
+  TestOptions options;
+  options.dirs = {"/store"};
+  options.catalog_vfs = vfs.name();
+  options.remote.url = redis.url();
+  const std::unique_ptr<Store> store = open_store(env, options);
+  ASSERT_TRUE(eventually([&] {
+    store->look_up(kModel, kSalt, saved.tokens());
+    const auto match = store->match(kModel, kSalt, saved.tokens());
+    return match.ok() && match->n_tokens == saved.tokens().size();
+  }));
+  const auto match = store->match(kModel, kSalt, saved.tokens());
+  ASSERT_OK(match);
+  const auto requests = requests_of(*match);
+  constexpr std::size_t kPageBytes = std::size_t{kChunkTokens} * 400;
+  constexpr std::size_t kFit = 12;
+  const auto reader =
+      store->new_reader({.ring_bytes = kFit * kPageBytes + 1, .remote_timeout_s = 1});
+  ASSERT_OK(reader);
+  ASSERT_OK((*reader)->submit(requests));
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    if (i == kFit) {  // all that fit have come, and are held for an hour
+      ASSERT_TRUE(eventually([&] { return store->stat()->remote->backlog_requests == 0; }));
+      env.sleep_ns(std::int64_t{3600} * 1'000'000'000);
+      for (std::size_t held = 0; held < i; ++held) (*reader)->release(held);
+    }
+    const auto view = (*reader)->next();
+    ASSERT_OK(view);
+    EXPECT_OK(view->status);
+    EXPECT_EQ(view->origin, PageOrigin::kRemote);
+  }
+  EXPECT_TRUE(store->stat()->remote->available);
 }
 
 TEST(RemoteTier, PasswordsAreSentAndNeeded) {

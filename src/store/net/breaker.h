@@ -17,6 +17,7 @@ class Breaker {
     std::int64_t first_pause_ns = 0;    // from the opening to the first probe
     std::int64_t longest_pause_ns = 0;  // between two probes
     std::int64_t probe_ns = 0;          // that a probe may take
+    std::int64_t least_wait_ns = 0;     // a request that was given up sooner says nothing
   };
 
   explicit Breaker(const Limits& limits) : limits_(limits) {}
@@ -33,6 +34,11 @@ class Breaker {
   // since: slow is not gone. True: the limit is reached, the caller trips the breaker.
   [[nodiscard]] bool unanswered(std::int64_t sent_ns) {
     return !open_ && last_answer_ns_ < sent_ns && ++silent_ >= limits_.unanswered;
+  }
+  // The same of one whose caller has given it up by now, as its deadline came: that may have come
+  // long before an answer could.
+  [[nodiscard]] bool given_up(std::int64_t sent_ns, std::int64_t now_ns) {
+    return now_ns - sent_ns >= limits_.least_wait_ns && unanswered(sent_ns);
   }
   // The same of a connection that broke.
   [[nodiscard]] bool lost() { return !open_ && ++silent_ >= limits_.unanswered; }

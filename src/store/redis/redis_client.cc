@@ -247,10 +247,13 @@ void RedisClientImpl::wait_for_events() {
 }
 
 void RedisClientImpl::expire() {
-  for (const CallPtr& call : queue_.take_late(now())) {
+  const Clock time = now();
+  for (const CallPtr& call : queue_.take_late(time)) {
     Node* node = call->sent_to;
     finish(*call, unavailable("no answer from Redis in time"));
-    if (node != nullptr && node->breaker.unanswered(call->sent)) fail(node, "it does not answer");
+    if (node != nullptr && node->breaker.given_up(call->sent, time)) {
+      fail(node, "it does not answer");
+    }
   }
   std::erase_if(waiting_, [](const CallPtr& call) { return call->finished; });
 }

@@ -4,7 +4,7 @@
 // and fetched again when a node fails; reads go to a replica while their master is down. A server
 // that knows no cluster mode gets everything itself.
 // Circuit breaker: a node that does not connect, or leaves two commands in a row unanswered until
-// their deadlines, gets no commands any more: they fail at once. It is
+// their deadlines and for 50 ms at least, gets no commands any more: they fail at once. It is
 // pinged in growing intervals (0.1 to 10 s) and used again when it answers.
 // Reads and writes have a connection each, so that no read waits behind bulk data.
 //

@@ -22,7 +22,8 @@ inline constexpr std::int64_t kProbeNs = 1'000 * kMs;  // for a ping's answer, o
 inline constexpr Breaker::Limits kNodeBreaker = {.unanswered = 2,
                                                  .first_pause_ns = 100 * kMs,
                                                  .longest_pause_ns = 10'000 * kMs,
-                                                 .probe_ns = kProbeNs};
+                                                 .probe_ns = kProbeNs,
+                                                 .least_wait_ns = 50 * kMs};
 
 using Clock = std::int64_t;  // nanoseconds, monotonic
 

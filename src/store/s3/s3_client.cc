@@ -21,7 +21,8 @@ constexpr std::int64_t kMs = 1'000'000;
 constexpr Breaker::Limits kBreaker = {.unanswered = 3,
                                       .first_pause_ns = 200 * kMs,
                                       .longest_pause_ns = 30'000 * kMs,
-                                      .probe_ns = 2'000 * kMs};
+                                      .probe_ns = 2'000 * kMs,
+                                      .least_wait_ns = 50 * kMs};
 constexpr std::int64_t kRetryNs = 50 * kMs;  // before the first repetition; doubles
 constexpr std::int64_t kTickNs = 20 * kMs;   // deadlines are looked at this often
 constexpr int kMaxTries = 5;
@@ -78,7 +79,7 @@ class S3ClientImpl : public S3Client {
   void end(CURL* handle, CURLcode result);
   void end_probe(bool ok);
   void answered(Call& call, long status, std::string answer);
-  void unanswered(const CallPtr& call, std::int64_t sent_ns, const std::string& why);
+  void unanswered(const CallPtr& call, bool silent, const std::string& why);
   static void finish(Call& call, Result<std::string> result);
   void probe();
   [[nodiscard]] std::string address_of(const std::string& key) const;
@@ -275,8 +276,11 @@ void S3ClientImpl::end(CURL* handle, CURLcode result) {
     breaker_.answered(env_.monotonic_ns());
     return answered(*call, status, std::move(transfer->answer));
   }
+  const bool silent = result == CURLE_OPERATION_TIMEDOUT
+                          ? breaker_.given_up(transfer->sent_ns, env_.monotonic_ns())
+                          : breaker_.unanswered(transfer->sent_ns);
   unanswered(
-      call, transfer->sent_ns,
+      call, silent,
       result != CURLE_OK ? curl_easy_strerror(result) : fmt::format("HTTP status {}", status));
 }
 
@@ -314,9 +318,9 @@ void S3ClientImpl::answered(Call& call, long status, std::string answer) {
          failed_precondition(fmt::format("S3 answered {} with HTTP {}", request.key, status)));
 }
 
-void S3ClientImpl::unanswered(const CallPtr& call, std::int64_t sent_ns, const std::string& why) {
+void S3ClientImpl::unanswered(const CallPtr& call, bool silent, const std::string& why) {
   const std::int64_t now = env_.monotonic_ns();
-  if (breaker_.unanswered(sent_ns)) {
+  if (silent) {
     log::warn("S3 at {}: {}; going on without it", url_.display(), why);
     breaker_.trip(now);
     available_ = false;

@@ -224,8 +224,9 @@ struct ReaderOptions {
   // A prefetch, for which no request waits: pages are read while the disks read nothing for a
   // running request, a request per disk at a time.
   bool background = false;
-  // Seconds after submit() at which pages that the remote tier has not brought yet count as
-  // unavailable: no more than computing them again would take.
+  // Seconds after submit() in which the remote tier may owe pages; what it has not brought then is
+  // unavailable. No more than computing them again would take; RemoteOptions::timeout_s if that is
+  // longer. While no page is asked of it, as there is no room, the time does not run.
   double remote_timeout_s = 10;
 };
 
@@ -460,8 +461,8 @@ struct RemoteOptions {
   std::string session_token;
   double ttl_s = 86400;  // chunks that are not used for so long expire; 0: never
   RemoteWrite write = RemoteWrite::kThrough;  // in the background
-  double timeout_s = 0.25;                    // for the answer whether it has a chain
-  std::uint64_t queue_bytes = 256ULL << 20;   // of pages that wait to be written there
+  double timeout_s = 0.25;  // for the answer whether it has a chain; see ReaderOptions, too
+  std::uint64_t queue_bytes = 256ULL << 20;  // of pages that wait to be written there
 };
 
 // What is being done, and the share of it that is done; returning false stops with cancelled.
