@@ -7,6 +7,8 @@ namespace hcache::model {
 namespace {
 
 struct Amx : Avx512Vnni {
+  static constexpr int64_t kFewRows = 12;  // tiles take more
+
   static constexpr int kTileRows = 16;
   static constexpr int kLeastTileRows = 9;  // fewer are as fast by vectors
 

@@ -29,6 +29,9 @@ inline int64_t rows_at_once(int64_t n_in) {
 // What a trait leaves out: weights are stored as they are unpacked, and all rows go through
 // vectors.
 struct NoTiles {
+  // Up to so many rows a panel is multiplied with all of them before the next is unpacked: its
+  // weights stay in the first-level cache, and the weights' memory is read in fewer streams.
+  static constexpr int64_t kFewRows = 48;
   // Whether it multiplies small weights in another way than large ones, see Layout::largest.
   static constexpr bool kNarrow = false;
 
@@ -501,6 +504,12 @@ void prefetch(const ProductTask& task, const PanelRows& rows, int64_t chunk) {
   }
 }
 
+// The size of equal parts of n of which none is larger than `most`; the last may be smaller.
+inline int64_t even_part(int64_t n, int64_t most) {
+  const int64_t parts = (n + most - 1) / most;
+  return (n + parts - 1) / parts;
+}
+
 struct Scratch {
   WeightChunk* chunks;  // [kPanels]
   float* acc;           // [kPanels][rows][kPanel]
@@ -526,6 +535,10 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
           task.weight + (output < task.end_out ? output : task.end_out - 1) * task.weight_stride;
     }
   }
+  // What tiles leave is taken in parts as even as can be: a small one would leave the multipliers
+  // waiting.
+  const int64_t rest = tile_rows > 0 ? n_rows % tile_rows : n_rows;
+  const int64_t even = rest <= kRows ? kRows : even_part(rest, kRows);
   memset(scratch.acc, 0, static_cast<size_t>(n_panels * n_rows) * kPanel * sizeof(float));
   for (int64_t c = 0; c < n_chunks; ++c) {
     const int64_t left = task.n_in / kGroup - c * kChunkGroups;
@@ -542,8 +555,8 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
                                                 scratch.acc + (p * n_rows + r) * kPanel);
       }
     }
-    for (; r < n_rows; r += kRows) {
-      const int64_t n = n_rows - r < kRows ? n_rows - r : kRows;
+    for (; r < n_rows; r += even) {
+      const int64_t n = n_rows - r < even ? n_rows - r : even;
       for (int p = 0; p < n_panels; ++p) {
         multiply_rest<V, kMultiplied, kRows>(n, scratch.chunks[p], n_groups,
                                              rows + r * n_chunks + c, n_chunks,
@@ -572,7 +585,7 @@ void multiply_kind(const ProductTask& task, void* memory) {
   const int64_t at_once = rows_at_once(task.n_in);
   for (int64_t row = 0; row < task.n_rows; row += at_once) {
     const int64_t n_rows = task.n_rows - row < at_once ? task.n_rows - row : at_once;
-    const int most = n_rows > V::template rows<multiplied_as<V>(kKind)>() ? kPanels : 1;
+    const int most = n_rows > V::kFewRows ? kPanels : 1;
     for (int64_t out = task.first_out; out < task.end_out; out += most * kPanel) {
       const int64_t left = (task.end_out - out + kPanel - 1) / kPanel;
       multiply_panels<V, kKind>(task, tile_rows, row, n_rows, out,
