@@ -7,7 +7,8 @@ namespace hcache::model {
 namespace {
 
 struct Amx : Avx512Vnni {
-  static constexpr int64_t kFewRows = 12;  // tiles take more
+  // More go through tiles, with which one panel at a time was not measured.
+  static constexpr int64_t kFewRows = 12;
 
   static constexpr int kTileRows = 16;
   static constexpr int kLeastTileRows = 9;  // fewer are as fast by vectors

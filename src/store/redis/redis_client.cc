@@ -180,11 +180,11 @@ void RedisClientImpl::run() {
   pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
   std::vector<CallPtr> fresh;
   while (queue_.take(&fresh)) {
+    expire();  // first: what is late already is not sent
     // What waited was given before: an expiry follows the write that it is of.
     for (const CallPtr& call : queue_.take_due(now())) dispatch(call);
     for (const CallPtr& call : fresh) dispatch(call);
     fresh.clear();
-    expire();
     probe_nodes();
     if (refresh_ && (mode_ != Mode::kSingle)) discover();
     close_marked();
