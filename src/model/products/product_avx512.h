@@ -19,6 +19,8 @@ struct Avx512Vnni : NoTiles {
     return 12;
   }
 
+  static constexpr int kUnstoredRows = 6;
+
   static I zero() { return _mm512_setzero_si512(); }
   static I bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
   static I dwords(int x) { return _mm512_set1_epi32(x); }

@@ -32,6 +32,9 @@ struct NoTiles {
   // Up to so many rows a panel is multiplied with all of them before the next is unpacked: its
   // weights stay in the first-level cache, and the weights' memory is read in fewer streams.
   static constexpr int64_t kFewRows = 48;
+  // Up to so many rows are multiplied with what is unpacked while it is in registers, see
+  // multiply_45k().
+  static constexpr int kUnstoredRows = 0;
   // Whether it multiplies small weights in another way than large ones, see Layout::largest.
   static constexpr bool kNarrow = false;
 
@@ -249,41 +252,66 @@ typename V::I fifth_of_group(typename V::I bits, int g) {
 }
 
 // Q4_K and Q5_K: 256 values with six-bit scales and minima of 32 each.
+template <typename V>
+struct Head45k {
+  typename V::F d;
+  typename V::F minus_min;
+  typename V::I scales[2];  // four groups' bytes in each dword
+  typename V::I minima[2];
+
+  Head45k(const PanelRows& rows, size_t at) {
+    typename V::I head[4];
+    V::transpose_4(rows, at, head);
+    d = V::low_half(head[0]);
+    minus_min = V::negate(V::high_half(head[0]));
+    const auto six = V::bytes(0x3F);
+    const auto high_two = V::bytes(0x30);
+    const auto upper = [&](typename V::I x) { return V::and_(V::template srl<2>(x), high_two); };
+    scales[0] = V::and_(head[1], six);
+    scales[1] = V::or_(low_nibbles<V>(head[3]), upper(head[1]));
+    minima[0] = V::and_(head[2], six);
+    minima[1] = V::or_(high_nibbles<V>(head[3]), upper(head[2]));
+  }
+  typename V::F scale(int g) const {
+    return V::mul(d, V::to_float(byte_of<V>(scales[g / 4], g % 4)));
+  }
+  typename V::F min(int g) const {
+    return V::mul(minus_min, V::to_float(byte_of<V>(minima[g / 4], g % 4)));
+  }
+};
+
+// The quants of groups 2 · pair and 2 · pair + 1: calls each(k, low, high) of their dwords k.
+template <typename V, bool kFive, typename Each>
+void unpack_pair_45k(const PanelRows& rows, size_t at, int pair, const typename V::I* fifth,
+                     const Each& each) {
+  typename V::I x[8];
+  V::transpose_8(rows, at + (kFive ? 48 : 16) + static_cast<size_t>(pair) * 32, x);
+  for (int k = 0; k < 8; ++k) {
+    typename V::I low = low_nibbles<V>(x[k]);
+    typename V::I high = high_nibbles<V>(x[k]);
+    if constexpr (kFive) {
+      low = V::or_(low, fifth_of_group<V>(fifth[k], 2 * pair));
+      high = V::or_(high, fifth_of_group<V>(fifth[k], 2 * pair + 1));
+    }
+    each(k, low, high);
+  }
+}
+
 template <typename V, bool kFive>
 void unpack_q45k(const PanelRows& rows, size_t at, WeightChunk& out) {
   using I = typename V::I;
-  using F = typename V::F;
-  I head[4];
-  V::transpose_4(rows, at, head);
-  const F d = V::low_half(head[0]);
-  const F minus_min = V::negate(V::high_half(head[0]));
-  const I six = V::bytes(0x3F);
-  const I high_two = V::bytes(0x30);
-  const I scales[2] = {
-      V::and_(head[1], six),
-      V::or_(low_nibbles<V>(head[3]), V::and_(V::template srl<2>(head[1]), high_two))};
-  const I minima[2] = {
-      V::and_(head[2], six),
-      V::or_(high_nibbles<V>(head[3]), V::and_(V::template srl<2>(head[2]), high_two))};
+  const Head45k<V> head(rows, at);
   for (int g = 0; g < kChunkGroups; ++g) {
-    V::store(out.scale[g][0], V::mul(d, V::to_float(byte_of<V>(scales[g / 4], g % 4))));
-    V::store(out.min[g], V::mul(minus_min, V::to_float(byte_of<V>(minima[g / 4], g % 4))));
+    V::store(out.scale[g][0], head.scale(g));
+    V::store(out.min[g], head.min(g));
   }
   I fifth[8];
   if constexpr (kFive) V::transpose_8(rows, at + 16, fifth);
   for (int pair = 0; pair < 4; ++pair) {
-    I x[8];
-    V::transpose_8(rows, at + (kFive ? 48 : 16) + static_cast<size_t>(pair) * 32, x);
-    for (int k = 0; k < 8; ++k) {
-      I low = low_nibbles<V>(x[k]);
-      I high = high_nibbles<V>(x[k]);
-      if constexpr (kFive) {
-        low = V::or_(low, fifth_of_group<V>(fifth[k], 2 * pair));
-        high = V::or_(high, fifth_of_group<V>(fifth[k], 2 * pair + 1));
-      }
+    unpack_pair_45k<V, kFive>(rows, at, pair, fifth, [&](int k, I low, I high) {
       V::store(out.quants[2 * pair][k], low);
       V::store(out.quants[2 * pair + 1][k], high);
-    }
+    });
   }
 }
 
@@ -490,6 +518,54 @@ void multiply_rest(int64_t n, const WeightChunk& w, int n_groups, const RowChunk
   }
 }
 
+// Q4_K and Q5_K times a few rows: each dword is multiplied as it is unpacked and never stored. More
+// rows have more sums than there are registers, and Q8_0 gained nothing by it.
+template <typename V, bool kFive, int kRows>
+void multiply_45k(const PanelRows& weights, size_t at, const RowChunk* rows, int64_t stride,
+                  float* acc_rows) {
+  using I = typename V::I;
+  constexpr BlockKind kKind = kFive ? BlockKind::kQ5K : BlockKind::kQ4K;
+  const Head45k<V> head(weights, at);
+  I fifth[8];
+  if constexpr (kFive) V::transpose_8(weights, at + 16, fifth);
+  typename V::F acc[kRows];
+  begin_rows<V, kKind, kRows>(acc_rows, acc);
+  for (int pair = 0; pair < 4; ++pair) {
+    I sums[2][kRows];  // of both groups
+    for (int r = 0; r < kRows; ++r) sums[0][r] = sums[1][r] = V::zero();
+    unpack_pair_45k<V, kFive>(weights, at, pair, fifth, [&](int k, I low, I high) {
+      for (int r = 0; r < kRows; ++r) {
+        const int8_t* x = rows[r * stride].quants + 2 * pair * kGroup + 4 * k;
+        sums[0][r] = V::template dot<kKind>(sums[0][r], low, x);
+        sums[1][r] = V::template dot<kKind>(sums[1][r], high, x + kGroup);
+      }
+    });
+    for (int i = 0; i < 2; ++i) {
+      const int g = 2 * pair + i;
+      const auto scale = head.scale(g);
+      const auto min = head.min(g);
+      for (int r = 0; r < kRows; ++r) {
+        acc[r] = V::fma(scale, V::to_float(sums[i][r]), acc[r]);
+        acc[r] = V::fma(min, V::broadcast(&rows[r * stride].sum[g]), acc[r]);
+      }
+    }
+  }
+  end_rows<V, kKind, kRows>(rows, stride, acc, acc_rows);
+}
+
+// The same of a chunk and up to kRows rows.
+template <typename V, BlockKind kKind, int kRows>
+void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, const RowChunk* rows,
+                       int64_t stride, float* acc) {
+  if constexpr (kRows > 0) {
+    if (n < kRows) {
+      return multiply_unstored<V, kKind, kRows - 1>(n, weights, chunk, rows, stride, acc);
+    }
+    const size_t at = static_cast<size_t>(chunk) * layout_of(kKind).block_bytes;
+    multiply_45k<V, kKind == BlockKind::kQ5K, kRows>(weights, at, rows, stride, acc);
+  }
+}
+
 // Asks for what the panel's outputs are read at next but one.
 template <BlockKind kKind>
 void prefetch(const ProductTask& task, const PanelRows& rows, int64_t chunk) {
@@ -523,6 +599,8 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
   constexpr BlockKind kMultiplied = multiplied_as<V>(kKind);
   constexpr Layout kAs = layout_of(kMultiplied);
   constexpr int kRows = V::template rows<kMultiplied>();
+  constexpr bool k45k = kKind == BlockKind::kQ4K || kKind == BlockKind::kQ5K;
+  constexpr int kUnstored = k45k ? V::kUnstoredRows : 0;
   static_assert(kLayout.block_values == kAs.block_values && kLayout.offset == kAs.offset &&
                 kLayout.minima == kAs.minima && kLayout.halves == kAs.halves);
   const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
@@ -543,6 +621,13 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
   for (int64_t c = 0; c < n_chunks; ++c) {
     const int64_t left = task.n_in / kGroup - c * kChunkGroups;
     const int n_groups = static_cast<int>(left < kChunkGroups ? left : kChunkGroups);
+    if constexpr (kUnstored > 0) {
+      if (n_rows <= kUnstored) {
+        prefetch<kKind>(task, at[0], c);
+        multiply_unstored<V, kKind, kUnstored>(n_rows, at[0], c, rows + c, n_chunks, scratch.acc);
+        continue;
+      }
+    }
     for (int p = 0; p < n_panels; ++p) {
       prefetch<kKind>(task, at[p], c);
       unpack<V, kKind>(at[p], c, n_groups, scratch.chunks[p]);
