@@ -32,10 +32,12 @@ inline constexpr int64_t kChoosingRows = 16;
 inline constexpr int64_t kChosenBlock = 16;
 
 struct TruncationLimits {
-  int64_t context = 0;     // rows that a sequence holds at most; 0: it is never cut
-  double share = 0.5;      // of what may leave, the part that leaves at once; in (0, 1)
-  int64_t keep_first = 4;  // rows that never leave: attention sinks; the first message, if it is
-                           // short, stays as well
+  int64_t context = 0;  // rows that a sequence holds at most; 0: it is never cut
+  double share = 0.5;   // of what may leave, the part that leaves at once; in (0, 1)
+  // Rows that never leave: attention sinks, and what the conversation began with; the first
+  // message, if it is short, stays as well. Four were enough for the sinks, but what is predicted
+  // behind a cut is better with more (docs/quality.md).
+  int64_t keep_first = 128;
   // Of the rows that stay behind those, the part that is chosen by attention; in [0, 0.9]. The
   // others are the last ones.
   double important = 0.5;
