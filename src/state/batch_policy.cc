@@ -27,17 +27,10 @@ constexpr int kGeneratingSteps = 12;
 constexpr int64_t kMostLong = 4;  // of the longest contexts, in one mini-batch
 constexpr double kSampledS = 15;  // steps beyond the fewest end after so long; weights may stream
 
-// The median of each size's times: one sample may have been interrupted.
-std::vector<SizedTime> medians(const std::vector<SizedTime>& samples) {
-  std::map<double, std::vector<double>> by_size;
-  for (const SizedTime& s : samples) by_size[s.size].push_back(s.seconds);
-  std::vector<SizedTime> out;
-  for (auto& [size, seconds] : by_size) {
-    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-    std::nth_element(seconds.begin(), middle, seconds.end());
-    out.push_back({size, *middle});
-  }
-  return out;
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 // The line through medians of sizes; nothing where nothing was timed.
@@ -135,13 +128,22 @@ Result<std::vector<BatchSample>> sample(const model::Model& model, engine::Hybri
   return samples;
 }
 
+// Of each mini-batch the median time, at its median size: it has a token more in each step, and one
+// step may have been interrupted.
 std::vector<SizedTime> points(const std::vector<BatchSample>& samples, int64_t BatchSample::*size,
                               double BatchSample::*seconds) {
-  std::vector<SizedTime> out;
+  std::map<int, std::pair<std::vector<double>, std::vector<double>>> by_batch;
   for (const BatchSample& s : samples) {
-    if (s.*size > 0) out.push_back({static_cast<double>(s.*size), s.*seconds});
+    if (s.*size <= 0) continue;
+    auto& [sizes, times] = by_batch[s.batch];
+    sizes.push_back(static_cast<double>(s.*size));
+    times.push_back(s.*seconds);
   }
-  return medians(out);
+  std::vector<SizedTime> out;
+  for (const auto& [batch, sampled] : by_batch) {
+    out.push_back({median(sampled.first), median(sampled.second)});
+  }
+  return out;
 }
 
 // The mini-batch of a sample as the model knows it: what was not read lies on the device.
@@ -208,7 +210,8 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
       const SampledBatch many{
           .contexts = std::vector<int64_t>(static_cast<size_t>(n), sizes.back()),
           .group = n,
-          .kind = BlockKind::kAct};
+          .kind = BlockKind::kAct,
+          .steps = kGeneratingSteps};
       HCACHE_ASSIGN_OR_RETURN(const auto full, sample(model, sampled, many, &measured.sizes));
       const auto more = points(full, &BatchSample::act_tokens, &BatchSample::generate_s);
       measured.kv_gen.insert(measured.kv_gen.end(), more.begin(), more.end());
@@ -227,12 +230,12 @@ Result<MeasuredBatchCosts> measure_batch_costs(const model::Model& model,
                             .group = group,
                             .kind = BlockKind::kKv};
     HCACHE_ASSIGN_OR_RETURN(const auto samples, sample(model, sampled, many, &measured.sizes));
-    for (const BatchSample& s : samples) {
-      const double attention_s = costs.attend.at(static_cast<double>(s.cells));
-      rows.push_back({static_cast<double>(s.rows), std::max(0.0, s.forward_s - attention_s)});
+    for (const SizedTime& s : points(samples, &BatchSample::cells, &BatchSample::forward_s)) {
+      rows.push_back(
+          {static_cast<double>(group), std::max(0.0, s.seconds - costs.attend.at(s.size))});
     }
   }
-  costs.forward = fit_small(medians(rows));
+  costs.forward = fit_small(rows);
   // A prompt's attention, over pairs of row and key: as decoding reads them, at worst.
   costs.attend_prompt = {.slope = costs.attend.slope, .intercept = 0, .r2 = costs.attend.r2};
   return measured;
