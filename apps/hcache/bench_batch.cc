@@ -122,7 +122,8 @@ class BatchBench {
     return options;
   }
 
-  // Measures what generating K and V takes, sets the link to that, and measures all of it.
+  // Measures what generating K and V takes, sets the link to that, and measures all of it, with
+  // the same contexts both times: what a token takes grows with them.
   Status choose_link() {
     const model::HParams& hp = model_.hparams();
     const double kv_bytes = 2.0 * 2.0 * hp.n_embd_kv();
@@ -130,11 +131,13 @@ class BatchBench {
     for (const int64_t n : lengths_) n_tokens += n + args_.new_tokens + engine::kBlockTokens;
     disk_bytes_ = static_cast<size_t>(kv_bytes * hp.n_layer * static_cast<double>(n_tokens)) +
                   (size_t{64} << 20);
-    HCACHE_RETURN_IF_ERROR(tell("measuring what K and V take"));
-    env_.set_read_bytes_per_s(0);
-    const std::vector<int64_t> few = {256, 512, 1024};
-    HCACHE_ASSIGN_OR_RETURN(measured_, state::measure_batch_costs(model_, engine_options(), few));
+    std::vector<int64_t> sizes = {128, 256, 512, 768, 1024, 1536};
+    std::erase_if(sizes, [&](int64_t n) { return n + engine::kBlockTokens > args_.buffer_tokens; });
     if (args_.link == "balance") {
+      HCACHE_RETURN_IF_ERROR(tell("measuring what K and V take"));
+      env_.set_read_bytes_per_s(0);
+      HCACHE_ASSIGN_OR_RETURN(measured_,
+                              state::measure_batch_costs(model_, engine_options(), sizes));
       link_ = kv_bytes * args_.balance / measured_.costs.kv_gen.slope;
     } else {
       HCACHE_ASSIGN_OR_RETURN(const Link link, parse_link(args_.link));
@@ -143,8 +146,6 @@ class BatchBench {
     links_.push_back(link_);
     env_.set_read_bytes_per_s(link_);
     HCACHE_RETURN_IF_ERROR(tell("measuring what the link takes"));
-    std::vector<int64_t> sizes = {128, 256, 512, 768, 1024, 1536};
-    std::erase_if(sizes, [&](int64_t n) { return n + engine::kBlockTokens > args_.buffer_tokens; });
     HCACHE_ASSIGN_OR_RETURN(measured_, state::measure_batch_costs(model_, engine_options(), sizes));
     const double load_s = measured_.costs.load_kv.slope;
     if (load_s > 0) generate_over_load_.push_back(measured_.costs.kv_gen.slope / load_s);

@@ -107,10 +107,20 @@ class Planner {
  public:
   explicit Planner(const HybridBatch& batch) : batch_(batch) {}
 
-  // All numbers of recomputed layers for one ratio; its mini-batches are the same for all.
+  // All numbers of recomputed layers for one ratio, with mini-batches by balance and even ones;
+  // these are the same for all numbers.
   Status try_ratio(const BlockCounts& ratio) {
+    for (const Packing packing : {Packing::kBalance, Packing::kEven}) {
+      HCACHE_RETURN_IF_ERROR(try_ratio(ratio, packing));
+    }
+    return {};
+  }
+  [[nodiscard]] const std::optional<HybridPlan>& best() const { return best_; }
+
+ private:
+  Status try_ratio(const BlockCounts& ratio, Packing packing) {
     const std::vector<RequestContext> contexts = split_contexts(batch_, ratio);
-    auto batches = form_mini_batches(batch_.costs, contexts, batch_.limits, Packing::kBalance);
+    auto batches = form_mini_batches(batch_.costs, contexts, batch_.limits, packing);
     if (!batches.ok()) return batches.status();
     PipelineStep step =
         pipeline_step(batch_.costs, *batches, {.layers = batch_.costs.n_layer, .share = 1});
@@ -124,16 +134,14 @@ class Planner {
       if (best_ && !better(times.step_s, recompute, ratio)) continue;
       best_ = HybridPlan{.ratio = ratio,
                          .recompute = recompute,
-                         .packing = Packing::kBalance,
+                         .packing = packing,
                          .mini_batches = *batches,
                          .host_bytes = host_bytes(batch_, contexts, recompute),
                          .step = times};
     }
     return {};
   }
-  [[nodiscard]] const std::optional<HybridPlan>& best() const { return best_; }
 
- private:
   [[nodiscard]] bool better(double step_s, const Recompute& recompute,
                             const BlockCounts& ratio) const {
     const double now_s = best_->step.step_s;

@@ -15,6 +15,8 @@ namespace {
 
 // Below this a difference of imbalance is rounding.
 constexpr double kSlack = 1e-9;
+// Rounds of exchanges between even mini-batches: mostly the second finds nothing any more.
+constexpr int kMostRounds = 8;
 
 int64_t loaded_act(const MiniBatch& b) { return b.act_tokens - b.act_device_tokens; }
 
@@ -42,6 +44,110 @@ MiniBatch with(const MiniBatch& batch, const RequestContext& r) {
   add(sums, r, 0);
   return sums;
 }
+
+// What a request or a mini-batch takes of the whole batch's loading and of its generating.
+struct Load {
+  double link = 0;
+  double compute = 0;
+};
+Load operator+(Load a, Load b) { return {a.link + b.link, a.compute + b.compute}; }
+Load operator-(Load a, Load b) { return {a.link - b.link, a.compute - b.compute}; }
+double squared(Load a) { return a.link * a.link + a.compute * a.compute; }
+
+// Spreads requests over a given number of mini-batches so that each has as much to load and to
+// compute as the others: the sum of their squared loads is brought down.
+class Leveller {
+ public:
+  Leveller(const HybridCosts& costs, const std::vector<RequestContext>& requests,
+           const MiniBatchLimits& limits)
+      : requests_(requests), limits_(limits) {
+    Load all;
+    for (const RequestContext& r : requests) {
+      const auto kv = static_cast<double>(r.kv_tokens);
+      const auto act = static_cast<double>(r.act_tokens);
+      const auto loaded = static_cast<double>(r.act_tokens - r.act_device_tokens);
+      loads_.push_back({.link = costs.load_kv.slope * kv + costs.load_act.slope * loaded,
+                        .compute = costs.kv_gen.slope * act + costs.attend.slope * (kv + act)});
+      all = all + loads_.back();
+    }
+    for (Load& load : loads_) {
+      load.link = all.link > 0 ? load.link / all.link : 0;
+      load.compute = all.compute > 0 ? load.compute / all.compute : 0;
+    }
+  }
+
+  // Nothing where the largest first leaves no room for one, or nobody in a mini-batch.
+  std::optional<std::vector<MiniBatch>> spread(size_t n_batches) {
+    batches_.assign(n_batches, {});
+    sums_.assign(n_batches, {});
+    std::vector<int32_t> order(requests_.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      return requests_[a].tokens() > requests_[b].tokens();
+    });
+    for (const int32_t r : order) {
+      size_t best = n_batches;
+      double least = 0;
+      for (size_t b = 0; b < n_batches; ++b) {
+        if (!fits(with(batches_[b], requests_[r]), limits_)) continue;
+        const double more = squared(sums_[b] + loads_[r]) - squared(sums_[b]);
+        if (best < n_batches && more >= least - kSlack) continue;
+        best = b;
+        least = more;
+      }
+      if (best == n_batches) return std::nullopt;
+      add(batches_[best], requests_[r], r);
+      sums_[best] = sums_[best] + loads_[r];
+    }
+    for (int round = 0; round < kMostRounds && exchange(); ++round) {
+    }
+    // Requests that take no time are all in the first.
+    for (const MiniBatch& batch : batches_) {
+      if (batch.members.empty()) return std::nullopt;
+    }
+    return std::move(batches_);
+  }
+
+ private:
+  // One member of a mini-batch for one of another, wherever that makes them more alike. False:
+  // nowhere.
+  bool exchange() {
+    bool any = false;
+    for (size_t a = 0; a < batches_.size(); ++a) {
+      for (size_t b = a + 1; b < batches_.size(); ++b) {
+        for (size_t i = 0; i < batches_[a].members.size(); ++i) {
+          for (size_t j = 0; j < batches_[b].members.size(); ++j) any |= level(a, i, b, j);
+        }
+      }
+    }
+    return any;
+  }
+
+  bool level(size_t a, size_t i, size_t b, size_t j) {
+    const Load change = loads_[batches_[b].members[j]] - loads_[batches_[a].members[i]];
+    const Load after_a = sums_[a] + change;
+    const Load after_b = sums_[b] - change;
+    const double before = squared(sums_[a]) + squared(sums_[b]);
+    if (squared(after_a) + squared(after_b) >= before - kSlack) return false;
+    std::vector<int32_t> in_a = batches_[a].members;
+    std::vector<int32_t> in_b = batches_[b].members;
+    std::swap(in_a[i], in_b[j]);
+    MiniBatch new_a = mini_batch_of(requests_, std::move(in_a));
+    MiniBatch new_b = mini_batch_of(requests_, std::move(in_b));
+    if (!fits(new_a, limits_) || !fits(new_b, limits_)) return false;
+    batches_[a] = std::move(new_a);
+    batches_[b] = std::move(new_b);
+    sums_[a] = after_a;
+    sums_[b] = after_b;
+    return true;
+  }
+
+  const std::vector<RequestContext>& requests_;
+  const MiniBatchLimits limits_;
+  std::vector<Load> loads_;
+  std::vector<MiniBatch> batches_;
+  std::vector<Load> sums_;  // of each
+};
 
 class Packer {
  public:
@@ -175,7 +281,11 @@ Result<std::vector<MiniBatch>> form_mini_batches(const HybridCosts& costs,
         limits.act_tokens, limits.tokens));
   }
   Packer packer(costs, requests, limits);
-  return packing == Packing::kArrival ? packer.by_arrival() : packer.by_balance();
+  if (packing == Packing::kArrival) return packer.by_arrival();
+  std::vector<MiniBatch> balanced = packer.by_balance();
+  if (packing == Packing::kBalance) return balanced;
+  auto even = Leveller(costs, requests, limits).spread(balanced.size());
+  return even ? *std::move(even) : std::move(balanced);
 }
 
 }  // namespace hcache::policy

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "hybrid_testing.h"
 #include "policy/hybrid_cache.h"
+#include "policy/hybrid_pipeline.h"
 #include "policy_testing.h"
 
 namespace hcache::policy {
@@ -230,7 +232,7 @@ TEST(HybridCache, EveryRequestLandsInOneMiniBatch) {
     const auto requests = random_requests(random, static_cast<size_t>(random.integer(0, 60)));
     const MiniBatchLimits limits{random.integer(10, 40) * kBlock, random.integer(10, 40) * kBlock,
                                  random.integer(20, 60) * kBlock};
-    for (const Packing packing : {Packing::kArrival, Packing::kBalance}) {
+    for (const Packing packing : {Packing::kArrival, Packing::kBalance, Packing::kEven}) {
       const auto batches = form_mini_batches(costs, requests, limits, packing);
       ASSERT_TRUE(batches.ok()) << batches.status().to_string();
       expect_whole(requests, limits, *batches);
@@ -278,6 +280,59 @@ TEST(HybridCache, EqualRequestsFillAMiniBatch) {
       form_mini_batches(multi_head_costs(1), requests, {512, 512, 1024}, Packing::kBalance);
   ASSERT_EQ(batches->size(), 2U);
   EXPECT_EQ((*batches)[0].members.size(), 4U);
+}
+
+// The mean of what each mini-batch has more than the smallest, of the largest's tokens.
+double unevenness(const std::vector<MiniBatch>& batches) {
+  const auto [least, most] = std::minmax_element(
+      batches.begin(), batches.end(),
+      [](const MiniBatch& a, const MiniBatch& b) { return a.tokens() < b.tokens(); });
+  const double most_tokens = static_cast<double>(most->tokens());
+  double more = 0;
+  for (const MiniBatch& b : batches) more += static_cast<double>(b.tokens() - least->tokens());
+  return more / most_tokens / static_cast<double>(batches.size());
+}
+
+TEST(HybridCache, EvenMiniBatchesAreAsManyAndAlike) {
+  Random random(11);
+  const HybridCosts costs = multi_head_costs(1.2);
+  double filled = 0;
+  double even = 0;
+  for (int round = 0; round < 50; ++round) {
+    const auto requests = random_requests(random, 40);
+    const MiniBatchLimits limits{60 * kBlock, 60 * kBlock, 100 * kBlock};
+    const auto by_balance = form_mini_batches(costs, requests, limits, Packing::kBalance);
+    const auto by_load = form_mini_batches(costs, requests, limits, Packing::kEven);
+    ASSERT_EQ(by_load->size(), by_balance->size());
+    filled += unevenness(*by_balance);
+    even += unevenness(*by_load);
+    // What makes a pipeline wait: that one takes longer to load than another does to compute.
+    double least_s = std::numeric_limits<double>::infinity();
+    double most_s = 0;
+    for (const MiniBatch& b : *by_load) {
+      const double load_s = mini_batch_times(costs, b, 40).load_s;
+      least_s = std::min(least_s, load_s);
+      most_s = std::max(most_s, load_s);
+    }
+    EXPECT_LE(most_s, 1.1 * least_s) << round;
+  }
+  EXPECT_LT(even, 0.25 * filled);
+}
+
+// Where the largest first leaves no room for all, they are those by balance.
+TEST(HybridCache, WhatCannotBeEvenIsByBalance) {
+  Random random(17);
+  const HybridCosts costs = multi_head_costs(1);
+  for (int round = 0; round < 200; ++round) {
+    const auto requests = random_requests(random, 12);
+    int64_t longest = 0;
+    for (const RequestContext& r : requests) longest = std::max(longest, r.tokens());
+    const MiniBatchLimits limits{longest, longest, longest};
+    const auto even = form_mini_batches(costs, requests, limits, Packing::kEven);
+    const auto balanced = form_mini_batches(costs, requests, limits, Packing::kBalance);
+    expect_whole(requests, limits, *even);
+    EXPECT_EQ(even->size(), balanced->size());
+  }
 }
 
 TEST(HybridCache, NamesTheRequestThatDoesNotFit) {

@@ -92,10 +92,12 @@ TEST(HybridPlan, NothingIsFasterThanTheSearch) {
     const int32_t most_layers = batch.carried_tokens > 0 ? batch.costs.n_layer : 1;
     for (int64_t act = 0; act <= longest; ++act) {
       for (int32_t layers = 0; layers <= most_layers; ++layers) {
-        const auto other = plan_with(batch, {.act = act, .kv = longest - act}, {.layers = layers},
-                                     Packing::kBalance);
-        ASSERT_TRUE(other.ok()) << other.status().to_string();
-        ASSERT_GE(other->step.step_s, best_s * (1 - 1e-9));
+        for (const Packing packing : {Packing::kBalance, Packing::kEven}) {
+          const auto other =
+              plan_with(batch, {.act = act, .kv = longest - act}, {.layers = layers}, packing);
+          ASSERT_TRUE(other.ok()) << other.status().to_string();
+          ASSERT_GE(other->step.step_s, best_s * (1 - 1e-9));
+        }
       }
     }
     const auto best = plan_hybrid(batch, HybridMode::kSearch);
@@ -197,6 +199,7 @@ TEST(HybridPlan, PackingPaysWhereRequestsDiffer) {
   Random random(31);
   double balanced_s = 0;
   double arrival_s = 0;
+  double even_s = 0;
   for (int round = 0; round < 20; ++round) {
     std::vector<int64_t> contexts;
     for (int i = 0; i < 48; ++i) contexts.push_back(random.integer(1, 30) * kBlock);
@@ -204,8 +207,27 @@ TEST(HybridPlan, PackingPaysWhereRequestsDiffer) {
     batch.limits = {.kv_tokens = 2048, .act_tokens = 2048, .tokens = 4096};
     balanced_s += plan_with(batch, {1, 1}, {}, Packing::kBalance)->step.step_s;
     arrival_s += plan_with(batch, {1, 1}, {}, Packing::kArrival)->step.step_s;
+    even_s += plan_with(batch, {1, 1}, {}, Packing::kEven)->step.step_s;
   }
   EXPECT_LT(balanced_s, arrival_s);
+  EXPECT_LT(even_s, balanced_s);
+}
+
+// HybridServe's balance: 32 requests whose mini-batches by balance are three full ones and half a
+// one, for which link and computing wait in turn.
+TEST(HybridPlan, EvenMiniBatchesKeepBothBusyAtTheBalance) {
+  HybridCosts costs = multi_head_costs(0.85);
+  costs.n_layer = 8;
+  std::vector<int64_t> contexts;
+  for (int64_t i = 0; i < 32; ++i) contexts.push_back(272 + 768 * ((11 * i) % 32) / 31);
+  HybridBatch batch = batch_of(costs, std::move(contexts));
+  batch.limits = {.kv_tokens = 6144, .act_tokens = 6144, .tokens = 6144};
+  batch.steps_overlap = true;
+  const auto best = plan_hybrid(batch, HybridMode::kSearch);
+  ASSERT_TRUE(best.ok()) << best.status().to_string();
+  EXPECT_EQ(best->packing, Packing::kEven);
+  EXPECT_LE(best->step.step_s, 1.02 * std::max(best->step.link_s, best->step.compute_s));
+  EXPECT_GE(step_s(batch, HybridMode::kPolicies), 1.05 * best->step.step_s);
 }
 
 TEST(HybridPlan, ScalesFollowWhatIsObserved) {

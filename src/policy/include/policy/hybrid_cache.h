@@ -134,14 +134,19 @@ struct MiniBatch {
 enum class Packing : uint8_t {
   kArrival,  // in their order, a new mini-batch when the next one doesn't fit
   kBalance,  // the greedy algorithm of §4.3.3
+  kEven,     // as many, each with as much to load and to compute as the others
 };
 
 // Every request lands in exactly one mini-batch, and none exceeds the limits. kBalance: a
 // mini-batch begins with the largest request left and takes the one that brings the imbalance down
 // most, while one fits and none raises it; then the smallest mini-batches are dissolved into the
 // others where their requests fit, each where it unbalances least. The imbalance is against the
-// whole batch's balance. At most O(n^2) for n requests. kInvalidArgument names a request that
-// exceeds the limits alone.
+// whole batch's balance. It fills one after the other, so that the last may be small: then the link
+// waits for a buffer, or computing for what is loaded into it. kEven, which is not the paper's,
+// spreads the requests over as many mini-batches, the largest first, and exchanges members between
+// two of them until none is left to be evened; where that does not fit, it is kBalance. At most
+// O(n^2) for n requests, a few times with kEven. kInvalidArgument names a request that exceeds the
+// limits alone.
 [[nodiscard]] Result<std::vector<MiniBatch>> form_mini_batches(
     const HybridCosts& costs, const std::vector<RequestContext>& requests,
     const MiniBatchLimits& limits, Packing packing);
