@@ -19,8 +19,9 @@ constexpr double kEqual = 1e-9;          // of a step: rounding
 constexpr int64_t kRatioParts = 1'000'000;
 
 constexpr std::array kModes = {
-    HybridModeInfo{HybridMode::kSearch, "search",
-                   "the fastest ratio and recomputed layers by the model of the pipeline"},
+    HybridModeInfo{
+        HybridMode::kSearch, "search",
+        "the fastest ratio, recomputed layers and mini-batches by the model of the pipeline"},
     HybridModeInfo{HybridMode::kPolicies, "policies",
                    "host blocks by Algorithm 1, mini-batches by balance"},
     HybridModeInfo{HybridMode::kUnmanaged, "unmanaged",

@@ -14,7 +14,7 @@
 namespace hcache::policy {
 
 enum class HybridMode : uint8_t {
-  kSearch,      // the fastest of all ratios and recomputed layers by the pipeline's model
+  kSearch,      // the fastest ratio, recomputed layers and mini-batches by the pipeline's model
   kPolicies,    // Algorithm 1, Eq. 11 and mini-batches by balance: the paper's
   kUnmanaged,   // as many ACT as KV blocks, mini-batches by arrival (Fig. 15's second step)
   kFixedShare,  // a given share of ACT blocks, mini-batches by balance
@@ -68,9 +68,10 @@ struct HybridPlan {
 // `share`, in [0, 1]: of ACT blocks (kFixedShare) or of tokens (kTokens); unused otherwise.
 // kSearch tries every number of ACT blocks of the longest context and every number of recomputed
 // layers that the device can hold the rows of: exact for contexts of one length, and for each the
-// mini-batches that form_mini_batches gives. Equal predictions go to fewer recomputed layers, then
-// to fewer ACT blocks. Where an ACT block is no smaller than a KV block, kSearch and kPolicies use
-// none; the baselines do as they are told. Errors as plan_with: kSearch only if no ratio fits.
+// mini-batches that form_mini_batches gives by balance and even. Equal predictions go to fewer
+// recomputed layers, then to fewer ACT blocks. Where an ACT block is no smaller than a KV block,
+// kSearch and kPolicies use none; the baselines do as they are told. Errors as plan_with: kSearch
+// only if no ratio fits.
 [[nodiscard]] Result<HybridPlan> plan_hybrid(const HybridBatch& batch, HybridMode mode,
                                              double share = 0);
 
