@@ -33,7 +33,7 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// The line through medians of sizes; nothing where nothing was timed.
+// The line through mini-batches' medians; nothing where nothing was timed.
 Result<LinearFit> fit_generation(const std::vector<SizedTime>& points) {
   const bool timed = std::any_of(points.begin(), points.end(),
                                  [](const SizedTime& s) { return s.size > 0 && s.seconds > 0; });
