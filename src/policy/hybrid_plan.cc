@@ -111,16 +111,17 @@ class Planner {
   // All numbers of recomputed layers for one ratio, with mini-batches by balance and even ones;
   // these are the same for all numbers.
   Status try_ratio(const BlockCounts& ratio) {
+    const std::vector<RequestContext> contexts = split_contexts(batch_, ratio);
     for (const Packing packing : {Packing::kBalance, Packing::kEven}) {
-      HCACHE_RETURN_IF_ERROR(try_ratio(ratio, packing));
+      HCACHE_RETURN_IF_ERROR(try_packing(ratio, contexts, packing));
     }
     return {};
   }
   [[nodiscard]] const std::optional<HybridPlan>& best() const { return best_; }
 
  private:
-  Status try_ratio(const BlockCounts& ratio, Packing packing) {
-    const std::vector<RequestContext> contexts = split_contexts(batch_, ratio);
+  Status try_packing(const BlockCounts& ratio, const std::vector<RequestContext>& contexts,
+                     Packing packing) {
     auto batches = form_mini_batches(batch_.costs, contexts, batch_.limits, packing);
     if (!batches.ok()) return batches.status();
     PipelineStep step =

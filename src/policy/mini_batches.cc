@@ -45,6 +45,16 @@ MiniBatch with(const MiniBatch& batch, const RequestContext& r) {
   return sums;
 }
 
+// Their indices; of equals in their order.
+std::vector<int32_t> longest_first(const std::vector<RequestContext>& requests) {
+  std::vector<int32_t> order(requests.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return requests[a].tokens() > requests[b].tokens();
+  });
+  return order;
+}
+
 // What a request or a mini-batch takes of the whole batch's loading and of its generating.
 struct Load {
   double link = 0;
@@ -80,12 +90,7 @@ class Leveller {
   std::optional<std::vector<MiniBatch>> spread(size_t n_batches) {
     batches_.assign(n_batches, {});
     sums_.assign(n_batches, {});
-    std::vector<int32_t> order(requests_.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-      return requests_[a].tokens() > requests_[b].tokens();
-    });
-    for (const int32_t r : order) {
+    for (const int32_t r : longest_first(requests_)) {
       size_t best = n_batches;
       double least = 0;
       for (size_t b = 0; b < n_batches; ++b) {
@@ -170,11 +175,7 @@ class Packer {
   }
 
   std::vector<MiniBatch> by_balance() {
-    std::vector<int32_t> left(requests_.size());
-    std::iota(left.begin(), left.end(), 0);
-    std::stable_sort(left.begin(), left.end(), [&](int32_t a, int32_t b) {
-      return requests_[a].tokens() > requests_[b].tokens();
-    });
+    std::vector<int32_t> left = longest_first(requests_);
     while (!left.empty()) {
       MiniBatch& batch = batches_.emplace_back();
       for (auto next = left.begin(); next != left.end(); next = best_of(batch, left)) {

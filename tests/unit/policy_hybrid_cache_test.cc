@@ -333,6 +333,17 @@ TEST(HybridCache, WhatCannotBeEvenIsByBalance) {
     expect_whole(requests, limits, *even);
     EXPECT_EQ(even->size(), balanced->size());
   }
+  // Two of three blocks and three of two fit into twice six only side by side.
+  std::vector<RequestContext> requests;
+  for (const int64_t n : {3, 3, 2, 2, 2}) {
+    requests.push_back({.kv_tokens = n * kBlock, .act_tokens = n * kBlock});
+  }
+  const MiniBatchLimits limits{6 * kBlock, 6 * kBlock, 12 * kBlock};
+  const auto even = form_mini_batches(costs, requests, limits, Packing::kEven);
+  const auto balanced = form_mini_batches(costs, requests, limits, Packing::kBalance);
+  ASSERT_EQ(even->size(), 2U);
+  EXPECT_EQ((*even)[0].members, (*balanced)[0].members);
+  EXPECT_EQ((*even)[1].members, (*balanced)[1].members);
 }
 
 TEST(HybridCache, NamesTheRequestThatDoesNotFit) {
