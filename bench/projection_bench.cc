@@ -1,8 +1,8 @@
 // Microbenchmark of our products of quantised weights: ours against ggml's on the same data, in
-// turns, with the rate of each and the share of what this machine reaches in the same run: int8
-// products of vectors in registers (AMX may exceed them), and memory read in order, a stream for
-// each thread (the kernels read sixteen, which may be faster). Results that differ from ggml's by
-// more than rounding end it with 1; the bits are model_products_test's business.
+// turns, with the rate of each and the share of what this machine reaches, in turns with them as
+// well: int8 products of vectors in registers (AMX may exceed them), and memory read in order, a
+// stream for each thread (the kernels read sixteen, which may be faster). Results that differ from
+// ggml's by more than rounding end it with 1; the bits are model_products_test's business.
 //
 //   projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N] [--type NAME]
 //
@@ -65,39 +65,33 @@ double timed_threads(int n, const F& work) {
   return now_s() - start;
 }
 
-// What the processor and the memory give at best, measured as the products are: in the same run.
-struct Limits {
-  double int8_ops_per_s;
-  double bytes_per_s;
-};
-
-Limits measure_limits(const Settings& s, const std::vector<uint8_t>& memory) {
-  constexpr int kLoops = 2'000'000;
-  std::vector<double> ops;
-  std::vector<double> bytes;
-  for (int rep = 0; rep < s.reps; ++rep) {
-    const double peak_s =
-        timed_threads(s.threads, [](int) { hcache::bench::run_int8_products(kLoops); });
-    ops.push_back(s.threads * hcache::bench::int8_products_ops(kLoops) / peak_s);
-    const size_t share = memory.size() / static_cast<size_t>(s.threads);
-    const double read_s = timed_threads(s.threads, [&](int i) {
-      const uint8_t* at = memory.data() + share * static_cast<size_t>(i);
-      std::array<uint64_t, 8> sums{};  // a cache line's words: independent of each other
-      for (size_t j = 0; j + sizeof sums <= share; j += sizeof sums) {
-        std::array<uint64_t, 8> line;
-        std::memcpy(line.data(), at + j, sizeof line);
-        for (size_t k = 0; k < line.size(); ++k) sums[k] += line[k];
-        __builtin_prefetch(at + j + 1024);
-      }
-      volatile uint64_t sink = std::accumulate(sums.begin(), sums.end(), uint64_t{0});
-      (void)sink;
-    });
-    bytes.push_back(static_cast<double>(memory.size()) / read_s);
-  }
-  return {median(ops), median(bytes)};
+// Seconds that the processor takes for integer products in registers, of so many operations.
+constexpr int kPeakLoops = 2'000'000;
+double peak_s(const Settings& s) {
+  return timed_threads(s.threads, [](int) { hcache::bench::run_int8_products(kPeakLoops); });
+}
+double peak_ops(const Settings& s) {
+  return s.threads * hcache::bench::int8_products_ops(kPeakLoops);
 }
 
-bool compare(const Settings& s, ggml_type type, int n_rows, const Limits& limits) {
+// Seconds in which the threads read all of `memory`, each its part.
+double read_s(const Settings& s, const std::vector<uint8_t>& memory) {
+  const size_t share = memory.size() / static_cast<size_t>(s.threads);
+  return timed_threads(s.threads, [&](int i) {
+    const uint8_t* at = memory.data() + share * static_cast<size_t>(i);
+    std::array<uint64_t, 8> sums{};  // a cache line's words: independent of each other
+    for (size_t j = 0; j + sizeof sums <= share; j += sizeof sums) {
+      std::array<uint64_t, 8> line;
+      std::memcpy(line.data(), at + j, sizeof line);
+      for (size_t k = 0; k < line.size(); ++k) sums[k] += line[k];
+      __builtin_prefetch(at + j + 1024);
+    }
+    volatile uint64_t sink = std::accumulate(sums.begin(), sums.end(), uint64_t{0});
+    (void)sink;
+  });
+}
+
+bool compare(const Settings& s, ggml_type type, int n_rows, const std::vector<uint8_t>& memory) {
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
   const size_t weight_bytes = ggml_row_size(type, s.in) * static_cast<size_t>(s.out);
@@ -134,13 +128,25 @@ bool compare(const Settings& s, ggml_type type, int n_rows, const Limits& limits
   }
   ggml_backend_t backend = ggml_backend_cpu_init();
   ggml_backend_cpu_set_n_threads(backend, s.threads);
+  const double ops = 2.0 * s.in * s.out * n_rows;
   std::vector<double> seconds[2];
+  std::vector<double> peaks;   // int8 operations a second
+  std::vector<double> reads;   // bytes a second
+  std::vector<double> shares;  // of the bound, by repetition: the machine's speed changes
   for (int rep = -1; rep < s.reps; ++rep) {
+    double each[2];
     for (int i = 0; i < 2; ++i) {
       const double start = now_s();
       ggml_backend_graph_compute(backend, graphs[i]);
-      if (rep >= 0) seconds[i].push_back((now_s() - start) / static_cast<double>(turns));
+      each[i] = (now_s() - start) / static_cast<double>(turns);
     }
+    const double peak = peak_ops(s) / peak_s(s);
+    const double read = static_cast<double>(memory.size()) / read_s(s, memory);
+    if (rep < 0) continue;
+    for (int i = 0; i < 2; ++i) seconds[i].push_back(each[i]);
+    peaks.push_back(peak);
+    reads.push_back(read);
+    shares.push_back(std::max(ops / peak, static_cast<double>(weight_bytes) / read) / each[1]);
   }
   double error = 0;
   double norm = 0;
@@ -151,17 +157,15 @@ bool compare(const Settings& s, ggml_type type, int n_rows, const Limits& limits
     norm += a * a;
   }
   const bool agrees = std::sqrt(error / norm) < 1e-5;
-  const double ops = 2.0 * s.in * s.out * n_rows;
-  const double bound_s =
-      std::max(ops / limits.int8_ops_per_s, static_cast<double>(weight_bytes) / limits.bytes_per_s);
   const double ours_s = median(seconds[1]);
   std::printf(
-      "%-6s %4d rows: ggml %8.3f ms, ours %8.3f ms (%5.2f times), %5.0f GOP/s, "
-      "%4.1f GB/s of weights, %.2f of the bound%s\n",
+      "%-6s %4d rows: ggml %8.3f ms, ours %8.3f ms (%5.2f times), %5.0f of %5.0f GOP/s, "
+      "%4.1f of %4.1f GB/s of weights, %.2f of the bound (%.2f to %.2f)%s\n",
       ggml_type_name(type), n_rows, median(seconds[0]) * 1e3, ours_s * 1e3,
-      median(seconds[0]) / ours_s, ops / ours_s * 1e-9,
-      static_cast<double>(weight_bytes) / ours_s * 1e-9, bound_s / ours_s,
-      agrees ? "" : "  DIFFERS FROM GGML");
+      median(seconds[0]) / ours_s, ops / ours_s * 1e-9, median(peaks) * 1e-9,
+      static_cast<double>(weight_bytes) / ours_s * 1e-9, median(reads) * 1e-9, median(shares),
+      *std::min_element(shares.begin(), shares.end()),
+      *std::max_element(shares.begin(), shares.end()), agrees ? "" : "  DIFFERS FROM GGML");
   ggml_backend_free(backend);
   ggml_free(ctx);
   return agrees;
@@ -209,19 +213,16 @@ int main(int argc, char** argv) {
   std::fprintf(stderr, "a debug build: its times mean nothing\n");
 #endif
   const std::vector<uint8_t> memory(kTurnBytes, 1);
-  const Limits limits = measure_limits(s, memory);
-  std::printf(
-      "%s kernels, %d x %d, %d threads, medians of %d; int8 at best %.0f GOP/s, memory "
-      "%.1f GB/s\n",
-      std::string(hcache::model::product_kernels()).c_str(), s.in, s.out, s.threads, s.reps,
-      limits.int8_ops_per_s * 1e-9, limits.bytes_per_s * 1e-9);
+  std::printf("%s kernels, %d x %d, %d threads, medians of %d; of what int8 and memory give\n",
+              std::string(hcache::model::product_kernels()).c_str(), s.in, s.out, s.threads,
+              s.reps);
   bool agree = true;
   for (const ggml_type type : {GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0,
                                GGML_TYPE_Q5_1, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
                                GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4}) {
     if (!s.type.empty() && s.type != ggml_type_name(type)) continue;
     for (const int rows : s.rows > 0 ? std::vector{s.rows} : std::vector{1, 2, 4, 8, 16, 64, 512}) {
-      agree = compare(s, type, rows, limits) && agree;
+      agree = compare(s, type, rows, memory) && agree;
     }
   }
   return agree ? 0 : 1;
