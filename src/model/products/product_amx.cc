@@ -9,6 +9,8 @@ namespace {
 struct Amx : Avx512Vnni {
   // More go through tiles, with which one panel at a time was not measured.
   static constexpr int64_t kFewRows = 12;
+  static constexpr int64_t kSinglePanelRows = kFewRows;
+  static constexpr int kPairRows = 0;  // of the few rows that tiles leave: not measured either
 
   static constexpr int kTileRows = 16;
   static constexpr int kLeastTileRows = 9;  // fewer are as fast by vectors
@@ -58,18 +60,18 @@ struct Amx : Avx512Vnni {
   using Sums = int32_t[kTileRows][kPanel];
 
   static void multiply_step(int odd, const WeightChunk& w, int g, int first_dword,
-                            const RowChunk* rows, int64_t stride, Sums& sums) {
+                            const RowChunk* rows, Sums& sums) {
     const int8_t* x = rows->quants + g * kGroup + 4 * first_dword;
-    const auto row_bytes = static_cast<size_t>(stride) * sizeof(RowChunk);
+    constexpr size_t kRowBytes = sizeof(RowChunk);
     if (odd == 0) {
       _tile_zero(4);
-      _tile_loadd(0, x, row_bytes);
+      _tile_loadd(0, x, kRowBytes);
       _tile_loadd(2, w.quants[g][first_dword], 4 * kPanel);
       _tile_dpbssd(4, 0, 2);
       _tile_stored(4, sums, 4 * kPanel);
     } else {
       _tile_zero(5);
-      _tile_loadd(1, x, row_bytes);
+      _tile_loadd(1, x, kRowBytes);
       _tile_loadd(3, w.quants[g][first_dword], 4 * kPanel);
       _tile_dpbssd(5, 1, 3);
       _tile_stored(5, sums, 4 * kPanel);
@@ -79,19 +81,19 @@ struct Amx : Avx512Vnni {
   // acc[n_rows][kPanel] += the chunk's products with as many rows, those of begin_tiles().
   template <BlockKind kKind, int kTileOf = kTileRows>
   static void multiply_tiles(int64_t n_rows, const WeightChunk& w, int n_groups,
-                             const RowChunk* rows, int64_t stride, float* acc) {
+                             const RowChunk* rows, float* acc) {
     if constexpr (kTileOf >= kLeastTileRows) {
       if (n_rows == kTileOf) {
-        return multiply_tile_of<kKind, kTileOf>(w, n_groups, rows, stride, acc);
+        return multiply_tile_of<kKind, kTileOf>(w, n_groups, rows, acc);
       }
-      multiply_tiles<kKind, kTileOf - 1>(n_rows, w, n_groups, rows, stride, acc);
+      multiply_tiles<kKind, kTileOf - 1>(n_rows, w, n_groups, rows, acc);
     }
   }
 
   // The sums of a step are scaled while the next one's are made.
   template <BlockKind kKind, int kTileOf>
   static void multiply_tile_of(const WeightChunk& w, int n_groups, const RowChunk* rows,
-                               int64_t stride, float* acc_rows) {
+                               float* acc_rows) {
     constexpr Layout kLayout = layout_of(kKind);
     constexpr int kHalves = kLayout.halves ? 2 : 1;
     constexpr int kDwords = kGroup / 4 / kHalves;
@@ -99,24 +101,23 @@ struct Amx : Avx512Vnni {
     F acc[kTileOf];
     begin_rows<Amx, kKind, kTileOf>(acc_rows, acc);
     const int n_steps = n_groups * kHalves;
-    multiply_step(0, w, 0, 0, rows, stride, sums[0]);
+    multiply_step(0, w, 0, 0, rows, sums[0]);
     for (int i = 0; i < n_steps; ++i) {
       const int next = i + 1;
       if (next < n_steps) {
-        multiply_step(next % 2, w, next / kHalves, next % kHalves * kDwords, rows, stride,
-                      sums[next % 2]);
+        multiply_step(next % 2, w, next / kHalves, next % kHalves * kDwords, rows, sums[next % 2]);
       }
       const int g = i / kHalves;
       const F scale = load(w.scale[g][i % kHalves]);
       for (int r = 0; r < kTileOf; ++r) {
         const F sum = to_float(_mm512_load_si512(sums[i % 2][r]));
-        acc[r] = fma(scale_of<Amx, kKind>(scale, rows[r * stride], g), sum, acc[r]);
+        acc[r] = fma(scale_of<Amx, kKind>(scale, rows[r], g), sum, acc[r]);
       }
       if (i % kHalves == kHalves - 1) {
-        add_minima<Amx, kKind, kTileOf>(w, g, rows, stride, acc);
+        add_minima<Amx, kKind, kTileOf>(w, g, rows, acc);
       }
     }
-    end_rows<Amx, kKind, kTileOf>(rows, stride, acc, acc_rows);
+    end_rows<Amx, kKind, kTileOf>(rows, acc, acc_rows);
   }
 };
 

@@ -65,28 +65,30 @@ struct Avx2 : Halves256 {
             widen(sum.b, pairs(w.magnitude.b, w.sign.b))};
   }
 
-  template <typename V, BlockKind kKind, int kRows, int kDwords>
-  static void add_products(const uint8_t (*weights)[kPanel][4], const RowChunk* rows,
-                           int64_t stride, int first, I* sums) {
+  template <typename V, BlockKind kKind, int kRows, int kAcross, int kDwords>
+  static void add_products(const WeightChunk* w, int g, int first_dword, const RowChunk* rows,
+                           I (*sums)[kRows]) {
     constexpr int kPairs = pairs<kKind>();
+    static_assert(kAcross == 1);
     if constexpr (kPairs < 2) {
-      NoTiles::add_products<V, kKind, kRows, kDwords>(weights, rows, stride, first, sums);
+      NoTiles::add_products<V, kKind, kRows, 1, kDwords>(w, g, first_dword, rows, sums);
     } else {
       static_assert(kDwords % kPairs == 0);
-      for (int from = 0; from < kDwords; from += kPairs) {
+      for (int from = first_dword; from < first_dword + kDwords; from += kPairs) {
         I narrow[kRows];
         for (int k = from; k < from + kPairs; ++k) {
-          const I w = {load_256(weights[k][0]), load_256(weights[k][8])};
+          const I quants = {load_256(w->quants[g][k][0]), load_256(w->quants[g][k][8])};
           for (int r = 0; r < kRows; ++r) {
-            const __m256i row = broadcast_4(rows[r * stride].quants + first + 4 * k);
-            const I products = {_mm256_maddubs_epi16(w.a, row), _mm256_maddubs_epi16(w.b, row)};
+            const __m256i row = broadcast_4(rows[r].quants + g * kGroup + 4 * k);
+            const I products = {_mm256_maddubs_epi16(quants.a, row),
+                                _mm256_maddubs_epi16(quants.b, row)};
             narrow[r] = k == from ? products
                                   : I{_mm256_add_epi16(narrow[r].a, products.a),
                                       _mm256_add_epi16(narrow[r].b, products.b)};
           }
         }
         for (int r = 0; r < kRows; ++r) {
-          sums[r] = {widen(sums[r].a, narrow[r].a), widen(sums[r].b, narrow[r].b)};
+          sums[0][r] = {widen(sums[0][r].a, narrow[r].a), widen(sums[0][r].b, narrow[r].b)};
         }
       }
     }

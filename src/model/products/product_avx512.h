@@ -12,13 +12,16 @@ namespace {
 struct Avx512Vnni : NoTiles {
   using I = __m512i;
   using F = __m512;
-  // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
-  // 32 registers.
+  // Of one panel. Twelve would have as many sums as a pair of panels and read more: as many values
+  // as there are products, and addresses of twelve rows, which are more than there are registers.
   template <BlockKind kKind>
   static constexpr int rows() {
-    return 12;
+    return 8;
   }
-
+  static constexpr int64_t kSinglePanelRows = 8;
+  // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
+  // 32 registers.
+  static constexpr int kPairRows = 6;
   static constexpr int kUnstoredRows = 6;
 
   static I zero() { return _mm512_setzero_si512(); }

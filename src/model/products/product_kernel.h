@@ -58,7 +58,7 @@ struct ProductTask {
   const uint8_t* weight;
   size_t weight_stride;  // bytes of an output's row
   int64_t n_in;          // a multiple of kGroup, of kChunk for the kinds of 256 values
-  const RowChunk* rows;  // [n_rows][chunks of n_in]
+  const RowChunk* rows;  // [chunks of n_in][n_rows]
   int64_t n_rows;
   float* out;
   size_t out_stride;        // floats
@@ -68,8 +68,8 @@ struct ProductTask {
 };
 
 struct ProductKernel {
-  // From a row of that kind (n_in values) to its chunks.
-  void (*prepare)(RowKind kind, const uint8_t* row, int64_t n_in, RowChunk* out);
+  // From values of a row of that kind (up to kChunk) to a chunk.
+  void (*prepare)(RowKind kind, const uint8_t* values, int64_t n, RowChunk* out);
   // Bytes of scratch that multiply() needs, aligned to 64.
   size_t (*scratch_bytes)(int64_t n_rows);
   void (*multiply)(const ProductTask& task, void* scratch);

@@ -157,7 +157,6 @@ void multiply(const ProductTask& task, void* scratch) {
   float* in_block = acc + task.n_rows;
   const int bytes = block_bytes_of_256(task.kind);
   const int64_t n_groups = task.n_in / kGroup;
-  const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
   for (int64_t out = task.first_out; out < task.end_out; ++out) {
     const uint8_t* row = task.weight + static_cast<size_t>(out) * task.weight_stride;
     memset(acc, 0, scratch_bytes(task.n_rows));
@@ -170,7 +169,7 @@ void multiply(const ProductTask& task, void* scratch) {
         unpack_k(task.kind, row + g / kChunkGroups * bytes, in_chunk, &w);
       }
       for (int64_t r = 0; r < task.n_rows; ++r) {
-        const RowChunk& x = task.rows[r * n_chunks + g / kChunkGroups];
+        const RowChunk& x = task.rows[g / kChunkGroups * task.n_rows + r];
         float& sum = bytes == 0 ? acc[r] : in_block[r];
         sum = add_group(task.kind, w, x, in_chunk, bytes != 0, sum);
         if (bytes == 0 || in_chunk + 1 < kChunkGroups) continue;
@@ -185,34 +184,28 @@ void multiply(const ProductTask& task, void* scratch) {
   }
 }
 
-void add_row_group(RowChunk* out, int64_t group, const uint8_t* quants, float scale) {
-  RowChunk& chunk = out[group / kChunkGroups];
-  const auto g = static_cast<int>(group % kChunkGroups);
-  memcpy(chunk.quants + g * kGroup, quants, kGroup);
-  chunk.scale[g] = scale;
+void set_group(RowChunk* out, int g, const uint8_t* quants, float scale) {
+  memcpy(out->quants + g * kGroup, quants, kGroup);
+  out->scale[g] = scale;
   int32_t sums[2] = {0, 0};
   for (int i = 0; i < kGroup; ++i) sums[i / 16] += as_signed(quants[i]);
-  chunk.sum[g] = static_cast<float>(sums[0] + sums[1]);
-  chunk.offset[g] = -128 * (sums[0] + sums[1]);
-  for (int half = 0; half < 2; ++half) chunk.half_offset[g][half] = -128 * sums[half];
+  out->sum[g] = static_cast<float>(sums[0] + sums[1]);
+  out->offset[g] = -128 * (sums[0] + sums[1]);
+  for (int half = 0; half < 2; ++half) out->half_offset[g][half] = -128 * sums[half];
 }
 
-void prepare(RowKind kind, const uint8_t* row, int64_t n_in, RowChunk* out) {
-  constexpr int kBytesOf256 = 4 + kChunk + 2 * kChunk / 16;
+void prepare(RowKind kind, const uint8_t* values, int64_t n, RowChunk* out) {
   const int head = kind == RowKind::kQ8_1 ? 4 : 2;
-  for (int64_t g = 0; g < n_in / kGroup; ++g) {
+  for (int g = 0; g < n / kGroup; ++g) {
     if (kind == RowKind::kQ8K) {
-      const uint8_t* block = row + g / kChunkGroups * kBytesOf256;
       float d;
-      memcpy(&d, block, sizeof d);
-      add_row_group(out, g, block + 4 + g % kChunkGroups * kGroup, d);
+      memcpy(&d, values, sizeof d);
+      set_group(out, g, values + sizeof d + g * kGroup, d);
       continue;
     }
-    const uint8_t* block = row + g * (head + kGroup);
-    add_row_group(out, g, block + head, half_to_float(block));
-    if (kind == RowKind::kQ8_1) {
-      out[g / kChunkGroups].sum[g % kChunkGroups] = half_to_float(block + 2);
-    }
+    const uint8_t* block = values + g * (head + kGroup);
+    set_group(out, g, block + head, half_to_float(block));
+    if (kind == RowKind::kQ8_1) out->sum[g] = half_to_float(block + 2);
   }
 }
 

@@ -158,21 +158,24 @@ Scratch& scratch() {
   return own;
 }
 
-// The chunks of src[0]'s rows, which are of the type that the weights of *covered multiply.
+// The chunks of src[0]'s rows, which are of the type that the weights of *covered multiply: chunk
+// by chunk of all rows.
 void run_prepare(ggml_tensor* dst, int ith, int nth, void* covered) {
   const ggml_tensor* x = dst->src[0];
   const RowKind kind = row_kind(static_cast<const Covered*>(covered)->rows);
   const ProductKernel& kernel = *chosen()->kernel;
   const int64_t n_in = x->ne[0];
   const int64_t in_row = n_chunks(n_in);
-  const int64_t n = in_row * x->ne[1] * x->ne[2];
+  const int64_t n_rows = x->ne[1] * x->ne[2];
+  const int64_t n = in_row * n_rows;
   for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; ++i) {
     const int64_t row = i / in_row;
-    const int64_t first = i % in_row * kChunk;
+    const int64_t chunk = i % in_row;
+    const int64_t first = chunk * kChunk;
     const auto* from = static_cast<const uint8_t*>(x->data) + row % x->ne[1] * x->nb[1] +
                        row / x->ne[1] * x->nb[2] + ggml_row_size(x->type, first);
     kernel.prepare(kind, from, std::min<int64_t>(kChunk, n_in - first),
-                   static_cast<RowChunk*>(dst->data) + i);
+                   static_cast<RowChunk*>(dst->data) + chunk * n_rows + row);
   }
 }
 
@@ -229,7 +232,8 @@ void run_expert_product(ggml_tensor* dst, int ith, int nth, void* covered) {
   if (task.first_out >= task.end_out) return;
   const RowChunk* all_rows = task.rows;
   const int64_t n_used = experts.ne[0];
-  const bool shared = dst->src[1]->ne[1] == experts.ne[1];  // one row for all of a token's experts
+  const int64_t n_rows = dst->src[1]->ne[1];
+  const bool shared = n_rows == experts.ne[1];  // one row for all of a token's experts
   const int64_t in_row = n_chunks(task.n_in);
   Scratch& own = scratch();
   sort_by_expert(experts, weights.ne[2], own);
@@ -242,7 +246,8 @@ void run_expert_product(ggml_tensor* dst, int ith, int nth, void* covered) {
         static_cast<RowChunk*>(own.rows.of(static_cast<size_t>(n * in_row) * sizeof(RowChunk)));
     for (int64_t i = 0; i < n; ++i) {
       const int64_t slot = own.slots[static_cast<size_t>(begin + i)];
-      std::copy_n(all_rows + (shared ? slot / n_used : slot) * in_row, in_row, rows + i * in_row);
+      const RowChunk* row = all_rows + (shared ? slot / n_used : slot);
+      for (int64_t c = 0; c < in_row; ++c) rows[c * n + i] = row[c * n_rows];
     }
     task.weight =
         static_cast<const uint8_t*>(weights.data) + static_cast<size_t>(e) * weights.nb[2];
