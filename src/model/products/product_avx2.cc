@@ -9,16 +9,12 @@ namespace {
 // widened.
 struct Avx2 : Halves256 {
   static constexpr bool kNarrow = true;
+  static constexpr int kRows = 4;
 
   // Pairs of products, the rows' values up to 128, that fit.
   template <BlockKind kKind>
   static constexpr int pairs() {
     return 32767 / (2 * 128 * layout_of(kKind).largest);
-  }
-
-  template <BlockKind kKind>
-  static constexpr int rows() {
-    return pairs<kKind>() >= 4 ? 4 : 2;
   }
 
   template <BlockKind kKind>

@@ -14,10 +14,7 @@ struct Avx512Vnni : NoTiles {
   using F = __m512;
   // Of one panel. Twelve would have as many sums as a pair of panels and read more: as many values
   // as there are products, and addresses of twelve rows, which are more than there are registers.
-  template <BlockKind kKind>
-  static constexpr int rows() {
-    return 8;
-  }
+  static constexpr int kRows = 8;
   static constexpr int64_t kSinglePanelRows = 8;
   // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
   // 32 registers.

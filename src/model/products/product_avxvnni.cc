@@ -4,11 +4,9 @@ namespace hcache::model {
 namespace {
 
 struct AvxVnni : Halves256 {
-  // Two chains a row; they and their accumulators take 12 of 16 registers.
-  template <BlockKind kKind>
-  static constexpr int rows() {
-    return 3;
-  }
+  // Two chains a row. Their accumulators don't fit into 16 registers beside them, but are of use
+  // once a group only.
+  static constexpr int kRows = 4;
 
   template <BlockKind kKind>
   static I start(const int32_t& offset) {

@@ -298,7 +298,6 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
   constexpr Layout kLayout = layout_of(kKind);
   constexpr BlockKind kMultiplied = multiplied_as<V>(kKind);
   constexpr Layout kAs = layout_of(kMultiplied);
-  constexpr int kRows = V::template rows<kMultiplied>();
   constexpr bool k45k = kKind == BlockKind::kQ4K || kKind == BlockKind::kQ5K;
   constexpr int kUnstored = k45k ? V::kUnstoredRows : 0;
   static_assert(kLayout.block_values == kAs.block_values && kLayout.offset == kAs.offset &&
@@ -342,7 +341,7 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
       multiply_rows<V, kMultiplied, V::kPairRows, 2>(n_rows - r, paired, scratch.chunks, n_groups,
                                                      rows + r, scratch.acc + r * kPanel, panel_acc);
     }
-    multiply_rows<V, kMultiplied, kRows, 1>(
+    multiply_rows<V, kMultiplied, V::kRows, 1>(
         n_rows - r, n_panels - paired, scratch.chunks + paired, n_groups, rows + r,
         scratch.acc + paired * panel_acc + r * kPanel, panel_acc);
   }
