@@ -94,6 +94,6 @@ struct Avx2 : Halves256 {
 }  // namespace
 
 const ProductKernel kProductAvx2 = {
-    .prepare = prepare<Avx2>, .scratch_bytes = scratch_bytes, .multiply = multiply<Avx2>};
+    .prepare = prepare<Avx2>, .scratch_bytes = scratch_bytes<Avx2>, .multiply = multiply<Avx2>};
 
 }  // namespace hcache::model

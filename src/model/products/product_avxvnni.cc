@@ -27,7 +27,8 @@ struct AvxVnni : Halves256 {
 
 }  // namespace
 
-const ProductKernel kProductAvxVnni = {
-    .prepare = prepare<AvxVnni>, .scratch_bytes = scratch_bytes, .multiply = multiply<AvxVnni>};
+const ProductKernel kProductAvxVnni = {.prepare = prepare<AvxVnni>,
+                                       .scratch_bytes = scratch_bytes<AvxVnni>,
+                                       .multiply = multiply<AvxVnni>};
 
 }  // namespace hcache::model

@@ -15,16 +15,10 @@ namespace hcache::model {
 namespace {
 
 constexpr int kPanels = 4;  // panels that are unpacked together where there are many rows
-// Rows are taken by so many bytes, which a core's second-level cache holds for all panels, in
-// multiples of every tile's.
-constexpr int64_t kRowBytes = int64_t{1} << 20;
-constexpr int64_t kRowUnit = 48;
-constexpr int64_t kMaxRows = 480;
-
-inline int64_t rows_at_once(int64_t n_in) {
-  const int64_t row_bytes = (n_in + kChunk - 1) / kChunk * static_cast<int64_t>(sizeof(RowChunk));
-  const int64_t units = kRowBytes / row_bytes / kRowUnit;
-  return units < 1 ? kRowUnit : units * kRowUnit < kMaxRows ? units * kRowUnit : kMaxRows;
+// The size of equal parts of n of which none is larger than `most`; the last may be smaller.
+inline int64_t even_part(int64_t n, int64_t most) {
+  const int64_t parts = (n + most - 1) / most;
+  return (n + parts - 1) / parts;
 }
 
 // What a trait leaves out: weights are stored as they are unpacked, and all rows go through
@@ -63,6 +57,14 @@ struct NoTiles {
         }
       }
     }
+  }
+
+  // How many of n rows of so many values are taken at once. Wide ones leave the caches that are
+  // close between two groups of panels, but weights are unpacked and read less often than if they
+  // did not.
+  static constexpr int64_t kMaxRows = 256;
+  static int64_t rows_at_once(int64_t n_rows, int64_t /*n_in*/) {
+    return even_part(n_rows, kMaxRows);
   }
 
   // How many of n rows go through tiles at once; 0: none.
@@ -152,12 +154,6 @@ void end_rows(const RowChunk* rows, const typename V::F* acc, float* acc_rows) {
     const typename V::F scale = V::broadcast(&rows[r].scale[0]);
     V::store(to, kWide ? V::fma(scale, acc[r], V::load(to)) : acc[r]);
   }
-}
-
-// The size of equal parts of n of which none is larger than `most`; the last may be smaller.
-inline int64_t even_part(int64_t n, int64_t most) {
-  const int64_t parts = (n + most - 1) / most;
-  return (n + parts - 1) / parts;
 }
 
 // acc[kAcross][kRows][kPanel] += the products of so many panels' chunks with as many rows; a
@@ -363,7 +359,7 @@ void multiply_kind(const ProductTask& task, void* memory) {
       .acc = reinterpret_cast<float*>(static_cast<WeightChunk*>(memory) + kPanels)};
   const int64_t tile_rows = V::rows_of_tiles(task.n_rows);
   if (tile_rows > 0) V::template begin_tiles<multiplied_as<V>(kKind)>(tile_rows);
-  const int64_t at_once = rows_at_once(task.n_in);
+  const int64_t at_once = V::rows_at_once(task.n_rows, task.n_in);
   for (int64_t row = 0; row < task.n_rows; row += at_once) {
     const int64_t n_rows = task.n_rows - row < at_once ? task.n_rows - row : at_once;
     const int most = n_rows > V::kFewRows ? kPanels : n_rows > V::kSinglePanelRows ? 2 : 1;
@@ -393,8 +389,9 @@ void multiply(const ProductTask& task, void* scratch) {
   }
 }
 
+template <typename V>
 size_t scratch_bytes(int64_t n_rows) {
-  const int64_t rows = n_rows < kMaxRows ? n_rows : kMaxRows;
+  const int64_t rows = n_rows < V::kMaxRows ? n_rows : V::kMaxRows;
   return kPanels * (sizeof(WeightChunk) + static_cast<size_t>(rows) * kPanel * sizeof(float));
 }
 
