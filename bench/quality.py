@@ -44,6 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", default="512,1024", help="that the texts outgrow")
     parser.add_argument("--overflows", default="1,4,16", help="in a row")
     parser.add_argument("--pieces", type=int, default=8, help="of each text, that outgrow them")
+    parser.add_argument("--compare", default="anew,last,unrotated,whole",
+                        help="what truncated text is held against; anew alone takes a third of the time")
     args = parser.parse_args()
     if args.quick:
         args.texts, args.window, args.windows = "essay", 64, 2
@@ -102,21 +104,24 @@ def measure_questions(args, evals: Evals, lines: int) -> dict:
 
 def measure_truncation(args, evals: Evals, name: str, text: Path, context: str) -> dict:
     out = evals.run("truncation", text, "--context", context, "--overflows", args.overflows, "--pieces",
-                    args.pieces)
+                    args.pieces, "--compare", args.compare)
     return {"text": name, "context": int(context), "rows": out["rows"]}
+
+
+def value_of(row: dict, key: str, digits: int = 3) -> str:
+    return f"{row[key]['value']:.{digits}f}" if key in row else "–"
 
 
 def truncation_table(truncated: list[dict]) -> str:
     rows = []
     for t in truncated:
         for row in t["rows"]:
-            value = {key: row[key]["value"] for key in ("perplexity", "perplexity_anew",
-                                                        "perplexity_last_rows", "perplexity_not_rotated")}
             d = row["difference"]
             rows.append([t["text"], str(t["context"]), str(row["overflows"]),
-                         f"{value['perplexity']:.3f}", f"{value['perplexity_anew']:.3f}",
+                         value_of(row, "perplexity"), value_of(row, "perplexity_anew"),
                          f"{d['value']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f})",
-                         f"{value['perplexity_last_rows']:.3f}", f"{value['perplexity_not_rotated']:.1f}",
+                         value_of(row, "perplexity_last_rows"),
+                         value_of(row, "perplexity_not_rotated", 1),
                          "yes" if d["value"] <= MOST_TRUNCATED else "NO"])
     return lib.table(["text", "context", "overflows", "truncated", "computed anew", "difference",
                       "last rows alone", "not rotated", "within 0.02"], rows)
@@ -160,13 +165,13 @@ def main() -> None:
     if "truncation" in parts:
         truncated = [measure_truncation(args, evals, name, paths[name], context)
                      for name in names for context in args.contexts.split(",")]
-        mean = {key: mean_difference(truncated, f"perplexity{key}") for key in ("", "_last_rows")}
+        results |= {"truncation": truncated, "truncation_mean": mean_difference(truncated, "perplexity")}
         print()
         print(truncation_table(truncated))
-        print(f"in the mean {mean['']:+.2%} of what is computed anew; with the last rows alone "
-              f"{mean['_last_rows']:+.2%}")
-        results |= {"truncation": truncated, "truncation_mean": mean[""],
-                    "truncation_mean_last_rows": mean["_last_rows"]}
+        print(f"in the mean {results['truncation_mean']:+.2%} of what is computed anew")
+        if "last" in args.compare.split(","):
+            results["truncation_mean_last_rows"] = mean_difference(truncated, "perplexity_last_rows")
+            print(f"with the last rows alone {results['truncation_mean_last_rows']:+.2%}")
     lib.write_results(args.json_file or (args.work / "quality.json"), results)
     if not all(text["agrees"] for text in texts):
         raise SystemExit("a perplexity is not llama-perplexity's")

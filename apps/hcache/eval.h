@@ -81,6 +81,11 @@ struct TruncationArgs : EvalArgs {
   std::vector<std::string> overflows =
       texts(&overflows, "--overflows", "N,...", "1,4,16", "",
             "score what comes behind so many overflows in a row, up to the next one");
+  std::vector<std::string> compare = texts(
+      &compare, "--compare", "NAME,...", "anew,last,unrotated,whole", "anew|last|unrotated|whole",
+      "what truncated text is held against: what is held computed anew (always), the last "
+      "rows alone, K as it was rotated, nothing dropped; each but the first takes as long "
+      "as the truncated text itself");
   CutArgs cuts{this};
   int64_t pieces =
       integer(&pieces, "--pieces", "N", 20, {1}, "use so many pieces of the text at most");

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <memory>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "commands.h"
@@ -57,12 +59,13 @@ Result<std::vector<int64_t>> parse_counts(const std::vector<std::string>& texts)
 // Of one number of overflows; a group per piece of the text.
 struct TruncationRow {
   Stretch stretch;
-  std::vector<eval::Group> cut;    // -log p of the text's tokens
-  std::vector<eval::Group> naive;  // with K left as it was rotated
-  std::vector<eval::Group> last;   // with the last rows alone, whatever attention fell on
+  std::vector<eval::Group> cut;  // -log p of the text's tokens
   std::vector<eval::Group> anew;
-  std::vector<eval::Group> whole;  // with nothing dropped; empty where that is more than fits
-  std::vector<eval::Group> more;   // of cut over anew
+  std::vector<eval::Group> more;  // of cut over anew
+  // Empty where they are not wanted.
+  std::vector<eval::Group> last;   // with the last rows alone, whatever attention fell on
+  std::vector<eval::Group> naive;  // with K left as it was rotated
+  std::vector<eval::Group> whole;  // with nothing dropped
 };
 
 class TruncationEval {
@@ -74,32 +77,30 @@ class TruncationEval {
   [[nodiscard]] int64_t piece_tokens() const { return rows_.back().stretch.end + 1; }
   [[nodiscard]] std::vector<TruncationRow>& rows() { return rows_; }
 
-  Status score(Evaluation& evaluation, Evaluation& naive, const std::vector<int32_t>& tokens,
-               bool with_whole) {
+  // naive: null where it is not wanted.
+  Status score(Evaluation& evaluation, Evaluation* naive, const std::vector<int32_t>& tokens,
+               bool with_last, bool with_whole) {
+    std::vector<double> nll(tokens.size());
+    HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, limits_, &nll));
     for (TruncationRow& row : rows_) {
-      for (std::vector<eval::Group>* groups :
-           {&row.cut, &row.naive, &row.last, &row.anew, &row.more}) {
+      for (std::vector<eval::Group>* groups : {&row.cut, &row.anew, &row.more}) {
         groups->emplace_back();
       }
-      if (with_whole) row.whole.emplace_back();
+      HCACHE_RETURN_IF_ERROR(compare(evaluation, tokens, nll, row));
     }
-    std::vector<double> cut_nll(tokens.size());
-    HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, limits_, &cut_nll));
-    std::vector<double> last_nll = cut_nll;
     policy::TruncationLimits last = limits_;
     last.important = 0;
-    if (last != limits_) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, last, &last_nll));
-    std::vector<double> naive_nll(tokens.size());
-    HCACHE_RETURN_IF_ERROR(predict(naive, tokens, last, &naive_nll));
-    std::vector<double> whole_nll(tokens.size());
-    if (with_whole) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, {}, &whole_nll));
-    for (TruncationRow& row : rows_) {
-      HCACHE_RETURN_IF_ERROR(compare(evaluation, tokens, cut_nll, row));
-      for (int64_t at = row.stretch.held.cut_at; at < row.stretch.end; ++at) {
-        row.naive.back().add(naive_nll[static_cast<size_t>(at)]);
-        row.last.back().add(last_nll[static_cast<size_t>(at)]);
-        if (with_whole) row.whole.back().add(whole_nll[static_cast<size_t>(at)]);
-      }
+    if (with_last) {
+      if (last != limits_) HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, last, &nll));
+      add(nll, &TruncationRow::last);
+    }
+    if (naive != nullptr) {
+      HCACHE_RETURN_IF_ERROR(predict(*naive, tokens, last, &nll));
+      add(nll, &TruncationRow::naive);
+    }
+    if (with_whole) {
+      HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, {}, &nll));
+      add(nll, &TruncationRow::whole);
     }
     return {};
   }
@@ -116,6 +117,16 @@ class TruncationEval {
       const auto at = static_cast<size_t>(position);
       (*nll)[at] = -model::log_prob(logits, tokens[at + 1]);
     });
+  }
+
+  // Of a piece's tokens, those that are predicted in each row.
+  void add(const std::vector<double>& nll, std::vector<eval::Group> TruncationRow::*groups) {
+    for (TruncationRow& row : rows_) {
+      eval::Group& group = (row.*groups).emplace_back();
+      for (int64_t at = row.stretch.held.cut_at; at < row.stretch.end; ++at) {
+        group.add(nll[static_cast<size_t>(at)]);
+      }
+    }
   }
 
   // The first tokens and the last ones, as many as are held, computed anew.
@@ -141,10 +152,7 @@ class TruncationEval {
 };
 
 Json truncation_json(const TruncationRow& row) {
-  const eval::Estimate cut = eval::exponential(eval::bootstrap_mean(row.cut));
   const eval::Estimate anew = eval::exponential(eval::bootstrap_mean(row.anew));
-  const eval::Estimate naive = eval::exponential(eval::bootstrap_mean(row.naive));
-  const eval::Estimate last = eval::exponential(eval::bootstrap_mean(row.last));
   const eval::Estimate ratio = eval::exponential(eval::bootstrap_mean(row.more));
   const auto over_anew = [&](double quotient) { return anew.value * (quotient - 1); };
   double n = 0;
@@ -152,31 +160,34 @@ Json truncation_json(const TruncationRow& row) {
   Json json = {{"overflows", row.stretch.overflows},
                {"dropped", row.stretch.held.dropped()},
                {"scored", n},
-               {"perplexity", to_json(cut)},
                {"perplexity_anew", to_json(anew)},
-               {"perplexity_not_rotated", to_json(naive)},
-               {"perplexity_last_rows", to_json(last)},
                // Paired: the interval is of the quotient, at the perplexity computed anew.
                {"difference", to_json(eval::Estimate{.value = over_anew(ratio.value),
                                                      .low = over_anew(ratio.low),
                                                      .high = over_anew(ratio.high)})}};
-  if (!row.whole.empty()) {
-    json["perplexity_whole"] = to_json(eval::exponential(eval::bootstrap_mean(row.whole)));
+  for (const auto& [key, groups] : {std::pair("perplexity", &row.cut),
+                                    {"perplexity_last_rows", &row.last},
+                                    {"perplexity_not_rotated", &row.naive},
+                                    {"perplexity_whole", &row.whole}}) {
+    if (!groups->empty()) json[key] = to_json(eval::exponential(eval::bootstrap_mean(*groups)));
   }
   return json;
 }
 
 std::vector<std::string> truncation_cells(const Json& row) {
-  const bool whole = row.contains("perplexity_whole");
+  const auto perplexity = [&](const char* key, int digits) -> std::string {
+    if (!row.contains(key)) return "–";
+    return fmt::format("{:.{}f}", row[key]["value"].get<double>(), digits);
+  };
   return {fmt::format("{}", row["overflows"].get<int64_t>()),
           fmt::format("{}", row["dropped"].get<int64_t>()),
           fmt::format("{:.0f}", row["scored"].get<double>()),
-          fmt::format("{:.4f}", row["perplexity"]["value"].get<double>()),
-          fmt::format("{:.4f}", row["perplexity_anew"]["value"].get<double>()),
+          perplexity("perplexity", 4),
+          perplexity("perplexity_anew", 4),
           with_interval(row["difference"], "{:+.4f}"),
-          fmt::format("{:.4f}", row["perplexity_last_rows"]["value"].get<double>()),
-          fmt::format("{:.1f}", row["perplexity_not_rotated"]["value"].get<double>()),
-          whole ? fmt::format("{:.4f}", row["perplexity_whole"]["value"].get<double>()) : "–"};
+          perplexity("perplexity_last_rows", 4),
+          perplexity("perplexity_not_rotated", 1),
+          perplexity("perplexity_whole", 4)};
 }
 
 }  // namespace
@@ -206,15 +217,22 @@ Status eval_truncation(TruncationArgs args) {
                     tokens.size(), piece));
   }
   ProgressLine line;
+  const auto wanted = [&](std::string_view name) {
+    return std::find(args.compare.begin(), args.compare.end(), name) != args.compare.end();
+  };
+  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, piece, line));
   TruncationArgs naive_args = args;
   naive_args.runtime.rotate_moved = false;
-  HCACHE_ASSIGN_OR_RETURN(const auto evaluation, Evaluation::open(args, piece, line));
-  HCACHE_ASSIGN_OR_RETURN(const auto naive, Evaluation::open(naive_args, piece, line));
-  const bool with_whole = piece <= evaluation->model().hparams().n_ctx_train;
+  std::unique_ptr<Evaluation> naive;
+  if (wanted("unrotated")) {
+    HCACHE_ASSIGN_OR_RETURN(naive, Evaluation::open(naive_args, piece, line));
+  }
+  const bool with_whole = wanted("whole") && piece <= evaluation->model().hparams().n_ctx_train;
   for (size_t i = 0; i < n; ++i) {
     HCACHE_RETURN_IF_ERROR(evaluation->tell(fmt::format("piece {} of {}", i + 1, n),
                                             static_cast<double>(i) / static_cast<double>(n)));
-    HCACHE_RETURN_IF_ERROR(scoring.score(*evaluation, *naive, pieces[i], with_whole));
+    HCACHE_RETURN_IF_ERROR(
+        scoring.score(*evaluation, naive.get(), pieces[i], wanted("last"), with_whole));
   }
   Json results = eval_json(*evaluation);
   results["text"] = {{"file", args.file}, {"tokens", tokens.size()}, {"pieces", n}};
@@ -229,7 +247,7 @@ Status eval_truncation(TruncationArgs args) {
     results["rows"].push_back(truncation_json(row));
     table.push_back(truncation_cells(results["rows"].back()));
   }
-  HCACHE_RETURN_IF_ERROR(naive->close());
+  if (naive) HCACHE_RETURN_IF_ERROR(naive->close());
   HCACHE_RETURN_IF_ERROR(evaluation->close());
   return report(args, results, table);
 }

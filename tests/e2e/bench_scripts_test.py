@@ -114,6 +114,16 @@ class BenchScripts(unittest.TestCase):
         self.assertIn("perplexity_last_rows", truncated["rows"][0])
         self.assertTrue(-0.9 < found["truncation_mean"] < 9, found["truncation_mean"])
 
+    def test_quality_of_truncation_alone(self):
+        self.run_script("bench/quality.py", "--quick", "--parts", "truncation", "--compare", "anew",
+                        "--work", self.work)
+        found = self.results("quality.json")
+        [truncated] = found["truncation"]
+        for row in truncated["rows"]:
+            self.assertEqual({key for key in row if key.startswith("perplexity")},
+                             {"perplexity", "perplexity_anew"})
+        self.assertNotIn("truncation_mean_last_rows", found)
+
     def test_weights(self):
         self.run_script("bench/weights.py", "--quick", "--work", self.work)
         rows = self.results("weights.json")["rows"]
