@@ -25,6 +25,36 @@ int64_t first_rows(std::span<const int32_t> chain, const TruncationLimits& limit
   return std::max(limits.keep_first, is_short ? second : 0);
 }
 
+// Of these blocks alone.
+std::vector<int64_t> most_attended(const RowScores& scores, std::span<const int64_t> blocks,
+                                   int64_t n) {
+  std::vector<double> votes(blocks.size());
+  std::vector<double> paid(blocks.size());
+  for (int layer = 0; layer < scores.n_layer; ++layer) {
+    for (int head = 0; head < scores.n_head_kv; ++head) {
+      const std::span<const float> sums = scores.of(scores.sum, layer, head);
+      for (size_t i = 0; i < blocks.size(); ++i) {
+        const auto rows = sums.subspan(static_cast<size_t>(blocks[i]), kChosenBlock);
+        paid[i] = std::accumulate(rows.begin(), rows.end(), 0.0);
+      }
+      const double all = std::accumulate(paid.begin(), paid.end(), 0.0);
+      if (all <= 0) continue;
+      for (size_t i = 0; i < blocks.size(); ++i) votes[i] += paid[i] / all;
+    }
+  }
+  std::vector<size_t> ranked(blocks.size());
+  std::iota(ranked.begin(), ranked.end(), size_t{0});
+  const auto end = ranked.begin() + n;
+  std::nth_element(ranked.begin(), end, ranked.end(), [&](size_t a, size_t b) {
+    return votes[a] != votes[b] ? votes[a] > votes[b] : a > b;
+  });
+  std::vector<int64_t> chosen;
+  std::transform(ranked.begin(), end, std::back_inserter(chosen),
+                 [&](size_t i) { return blocks[i]; });
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
+}
+
 }  // namespace
 
 Status validate(const TruncationLimits& limits) {
@@ -88,32 +118,12 @@ std::vector<HeldRows> cuts_of(std::span<const int32_t> chain, const TruncationLi
   return cuts;
 }
 
-std::vector<int64_t> most_attended(const RowScores& scores, std::span<const int64_t> blocks,
+std::vector<int64_t> most_attended(const RowScores& scores, const ChoosableBlocks& blocks,
                                    int64_t n) {
-  std::vector<double> votes(blocks.size());
-  std::vector<double> paid(blocks.size());
-  for (int layer = 0; layer < scores.n_layer; ++layer) {
-    for (int head = 0; head < scores.n_head_kv; ++head) {
-      const std::span<const float> sums = scores.of(scores.sum, layer, head);
-      for (size_t i = 0; i < blocks.size(); ++i) {
-        const auto rows = sums.subspan(static_cast<size_t>(blocks[i]), kChosenBlock);
-        paid[i] = std::accumulate(rows.begin(), rows.end(), 0.0);
-      }
-      const double all = std::accumulate(paid.begin(), paid.end(), 0.0);
-      if (all <= 0) continue;
-      for (size_t i = 0; i < blocks.size(); ++i) votes[i] += paid[i] / all;
-    }
-  }
-  std::vector<size_t> ranked(blocks.size());
-  std::iota(ranked.begin(), ranked.end(), size_t{0});
-  const auto end = ranked.begin() + n;
-  std::nth_element(ranked.begin(), end, ranked.end(), [&](size_t a, size_t b) {
-    return votes[a] != votes[b] ? votes[a] > votes[b] : a > b;
-  });
-  std::vector<int64_t> chosen;
-  std::transform(ranked.begin(), end, std::back_inserter(chosen),
-                 [&](size_t i) { return blocks[i]; });
-  std::sort(chosen.begin(), chosen.end());
+  const int64_t of_since = std::min(n, static_cast<int64_t>(blocks.since.size()));
+  std::vector<int64_t> chosen = most_attended(scores, blocks.earlier, n - of_since);
+  const std::vector<int64_t> since = most_attended(scores, blocks.since, of_since);
+  chosen.insert(chosen.end(), since.begin(), since.end());
   return chosen;
 }
 

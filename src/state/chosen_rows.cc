@@ -33,18 +33,19 @@ std::vector<int64_t> moves_since(std::span<const HeldRows> cuts, int64_t positio
   return moves;
 }
 
-std::vector<int64_t> blocks_to_choose_from(std::span<const HeldRows> cuts, const HeldRows& held) {
+policy::ChoosableBlocks blocks_to_choose_from(std::span<const HeldRows> cuts,
+                                              const HeldRows& held) {
   const HeldRows before = cuts.empty() ? HeldRows() : cuts.back();
-  std::vector<int64_t> rows;
-  for (int64_t i = 0; i < before.chosen; i += kChosenBlock) rows.push_back(held.kept + i);
+  policy::ChoosableBlocks blocks;
+  for (int64_t i = 0; i < before.chosen; i += kChosenBlock) blocks.earlier.push_back(held.kept + i);
   // So aligned, no block has rows of both sides of a cut or of two chunks.
   static_assert(policy::kCutTokens % kChosenBlock == 0);
   const int64_t from = std::max(held.kept, before.resumed) + kChosenBlock - 1;
   for (int64_t at = from / kChosenBlock * kChosenBlock; at + kChosenBlock <= held.resumed;
        at += kChosenBlock) {
-    rows.push_back(at - before.dropped());
+    blocks.since.push_back(at - before.dropped());
   }
-  return rows;
+  return blocks;
 }
 
 ChosenCut cut_rows(std::span<const HeldRows> cuts, std::span<const ChosenBlock> blocks,

@@ -87,8 +87,8 @@ TEST(Truncation, ChosenRowsAreThoseThatHeadsAttendTo) {
   pay(1, block(5), 0.01F);
   pay(0, 3, 1000);          // no row that may be chosen
   pay(1, kRows - 2, 1000);  // nor is this
-  std::vector<int64_t> blocks;
-  for (int64_t i = 0; i < 6; ++i) blocks.push_back(block(i));
+  ChoosableBlocks blocks;
+  for (int64_t i = 0; i < 6; ++i) blocks.since.push_back(block(i));
   const auto chosen = [&](int64_t n) { return most_attended(scores, blocks, n); };
   EXPECT_EQ(chosen(1), std::vector<int64_t>{block(2)});              // 3 / 4
   EXPECT_EQ(chosen(2), (std::vector<int64_t>{block(1), block(2)}));  // 2 / 3
@@ -97,6 +97,28 @@ TEST(Truncation, ChosenRowsAreThoseThatHeadsAttendTo) {
   // Of those that nobody attends to the last.
   EXPECT_EQ(chosen(5), (std::vector<int64_t>{block(1), block(2), block(3), block(4), block(5)}));
   EXPECT_TRUE(chosen(0).empty());
+}
+
+// However much attention they get.
+TEST(Truncation, WhatWasChosenBeforeStaysOnlyWhereThereIsTooLittleElse) {
+  constexpr int64_t kRows = 5 * kChosenBlock;
+  RowScores scores{.n_layer = 1, .n_head_kv = 1, .n_rows = kRows};
+  scores.sum.assign(kRows, 0.01F);
+  scores.sum[0] = 10;
+  scores.sum[kChosenBlock] = 100;
+  scores.sum[3 * kChosenBlock] = 1;
+  const ChoosableBlocks blocks{.earlier = {0, kChosenBlock},
+                               .since = {2 * kChosenBlock, 3 * kChosenBlock, 4 * kChosenBlock}};
+  const auto chosen = [&](int64_t n) {
+    std::vector<int64_t> found = most_attended(scores, blocks, n);
+    for (int64_t& row : found) row /= kChosenBlock;
+    return found;
+  };
+  EXPECT_EQ(chosen(1), std::vector<int64_t>{3});
+  EXPECT_EQ(chosen(2), (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(chosen(3), (std::vector<int64_t>{2, 3, 4}));
+  EXPECT_EQ(chosen(4), (std::vector<int64_t>{1, 2, 3, 4}));
+  EXPECT_EQ(chosen(5), (std::vector<int64_t>{0, 1, 2, 3, 4}));
 }
 
 TEST(Truncation, CutsAreAtWholeChunks) {

@@ -138,7 +138,11 @@ TEST(HeldMatch, ChosenRowsTellEachOfTheirMoves) {
     for (size_t i = 0; i < cuts.size(); ++i) {
       const policy::HeldRows& held = cuts[i];
       compute(held.cut_at);
-      std::vector<int64_t> first = blocks_to_choose_from(std::span(cuts).first(i), held);
+      const policy::ChoosableBlocks choosable =
+          blocks_to_choose_from(std::span(cuts).first(i), held);
+      std::vector<int64_t> first = choosable.earlier;
+      first.insert(first.end(), choosable.since.begin(), choosable.since.end());
+      ASSERT_TRUE(std::is_sorted(first.begin(), first.end()));
       std::shuffle(first.begin(), first.end(), random);
       ASSERT_LE(held.chosen / policy::kChosenBlock, static_cast<int64_t>(first.size()));
       first.resize(static_cast<size_t>(held.chosen / policy::kChosenBlock));

@@ -75,11 +75,21 @@ using NextMessage = std::function<int64_t(std::span<const int32_t> tokens, int64
 // Of a chain with these cuts, of its first `length` tokens before they are cut.
 [[nodiscard]] HeldRows held_at(std::span<const HeldRows> cuts, int64_t length);
 
-// Of blocks of rows, told by the first row of each in ascending order, the n that attention used
-// most, likewise. Each head of each layer gives their rows one vote, shared out as the attention
-// that it paid them (RowScores::sum); of equals the later blocks. n: no more than there are.
+// Blocks of rows that a cut may leave or let leave, told by the first row of each in ascending
+// order.
+struct ChoosableBlocks {
+  std::vector<int64_t> earlier;  // those that were chosen before: rows in front of all others
+  std::vector<int64_t> since;    // those that were among the last rows then
+};
+
+// The n of them that stay, likewise: of those since the last cut the ones that attention used most,
+// and of earlier ones only if these are too few. What was chosen once is attended to because it is
+// there, and would take the place of what the text has been about since (docs/quality.md). Each
+// head of each layer gives the rows of `since` one vote, and those of `earlier` another, shared out
+// as the attention that it paid them (RowScores::sum); of equals the later blocks. n: no more than
+// there are.
 [[nodiscard]] std::vector<int64_t> most_attended(const RowScores& scores,
-                                                 std::span<const int64_t> blocks, int64_t n);
+                                                 const ChoosableBlocks& blocks, int64_t n);
 
 // How many leading positions of what a sequence holds a request may go on from, whose first
 // `shared` tokens are the sequence's. What was cut otherwise than the request would be is of no use

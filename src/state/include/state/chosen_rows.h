@@ -32,10 +32,10 @@ struct ChosenBlock {
 [[nodiscard]] std::vector<int64_t> moves_since(std::span<const policy::HeldRows> cuts,
                                                int64_t position);
 
-// The blocks of a full sequence of which `held` is to be left, by their first rows: those that were
-// chosen at the last of the cuts before, and what would leave behind them.
-[[nodiscard]] std::vector<int64_t> blocks_to_choose_from(std::span<const policy::HeldRows> cuts,
-                                                         const policy::HeldRows& held);
+// The blocks of a full sequence of which `held` is to be left: those that were chosen at the last
+// of the cuts before, and what would leave behind them.
+[[nodiscard]] policy::ChoosableBlocks blocks_to_choose_from(std::span<const policy::HeldRows> cuts,
+                                                            const policy::HeldRows& held);
 
 // What a cut leaves of it.
 struct ChosenCut {
