@@ -65,19 +65,18 @@ double timed_threads(int n, const F& work) {
   return now_s() - start;
 }
 
-// Seconds that the processor takes for integer products in registers, of so many operations.
-constexpr int kPeakLoops = 2'000'000;
-double peak_s(const Settings& s) {
-  return timed_threads(s.threads, [](int) { hcache::bench::run_int8_products(kPeakLoops); });
-}
-double peak_ops(const Settings& s) {
-  return s.threads * hcache::bench::int8_products_ops(kPeakLoops);
+// Integer operations a second of products in registers.
+double peak_ops_per_s(const Settings& s) {
+  constexpr int kLoops = 2'000'000;
+  const double seconds =
+      timed_threads(s.threads, [](int) { hcache::bench::run_int8_products(kLoops); });
+  return s.threads * hcache::bench::int8_products_ops(kLoops) / seconds;
 }
 
-// Seconds in which the threads read all of `memory`, each its part.
-double read_s(const Settings& s, const std::vector<uint8_t>& memory) {
+// Bytes of `memory` a second, of which each thread reads its part.
+double read_bytes_per_s(const Settings& s, const std::vector<uint8_t>& memory) {
   const size_t share = memory.size() / static_cast<size_t>(s.threads);
-  return timed_threads(s.threads, [&](int i) {
+  const double seconds = timed_threads(s.threads, [&](int i) {
     const uint8_t* at = memory.data() + share * static_cast<size_t>(i);
     std::array<uint64_t, 8> sums{};  // a cache line's words: independent of each other
     for (size_t j = 0; j + sizeof sums <= share; j += sizeof sums) {
@@ -89,6 +88,7 @@ double read_s(const Settings& s, const std::vector<uint8_t>& memory) {
     volatile uint64_t sink = std::accumulate(sums.begin(), sums.end(), uint64_t{0});
     (void)sink;
   });
+  return static_cast<double>(memory.size()) / seconds;
 }
 
 bool compare(const Settings& s, ggml_type type, int n_rows, const std::vector<uint8_t>& memory) {
@@ -140,8 +140,8 @@ bool compare(const Settings& s, ggml_type type, int n_rows, const std::vector<ui
       ggml_backend_graph_compute(backend, graphs[i]);
       each[i] = (now_s() - start) / static_cast<double>(turns);
     }
-    const double peak = peak_ops(s) / peak_s(s);
-    const double read = static_cast<double>(memory.size()) / read_s(s, memory);
+    const double peak = peak_ops_per_s(s);
+    const double read = read_bytes_per_s(s, memory);
     if (rep < 0) continue;
     for (int i = 0; i < 2; ++i) seconds[i].push_back(each[i]);
     peaks.push_back(peak);
