@@ -19,7 +19,8 @@ struct Avx512Vnni : NoTiles {
   // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
   // 32 registers.
   static constexpr int kPairRows = 6;
-  static constexpr int kUnstoredRows = 6;
+  static constexpr int kUnstoredRows = 8;
+  static constexpr bool kByDwords = true;
 
   static I zero() { return _mm512_setzero_si512(); }
   static I bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
@@ -42,9 +43,23 @@ struct Avx512Vnni : NoTiles {
   static I sra(I a) {
     return _mm512_srai_epi32(a, kBits);
   }
+  // Of each dword of a what is behind so many bytes, then these bytes of b's.
+  template <int kBytes>
+  static I across(I a, I b) {
+    constexpr uint64_t kOfB = 0x1111111111111111U * ((1U << kBytes) - 1);
+    return _mm512_ror_epi32(_mm512_mask_blend_epi8(kOfB, a, b), 8 * kBytes);
+  }
   static I look_up(const uint8_t* values, I codes) {
     const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(values));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+  }
+
+  template <typename V>
+  static I with_fifth_bits(I quants, I bits, int k) {
+    const I first = _mm512_set4_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0);  // of each dword
+    const I byte = _mm512_shuffle_epi8(bits, add_bytes(first, bytes(k / 2)));
+    const I bit = dwords(k % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
+    return _mm512_mask_add_epi8(quants, _mm512_test_epi8_mask(byte, bit), quants, bytes(0x10));
   }
 
   static F no_sum() { return _mm512_setzero_ps(); }

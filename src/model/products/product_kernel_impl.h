@@ -2,8 +2,9 @@
 // once by each of their files, hence the anonymous namespace.
 //
 // A panel is 16 outputs; of 256 values at a time its weights are unpacked, transposed such that a
-// vector holds the same four values of all 16, and multiplied with every row. Unpacking costs as
-// much as multiplying three or four rows and reads the weights once, in the file's own layout.
+// vector holds the same four values of all 16, and multiplied with every row: a few rows while
+// these are in registers, more from where they were stored. Weights are read once, in the file's
+// own layout.
 #pragma once
 
 #include <string.h>
@@ -30,8 +31,10 @@ struct NoTiles {
   // Up to so many it is one.
   static constexpr int64_t kSinglePanelRows = kFewRows;
   // Up to so many rows are multiplied with what is unpacked while it is in registers, see
-  // multiply_45k().
+  // multiply_unstored().
   static constexpr int kUnstoredRows = 0;
+  // Whether chunks of small blocks are unpacked dword by dword, see unpack_dwords().
+  static constexpr bool kByDwords = false;
   // Two panels at once are multiplied with up to so many rows, whose values are read once for both:
   // as many sums as by twice the rows of one panel, of half as many rows. 0: one panel is.
   static constexpr int kPairRows = 0;
@@ -41,6 +44,11 @@ struct NoTiles {
   template <BlockKind kKind, typename I>
   static I stored(I x) {
     return x;
+  }
+  // Adds a block's fifth bits of its four values k to their lower ones.
+  template <typename V, typename I>
+  static I with_fifth_bits(I quants, I bits, int k) {
+    return V::or_(quants, fifth_bits<V>(bits, k));
   }
   // sums[kAcross][kRows] += the products of so many panels' weights with as many rows: of kDwords
   // times four consecutive values of group g.
@@ -221,65 +229,93 @@ void multiply_rows(int64_t n, int n_panels, const WeightChunk* w, int n_groups,
   }
 }
 
-// Q4_K and Q5_K times a few rows: each dword is multiplied as it is unpacked and never stored. More
-// rows have more sums than there are registers, and Q8_0 gained nothing by it.
-template <typename V, bool kFive, int kRows>
-void multiply_45k(const PanelRows& weights, size_t at, const RowChunk* rows, float* acc_rows) {
-  using I = typename V::I;
-  constexpr BlockKind kKind = kFive ? BlockKind::kQ5K : BlockKind::kQ4K;
-  const Head45k<V> head(weights, at);
-  I fifth[8];
-  if constexpr (kFive) V::transpose_8(weights, at + 16, fifth);
-  typename V::F acc[kRows];
-  begin_rows<V, kKind, kRows>(acc_rows, acc);
-  for (int pair = 0; pair < 4; ++pair) {
-    I sums[2][kRows];  // of both groups
-    for (int r = 0; r < kRows; ++r) sums[0][r] = sums[1][r] = V::zero();
-    unpack_pair_45k<V, kFive>(weights, at, pair, fifth, [&](int k, I low, I high) {
-      for (int r = 0; r < kRows; ++r) {
-        const int8_t* x = rows[r].quants + 2 * pair * kGroup + 4 * k;
-        sums[0][r] = V::template dot<kKind>(sums[0][r], low, x);
-        sums[1][r] = V::template dot<kKind>(sums[1][r], high, x + kGroup);
-      }
-    });
-    for (int i = 0; i < 2; ++i) {
-      const int g = 2 * pair + i;
-      const auto scale = head.scale(g);
-      const auto min = head.min(g);
-      for (int r = 0; r < kRows; ++r) {
-        acc[r] = V::fma(scale, V::to_float(sums[i][r]), acc[r]);
-        acc[r] = V::fma(min, V::broadcast(&rows[r].sum[g]), acc[r]);
-      }
-    }
-  }
-  end_rows<V, kKind, kRows>(rows, acc, acc_rows);
-}
-
-// The same of a chunk and up to kRows rows.
-template <typename V, BlockKind kKind, int kRows>
-void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, const RowChunk* rows,
-                       float* acc) {
-  if constexpr (kRows > 0) {
-    if (n < kRows) {
-      return multiply_unstored<V, kKind, kRows - 1>(n, weights, chunk, rows, acc);
-    }
-    const size_t at = static_cast<size_t>(chunk) * layout_of(kKind).block_bytes;
-    multiply_45k<V, kKind == BlockKind::kQ5K, kRows>(weights, at, rows, acc);
-  }
-}
-
-// Asks for what the panel's outputs are read at next but one.
+// What is asked for of the weights while a chunk of a panel is computed: what its outputs are read
+// at next but one. A row at a time, between other things: a core can wait for so many lines only,
+// and computes nothing while it can't even ask for the next one.
 template <BlockKind kKind>
-void prefetch(const ProductTask& task, const PanelRows& rows, int64_t chunk) {
-  constexpr Layout kLayout = layout_of(kKind);
-  constexpr int kBytes = kLayout.block_bytes * (kChunk / kLayout.block_values);
-  constexpr int64_t kAhead = 2;
-  const auto row_bytes = static_cast<int64_t>(task.weight_stride);
-  int64_t at = (chunk + kAhead) * kBytes;
-  if (at >= row_bytes) at += (kPanel - 1) * row_bytes;  // the panel behind this one
-  for (const uint8_t* row : rows.at) {
-    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(row + at + i);
+class Ahead {
+ public:
+  Ahead(const ProductTask& task, const PanelRows& rows, int64_t chunk) : rows_(rows) {
+    constexpr int64_t kChunks = 2;
+    const auto row_bytes = static_cast<int64_t>(task.weight_stride);
+    at_ = (chunk + kChunks) * kBytes;
+    if (at_ >= row_bytes) at_ += (kPanel - 1) * row_bytes;  // the panel behind this one
   }
+  HCACHE_INLINE void ask_for(int row) const {
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(rows_.at[row] + at_ + i);
+  }
+
+ private:
+  static constexpr int kBytes =
+      layout_of(kKind).block_bytes * (kChunk / layout_of(kKind).block_values);
+  const PanelRows& rows_;
+  int64_t at_;
+};
+static_assert(kPanel == 2 * kChunkGroups, "each group asks for two rows");
+
+template <typename V, BlockKind kKind>
+void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<kKind>& ahead,
+            WeightChunk& out) {
+  using I = typename V::I;
+  using F = typename V::F;
+  constexpr Layout kLayout = layout_of(kKind);
+  constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
+  for_each_step<V, kKind>(
+      weights, chunk, n_groups,
+      [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
+        if (half == 0) {
+          ahead.ask_for(2 * g);
+          ahead.ask_for(2 * g + 1);
+        }
+        V::store(out.scale[g][half], scale);
+        if constexpr (kLayout.minima) V::store(out.min[g], min);
+        for (int k = 0; k < kDwords; ++k) {
+          V::store(out.quants[g][half * kDwords + k], V::template stored<kKind>(quants[k]));
+        }
+      });
+}
+
+// A panel's chunk times a few rows: weights are multiplied as they are unpacked and never stored.
+// More rows have more sums than there are registers.
+template <typename V, BlockKind kKind, int kRows>
+void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n_groups,
+                       const Ahead<kKind>& ahead, const RowChunk* rows, float* acc_rows) {
+  using I = typename V::I;
+  using F = typename V::F;
+  constexpr Layout kLayout = layout_of(kKind);
+  constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
+  if constexpr (kRows > 1) {
+    if (n < kRows) {
+      return multiply_unstored<V, kKind, kRows - 1>(n, weights, chunk, n_groups, ahead, rows,
+                                                    acc_rows);
+    }
+  }
+  F acc[kRows];
+  begin_rows<V, kKind, kRows>(acc_rows, acc);
+  for_each_step<V, kKind>(
+      weights, chunk, n_groups,
+      [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
+        if (half == 0) ahead.ask_for(2 * g);
+        I sums[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          sums[r] = V::template start<kKind>(kLayout.halves ? rows[r].half_offset[g][half]
+                                                            : rows[r].offset[g]);
+        }
+        for (int k = 0; k < kDwords; ++k) {
+          for (int r = 0; r < kRows; ++r) {
+            const int8_t* x = rows[r].quants + g * kGroup + 4 * (half * kDwords + k);
+            sums[r] = V::template dot<kKind>(sums[r], quants[k], x);
+          }
+        }
+        if (half == 0) ahead.ask_for(2 * g + 1);
+        for (int r = 0; r < kRows; ++r) {
+          acc[r] = V::fma(scale_of<V, kKind>(scale, rows[r], g), V::to_float(sums[r]), acc[r]);
+          if constexpr (kLayout.minima) {
+            acc[r] = V::fma(min, V::broadcast(&rows[r].sum[g]), acc[r]);
+          }
+        }
+      });
+  end_rows<V, kKind, kRows>(rows, acc, acc_rows);
 }
 
 struct Scratch {
@@ -294,8 +330,6 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
   constexpr Layout kLayout = layout_of(kKind);
   constexpr BlockKind kMultiplied = multiplied_as<V>(kKind);
   constexpr Layout kAs = layout_of(kMultiplied);
-  constexpr bool k45k = kKind == BlockKind::kQ4K || kKind == BlockKind::kQ5K;
-  constexpr int kUnstored = k45k ? V::kUnstoredRows : 0;
   static_assert(kLayout.block_values == kAs.block_values && kLayout.offset == kAs.offset &&
                 kLayout.minima == kAs.minima && kLayout.halves == kAs.halves);
   const int64_t n_chunks = (task.n_in + kChunk - 1) / kChunk;
@@ -312,16 +346,15 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     const RowChunk* rows = task.rows + c * task.n_rows + first_row;
     const int64_t left = task.n_in / kGroup - c * kChunkGroups;
     const int n_groups = static_cast<int>(left < kChunkGroups ? left : kChunkGroups);
-    if constexpr (kUnstored > 0) {
-      if (n_rows <= kUnstored) {
-        prefetch<kKind>(task, at[0], c);
-        multiply_unstored<V, kKind, kUnstored>(n_rows, at[0], c, rows, scratch.acc);
+    if constexpr (V::kUnstoredRows > 0) {
+      if (n_rows <= V::kUnstoredRows) {
+        multiply_unstored<V, kKind, V::kUnstoredRows>(
+            n_rows, at[0], c, n_groups, Ahead<kKind>(task, at[0], c), rows, scratch.acc);
         continue;
       }
     }
     for (int p = 0; p < n_panels; ++p) {
-      prefetch<kKind>(task, at[p], c);
-      unpack<V, kKind>(at[p], c, n_groups, scratch.chunks[p]);
+      unpack<V, kKind>(at[p], c, n_groups, Ahead<kKind>(task, at[p], c), scratch.chunks[p]);
     }
     int64_t r = 0;
     for (; tile_rows > 0 && r + tile_rows <= n_rows; r += tile_rows) {

@@ -7,6 +7,9 @@
 
 #include "product_kernel.h"
 
+// Left to itself, GCC does not inline what is called for each group, and vectors go through memory.
+#define HCACHE_INLINE inline __attribute__((always_inline))
+
 namespace hcache::model {
 namespace {
 
@@ -127,56 +130,145 @@ typename V::I fifth_bits(typename V::I bits, int k) {
   }
 }
 
-// A block of 32 values: into group g of the chunk.
-template <typename V, BlockKind kKind>
-void unpack_block(const PanelRows& rows, size_t at, WeightChunk& out, int g) {
+// ---- Steps. What unpacks calls each(g, half, scale, min, quants) for every group in order, or for
+// its halves where they have scales of their own: 16 outputs' scales and minima, and 8 or 4 dwords
+// of their quants. What it calls stores or multiplies them.
+
+// Where a block of 32 values has what follows its scale.
+constexpr size_t fifth_at(BlockKind kind) { return kind == BlockKind::kQ5_1 ? 4 : 2; }
+constexpr size_t quants_at(BlockKind kind) {
+  return static_cast<size_t>(layout_of(kind).block_bytes) -
+         (kind == BlockKind::kQ8_0 ? kGroup : kGroup / 2);
+}
+constexpr bool has_fifth_bits(BlockKind kind) {
+  return kind == BlockKind::kQ5_0 || kind == BlockKind::kQ5_1;
+}
+
+// A block of 32 values as group g: `x` are the four or eight dwords of its quants, `fifth` those of
+// its fifth bits.
+template <typename V, BlockKind kKind, typename Each>
+HCACHE_INLINE void unpack_group(int g, typename V::F scale, typename V::F min, typename V::I fifth,
+                                const typename V::I* x, const Each& each) {
+  using I = typename V::I;
+  I quants[kGroup / 4];
+  if constexpr (kKind == BlockKind::kQ8_0) {
+    for (int k = 0; k < 8; ++k) quants[k] = V::xor_(x[k], V::bytes(0x80));
+  } else {
+    for (int k = 0; k < 4; ++k) {
+      I low = low_nibbles<V>(x[k]);
+      I high = high_nibbles<V>(x[k]);
+      if constexpr (kKind == BlockKind::kQ4_0) {
+        low = V::add_bytes(low, V::bytes(128 - 8));
+        high = V::add_bytes(high, V::bytes(128 - 8));
+      }
+      if constexpr (kKind == BlockKind::kIq4Nl || kKind == BlockKind::kMxfp4) {
+        const uint8_t* values = kKind == BlockKind::kMxfp4 ? kMxfp4Values : kIq4Values;
+        low = V::look_up(values, low);
+        high = V::look_up(values, high);
+      }
+      if constexpr (has_fifth_bits(kKind)) {
+        low = V::template with_fifth_bits<V>(low, fifth, k);
+        high = V::template with_fifth_bits<V>(high, fifth, k + 4);
+      }
+      if constexpr (kKind == BlockKind::kQ5_0) {
+        low = V::add_bytes(low, V::bytes(128 - 16));
+        high = V::add_bytes(high, V::bytes(128 - 16));
+      }
+      quants[k] = low;
+      quants[k + 4] = high;
+    }
+  }
+  each(g, 0, scale, min, quants);
+}
+
+template <typename V, BlockKind kKind, typename Each>
+HCACHE_INLINE void unpack_block(const PanelRows& rows, size_t at, int g, const Each& each) {
   using I = typename V::I;
   const I head = V::gather(rows, at);  // scale, and minimum or what follows
-  const auto store = [&](int k, I x) { V::store(out.quants[g][k], V::template stored<kKind>(x)); };
-  if constexpr (kKind == BlockKind::kMxfp4) {
-    V::store(out.scale[g][0], V::half_of_power(V::and_(head, V::dwords(0xFF))));
-  } else {
-    V::store(out.scale[g][0], V::low_half(head));
-  }
-  if constexpr (layout_of(kKind).minima) V::store(out.min[g], V::high_half(head));
+  I x[8];
   if constexpr (kKind == BlockKind::kQ8_0) {
-    I x[8];
-    V::transpose_8(rows, at + 2, x);
-    for (int k = 0; k < 8; ++k) store(k, V::xor_(x[k], V::bytes(0x80)));
-    return;
+    V::transpose_8(rows, at + quants_at(kKind), x);
+  } else {
+    V::transpose_4(rows, at + quants_at(kKind), x);
   }
-  constexpr size_t kQuants = kKind == BlockKind::kQ4_1    ? 4
-                             : kKind == BlockKind::kQ5_0  ? 6
-                             : kKind == BlockKind::kQ5_1  ? 8
-                             : kKind == BlockKind::kMxfp4 ? 1
-                                                          : 2;
-  I x[4];
-  V::transpose_4(rows, at + kQuants, x);
   I fifth = V::zero();
-  constexpr bool kFifth = kKind == BlockKind::kQ5_0 || kKind == BlockKind::kQ5_1;
-  if constexpr (kFifth) fifth = V::gather(rows, at + kQuants - 4);
-  for (int k = 0; k < 4; ++k) {
-    I low = low_nibbles<V>(x[k]);
-    I high = high_nibbles<V>(x[k]);
-    if constexpr (kKind == BlockKind::kQ4_0) {
-      low = V::add_bytes(low, V::bytes(128 - 8));
-      high = V::add_bytes(high, V::bytes(128 - 8));
-    }
-    if constexpr (kKind == BlockKind::kIq4Nl || kKind == BlockKind::kMxfp4) {
-      const uint8_t* values = kKind == BlockKind::kMxfp4 ? kMxfp4Values : kIq4Values;
-      low = V::look_up(values, low);
-      high = V::look_up(values, high);
-    }
-    if constexpr (kFifth) {
-      low = V::or_(low, fifth_bits<V>(fifth, k));
-      high = V::or_(high, fifth_bits<V>(fifth, k + 4));
-    }
-    if constexpr (kKind == BlockKind::kQ5_0) {
-      low = V::add_bytes(low, V::bytes(128 - 16));
-      high = V::add_bytes(high, V::bytes(128 - 16));
-    }
-    store(k, low);
-    store(k + 4, high);
+  if constexpr (has_fifth_bits(kKind)) fifth = V::gather(rows, at + fifth_at(kKind));
+  typename V::F scale;
+  if constexpr (kKind == BlockKind::kMxfp4) {
+    scale = V::half_of_power(V::and_(head, V::dwords(0xFF)));
+  } else {
+    scale = V::low_half(head);
+  }
+  const auto min = layout_of(kKind).minima ? V::high_half(head) : V::no_sum();
+  unpack_group<V, kKind>(g, scale, min, fifth, x, each);
+}
+
+// ---- A whole chunk's blocks of 32 values, dword by dword from the first to the last: their scales
+// come with their quants, where gathering these takes as long as transposing.
+
+// The dword at any byte.
+template <typename V, size_t kByte>
+HCACHE_INLINE typename V::I dword_at(const typename V::I* dwords) {
+  if constexpr (kByte % 4 == 0) {
+    return dwords[kByte / 4];
+  } else {
+    return V::template across<kByte % 4>(dwords[kByte / 4], dwords[kByte / 4 + 1]);
+  }
+}
+template <typename V, size_t kByte, int kCount>
+HCACHE_INLINE void dwords_at(const typename V::I* dwords, typename V::I* x) {
+  if constexpr (kCount > 0) {
+    *x = dword_at<V, kByte>(dwords);
+    dwords_at<V, kByte + 4, kCount - 1>(dwords, x + 1);
+  }
+}
+// The half at a byte that is even.
+template <typename V, size_t kByte>
+HCACHE_INLINE typename V::F half_at(const typename V::I* dwords) {
+  if constexpr (kByte % 4 == 0) return V::low_half(dwords[kByte / 4]);
+  return V::high_half(dwords[kByte / 4]);
+}
+template <typename V, BlockKind kKind, size_t kByte>
+HCACHE_INLINE typename V::F scale_at(const typename V::I* dwords) {
+  if constexpr (kKind == BlockKind::kMxfp4) {
+    return V::half_of_power(byte_of<V, kByte % 4>(dwords[kByte / 4]));
+  } else {
+    return half_at<V, kByte>(dwords);
+  }
+}
+
+// kDone of the chunk's kAll dwords have been transposed; so many are wanted.
+template <typename V, int kAll, int kDone, int kWanted>
+HCACHE_INLINE void transpose_until(const PanelRows& rows, size_t at, typename V::I* dwords) {
+  if constexpr (kDone + 8 <= kAll && kDone < kWanted) {
+    V::transpose_8(rows, at + 4 * kDone, dwords + kDone);
+    transpose_until<V, kAll, kDone + 8, kWanted>(rows, at, dwords);
+  } else if constexpr (kDone < kWanted) {
+    static_assert(kAll - kDone <= 4, "the rest is not read beyond its end");
+    V::transpose_4(rows, at + 4 * (kAll - 4), dwords + kAll - 4);
+  }
+}
+
+// Groups kFrom and those behind it.
+template <typename V, BlockKind kKind, int kFrom, typename Each>
+HCACHE_INLINE void unpack_dwords(const PanelRows& rows, size_t at, typename V::I* dwords,
+                                 const Each& each) {
+  if constexpr (kFrom < kChunkGroups) {
+    constexpr size_t kBytes = layout_of(kKind).block_bytes;
+    constexpr int kAll = kChunkGroups * kBytes / 4;
+    constexpr size_t kBlock = kFrom * kBytes;
+    constexpr auto up_to = [](size_t byte) { return static_cast<int>(byte + 3) / 4; };
+    constexpr auto in_eights = [](int n) { return (n + 7) / 8 * 8; };
+    constexpr int kDone = in_eights(up_to(kBlock)) < kAll ? in_eights(up_to(kBlock)) : kAll;
+    transpose_until<V, kAll, kDone, up_to(kBlock + kBytes)>(rows, at, dwords);
+    typename V::I x[8];
+    dwords_at<V, kBlock + quants_at(kKind), kKind == BlockKind::kQ8_0 ? 8 : 4>(dwords, x);
+    typename V::I fifth = V::zero();
+    if constexpr (has_fifth_bits(kKind)) fifth = dword_at<V, kBlock + fifth_at(kKind)>(dwords);
+    typename V::F min = V::no_sum();
+    if constexpr (layout_of(kKind).minima) min = half_at<V, kBlock + 2>(dwords);
+    unpack_group<V, kKind>(kFrom, scale_at<V, kKind, kBlock>(dwords), min, fifth, x, each);
+    unpack_dwords<V, kKind, kFrom + 1>(rows, at, dwords, each);
   }
 }
 
@@ -225,116 +317,125 @@ struct Head45k {
   }
 };
 
-// The quants of groups 2 · pair and 2 · pair + 1: calls each(k, low, high) of their dwords k.
-template <typename V, bool kFive, typename Each>
-void unpack_pair_45k(const PanelRows& rows, size_t at, int pair, const typename V::I* fifth,
-                     const Each& each) {
-  typename V::I x[8];
-  V::transpose_8(rows, at + (kFive ? 48 : 16) + static_cast<size_t>(pair) * 32, x);
-  for (int k = 0; k < 8; ++k) {
-    typename V::I low = low_nibbles<V>(x[k]);
-    typename V::I high = high_nibbles<V>(x[k]);
-    if constexpr (kFive) {
-      low = V::or_(low, fifth_of_group<V>(fifth[k], 2 * pair));
-      high = V::or_(high, fifth_of_group<V>(fifth[k], 2 * pair + 1));
+// Groups kFrom and those behind it; two share their bytes.
+template <typename V, bool kFive, int kFrom, typename Each>
+HCACHE_INLINE void unpack_q45k(const PanelRows& rows, size_t at, const Head45k<V>& head,
+                               const typename V::I* fifth, typename V::I* x, const Each& each) {
+  if constexpr (kFrom < kChunkGroups) {
+    constexpr size_t kQuants = (kFive ? 48 : 16) + kFrom / 2 * kGroup;
+    if constexpr (kFrom % 2 == 0) V::transpose_8(rows, at + kQuants, x);
+    typename V::I quants[8];
+    for (int k = 0; k < 8; ++k) {
+      quants[k] = kFrom % 2 == 0 ? low_nibbles<V>(x[k]) : high_nibbles<V>(x[k]);
+      if constexpr (kFive) quants[k] = V::or_(quants[k], fifth_of_group<V>(fifth[k], kFrom));
     }
-    each(k, low, high);
+    each(kFrom, 0, head.scale(kFrom), head.min(kFrom), quants);
+    unpack_q45k<V, kFive, kFrom + 1>(rows, at, head, fifth, x, each);
   }
 }
-
-template <typename V, bool kFive>
-void unpack_q45k(const PanelRows& rows, size_t at, WeightChunk& out) {
-  using I = typename V::I;
+template <typename V, bool kFive, typename Each>
+HCACHE_INLINE void unpack_q45k(const PanelRows& rows, size_t at, const Each& each) {
   const Head45k<V> head(rows, at);
-  for (int g = 0; g < kChunkGroups; ++g) {
-    V::store(out.scale[g][0], head.scale(g));
-    V::store(out.min[g], head.min(g));
-  }
-  I fifth[8];
+  typename V::I fifth[8];
   if constexpr (kFive) V::transpose_8(rows, at + 16, fifth);
-  for (int pair = 0; pair < 4; ++pair) {
-    unpack_pair_45k<V, kFive>(rows, at, pair, fifth, [&](int k, I low, I high) {
-      V::store(out.quants[2 * pair][k], low);
-      V::store(out.quants[2 * pair + 1][k], high);
-    });
-  }
+  typename V::I x[8];
+  unpack_q45k<V, kFive, 0>(rows, at, head, fifth, x, each);
 }
 
-// Q6_K: 256 values with signed scales of 16 each.
-template <typename V>
-void unpack_q6k(const PanelRows& rows, size_t at, WeightChunk& out) {
+// Q6_K: 256 values with signed scales of 16 each. Groups kFrom and those behind it; four share the
+// bytes of their upper bits.
+template <typename V, int kFrom, typename Each>
+HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, typename V::F d,
+                              const typename V::I* scales, typename V::I (*low)[8],
+                              typename V::I* high, const Each& each) {
+  if constexpr (kFrom < kChunkGroups) {
+    using I = typename V::I;
+    constexpr size_t kFour = kFrom / 4;
+    constexpr int kOfFour = kFrom % 4;
+    if constexpr (kOfFour == 0) {
+      V::transpose_8(rows, at + kFour * 64, low[0]);
+      V::transpose_8(rows, at + kFour * 64 + 32, low[1]);
+      V::transpose_8(rows, at + 128 + kFour * 32, high);
+    }
+    I quants[8];
+    for (int k = 0; k < 8; ++k) {
+      const I x = low[kOfFour % 2][k];
+      const I bits = kOfFour == 0   ? V::template sll<4>(high[k])
+                     : kOfFour == 1 ? V::template sll<2>(high[k])
+                     : kOfFour == 2 ? high[k]
+                                    : V::template srl<2>(high[k]);
+      const I nibbles = kOfFour < 2 ? low_nibbles<V>(x) : high_nibbles<V>(x);
+      quants[k] = V::add_bytes(V::or_(nibbles, V::and_(bits, V::bytes(0x30))), V::bytes(128 - 32));
+    }
+    const auto scale = [&](int half) {
+      return V::mul(d, V::to_float(signed_byte_of<V>(scales[kFrom / 2], 2 * (kFrom % 2) + half)));
+    };
+    each(kFrom, 0, scale(0), V::no_sum(), quants);
+    each(kFrom, 1, scale(1), V::no_sum(), quants + 4);
+    unpack_q6k<V, kFrom + 1>(rows, at, d, scales, low, high, each);
+  }
+}
+template <typename V, typename Each>
+HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, const Each& each) {
   using I = typename V::I;
-  using F = typename V::F;
-  const F d = V::high_half(V::gather(rows, at + 206));
+  const auto d = V::high_half(V::gather(rows, at + 206));
   I scales[4];
   V::transpose_4(rows, at + 192, scales);
-  for (int g = 0; g < kChunkGroups; ++g) {
-    for (int half = 0; half < 2; ++half) {
-      const int i = 2 * g + half;
-      V::store(out.scale[g][half], V::mul(d, V::to_float(signed_byte_of<V>(scales[i / 4], i % 4))));
-    }
-  }
-  const I two = V::bytes(0x30);
-  const I offset = V::bytes(128 - 32);
-  for (int half = 0; half < 2; ++half) {
-    I low[2][8];
-    I high[8];
-    V::transpose_8(rows, at + static_cast<size_t>(half) * 64, low[0]);
-    V::transpose_8(rows, at + static_cast<size_t>(half) * 64 + 32, low[1]);
-    V::transpose_8(rows, at + 128 + static_cast<size_t>(half) * 32, high);
-    for (int k = 0; k < 8; ++k) {
-      const I bits[4] = {V::and_(V::template sll<4>(high[k]), two),
-                         V::and_(V::template sll<2>(high[k]), two), V::and_(high[k], two),
-                         V::and_(V::template srl<2>(high[k]), two)};
-      for (int q = 0; q < 4; ++q) {
-        const I nibbles = q < 2 ? low_nibbles<V>(low[q][k]) : high_nibbles<V>(low[q - 2][k]);
-        V::store(out.quants[4 * half + q][k], V::template stored<BlockKind::kQ6K>(
-                                                  V::add_bytes(V::or_(nibbles, bits[q]), offset)));
-      }
-    }
-  }
+  I low[2][8];
+  I high[8];
+  unpack_q6k<V, 0>(rows, at, d, scales, low, high, each);
 }
 
 // IQ4_XS: 256 values of a table, with six-bit scales of 32 each.
-template <typename V>
-void unpack_iq4xs(const PanelRows& rows, size_t at, WeightChunk& out) {
+template <typename V, typename Each>
+HCACHE_INLINE void unpack_iq4xs(const PanelRows& rows, size_t at, const Each& each) {
   using I = typename V::I;
-  using F = typename V::F;
   const I head = V::gather(rows, at);
-  const F d = V::low_half(head);
+  const auto d = V::low_half(head);
   I high = V::template srl<16>(head);
   I low = V::gather(rows, at + 4);
   for (int g = 0; g < kChunkGroups; ++g) {
     const I scale =
         V::or_(V::and_(low, V::dwords(0xF)), V::template sll<4>(V::and_(high, V::dwords(3))));
-    V::store(out.scale[g][0], V::mul(d, V::to_float(V::add(scale, V::dwords(-32)))));
     low = V::template srl<4>(low);
     high = V::template srl<2>(high);
     I x[4];
     V::transpose_4(rows, at + 8 + static_cast<size_t>(g) * 16, x);
+    I quants[8];
     for (int k = 0; k < 4; ++k) {
-      const I low_values = V::look_up(kIq4Values, low_nibbles<V>(x[k]));
-      const I high_values = V::look_up(kIq4Values, high_nibbles<V>(x[k]));
-      V::store(out.quants[g][k], V::template stored<BlockKind::kIq4Xs>(low_values));
-      V::store(out.quants[g][k + 4], V::template stored<BlockKind::kIq4Xs>(high_values));
+      quants[k] = V::look_up(kIq4Values, low_nibbles<V>(x[k]));
+      quants[k + 4] = V::look_up(kIq4Values, high_nibbles<V>(x[k]));
     }
+    each(g, 0, V::mul(d, V::to_float(V::add(scale, V::dwords(-32)))), V::no_sum(), quants);
   }
 }
 
-template <typename V, BlockKind kKind>
-void unpack(const PanelRows& rows, int64_t chunk, int n_groups, WeightChunk& out) {
+// The steps of n_groups groups of a chunk of the rows.
+template <typename V, BlockKind kKind, typename Each>
+HCACHE_INLINE void for_each_step(const PanelRows& rows, int64_t chunk, int n_groups,
+                                 const Each& each) {
   constexpr Layout kLayout = layout_of(kKind);
-  if constexpr (kLayout.block_values == kGroup) {
-    size_t at = static_cast<size_t>(chunk) * kChunkGroups * kLayout.block_bytes;
-    for (int g = 0; g < n_groups; ++g, at += kLayout.block_bytes) {
-      unpack_block<V, kKind>(rows, at, out, g);
-    }
+  constexpr size_t kBytes =
+      static_cast<size_t>(kLayout.block_bytes) * (kChunk / kLayout.block_values);
+  size_t at = static_cast<size_t>(chunk) * kBytes;
+  if constexpr (kKind == BlockKind::kQ4K) {
+    unpack_q45k<V, false>(rows, at, each);
+  } else if constexpr (kKind == BlockKind::kQ5K) {
+    unpack_q45k<V, true>(rows, at, each);
+  } else if constexpr (kKind == BlockKind::kQ6K) {
+    unpack_q6k<V>(rows, at, each);
+  } else if constexpr (kKind == BlockKind::kIq4Xs) {
+    unpack_iq4xs<V>(rows, at, each);
   } else {
-    const size_t at = static_cast<size_t>(chunk) * kLayout.block_bytes;
-    if constexpr (kKind == BlockKind::kQ4K) unpack_q45k<V, false>(rows, at, out);
-    if constexpr (kKind == BlockKind::kQ5K) unpack_q45k<V, true>(rows, at, out);
-    if constexpr (kKind == BlockKind::kQ6K) unpack_q6k<V>(rows, at, out);
-    if constexpr (kKind == BlockKind::kIq4Xs) unpack_iq4xs<V>(rows, at, out);
+    if constexpr (V::kByDwords) {
+      if (n_groups == kChunkGroups) {
+        typename V::I dwords[kBytes / 4];
+        return unpack_dwords<V, kKind, 0>(rows, at, dwords, each);
+      }
+    }
+    for (int g = 0; g < n_groups; ++g, at += kLayout.block_bytes) {
+      unpack_block<V, kKind>(rows, at, g, each);
+    }
   }
 }
 
