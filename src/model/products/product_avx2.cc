@@ -20,9 +20,7 @@ struct Avx2 : Halves256 {
   template <BlockKind kKind>
   static I stored(I x) {
     constexpr Layout kLayout = layout_of(kKind);
-    if constexpr (!kLayout.offset) return x;
-    if constexpr (kLayout.zero == 128) return xor_(x, bytes(0x80));
-    return add_bytes(x, bytes(kLayout.zero - 128));
+    return kLayout.offset && kLayout.zero == 128 ? xor_(x, bytes(0x80)) : x;
   }
 
   struct Weights {
@@ -34,9 +32,7 @@ struct Avx2 : Halves256 {
   static I start(const int32_t& offset) {
     constexpr Layout kLayout = layout_of(kKind);
     if constexpr (!kLayout.offset || kLayout.zero == 128) return zero();
-    constexpr int kShift = kLayout.zero == 8 ? 4 : kLayout.zero == 16 ? 3 : 2;
-    static_assert(kLayout.zero << kShift == 128 || kLayout.zero == 0 || kLayout.zero == 128);
-    return dwords(offset >> kShift);
+    return dwords(offset >> offset_shift(kLayout));
   }
   template <BlockKind kKind>
   static Weights weights(const uint8_t (*p)[4]) {

@@ -260,7 +260,7 @@ void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<k
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
   constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
-  for_each_step<V, kKind>(
+  for_each_step<V, kKind, V::kNarrow>(
       weights, chunk, n_groups,
       [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
         if (half == 0) {
@@ -273,6 +273,15 @@ void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<k
           V::store(out.quants[g][half * kDwords + k], V::template stored<kKind>(quants[k]));
         }
       });
+}
+
+// The start of a sum of quants that have Layout::zero added, by the offset for 128.
+template <typename V, BlockKind kKind>
+HCACHE_INLINE typename V::I start_small(const int32_t& offset) {
+  constexpr int kShift = offset_shift(layout_of(kKind));
+  if constexpr (!layout_of(kKind).offset) return V::zero();
+  if constexpr (kShift == 0) return V::dwords(offset);
+  return V::template sra<kShift>(V::dwords(offset));
 }
 
 // A panel's chunk times a few rows: weights are multiplied as they are unpacked and never stored.
@@ -292,14 +301,14 @@ void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n
   }
   F acc[kRows];
   begin_rows<V, kKind, kRows>(acc_rows, acc);
-  for_each_step<V, kKind>(
+  for_each_step<V, kKind, true>(
       weights, chunk, n_groups,
       [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
         if (half == 0) ahead.ask_for(2 * g);
         I sums[kRows];
         for (int r = 0; r < kRows; ++r) {
-          sums[r] = V::template start<kKind>(kLayout.halves ? rows[r].half_offset[g][half]
-                                                            : rows[r].offset[g]);
+          sums[r] = start_small<V, kKind>(kLayout.halves ? rows[r].half_offset[g][half]
+                                                         : rows[r].offset[g]);
         }
         for (int k = 0; k < kDwords; ++k) {
           for (int r = 0; r < kRows; ++r) {

@@ -48,6 +48,13 @@ constexpr Layout layout_of(BlockKind kind) {
   return {};
 }
 
+// What -128 times a sum is divided by for -zero times it, as a shift.
+constexpr int offset_shift(Layout layout) {
+  int shift = 0;
+  while (layout.zero > 0 && layout.zero << shift < 128) ++shift;
+  return shift;
+}
+
 // A kind that is multiplied as this one is, once it is unpacked: one of each Layout is compiled,
 // and of each largest quant where that matters.
 template <typename V>
@@ -73,6 +80,9 @@ alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  10
                                                 129, 141, 153, 166, 181, 197, 217, 241};
 alignas(16) constexpr uint8_t kMxfp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140,
                                                   128, 127, 126, 125, 124, 122, 120, 116};
+// With 16 added.
+alignas(16) constexpr uint8_t kSmallMxfp4Values[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                                       16, 15, 14, 13, 12, 10, 8,  4};
 
 // ---- Unpacking. V::I is 16 dwords, one of each output; V::F 16 floats.
 
@@ -132,7 +142,8 @@ typename V::I fifth_bits(typename V::I bits, int k) {
 
 // ---- Steps. What unpacks calls each(g, half, scale, min, quants) for every group in order, or for
 // its halves where they have scales of their own: 16 outputs' scales and minima, and 8 or 4 dwords
-// of their quants. What it calls stores or multiplies them.
+// of their quants. What it calls stores or multiplies them. With kSmall, signed quants have
+// Layout::zero added and not 128, which is what most of them are stored with.
 
 // Where a block of 32 values has what follows its scale.
 constexpr size_t fifth_at(BlockKind kind) { return kind == BlockKind::kQ5_1 ? 4 : 2; }
@@ -144,9 +155,17 @@ constexpr bool has_fifth_bits(BlockKind kind) {
   return kind == BlockKind::kQ5_0 || kind == BlockKind::kQ5_1;
 }
 
+// From what a kind is stored with, Layout::zero added, to what is wanted.
+template <typename V, BlockKind kKind, bool kSmall>
+HCACHE_INLINE typename V::I with_offset(typename V::I quants) {
+  constexpr Layout kLayout = layout_of(kKind);
+  if constexpr (kSmall || !kLayout.offset) return quants;
+  return V::add_bytes(quants, V::bytes(128 - kLayout.zero));
+}
+
 // A block of 32 values as group g: `x` are the four or eight dwords of its quants, `fifth` those of
 // its fifth bits.
-template <typename V, BlockKind kKind, typename Each>
+template <typename V, BlockKind kKind, bool kSmall, typename Each>
 HCACHE_INLINE void unpack_group(int g, typename V::F scale, typename V::F min, typename V::I fifth,
                                 const typename V::I* x, const Each& each) {
   using I = typename V::I;
@@ -157,22 +176,19 @@ HCACHE_INLINE void unpack_group(int g, typename V::F scale, typename V::F min, t
     for (int k = 0; k < 4; ++k) {
       I low = low_nibbles<V>(x[k]);
       I high = high_nibbles<V>(x[k]);
-      if constexpr (kKind == BlockKind::kQ4_0) {
-        low = V::add_bytes(low, V::bytes(128 - 8));
-        high = V::add_bytes(high, V::bytes(128 - 8));
-      }
       if constexpr (kKind == BlockKind::kIq4Nl || kKind == BlockKind::kMxfp4) {
-        const uint8_t* values = kKind == BlockKind::kMxfp4 ? kMxfp4Values : kIq4Values;
+        const uint8_t* values = kKind == BlockKind::kIq4Nl ? kIq4Values
+                                : kSmall                   ? kSmallMxfp4Values
+                                                           : kMxfp4Values;
         low = V::look_up(values, low);
         high = V::look_up(values, high);
-      }
-      if constexpr (has_fifth_bits(kKind)) {
-        low = V::template with_fifth_bits<V>(low, fifth, k);
-        high = V::template with_fifth_bits<V>(high, fifth, k + 4);
-      }
-      if constexpr (kKind == BlockKind::kQ5_0) {
-        low = V::add_bytes(low, V::bytes(128 - 16));
-        high = V::add_bytes(high, V::bytes(128 - 16));
+      } else {
+        if constexpr (has_fifth_bits(kKind)) {
+          low = V::template with_fifth_bits<V>(low, fifth, k);
+          high = V::template with_fifth_bits<V>(high, fifth, k + 4);
+        }
+        low = with_offset<V, kKind, kSmall>(low);
+        high = with_offset<V, kKind, kSmall>(high);
       }
       quants[k] = low;
       quants[k + 4] = high;
@@ -181,7 +197,7 @@ HCACHE_INLINE void unpack_group(int g, typename V::F scale, typename V::F min, t
   each(g, 0, scale, min, quants);
 }
 
-template <typename V, BlockKind kKind, typename Each>
+template <typename V, BlockKind kKind, bool kSmall, typename Each>
 HCACHE_INLINE void unpack_block(const PanelRows& rows, size_t at, int g, const Each& each) {
   using I = typename V::I;
   const I head = V::gather(rows, at);  // scale, and minimum or what follows
@@ -200,7 +216,7 @@ HCACHE_INLINE void unpack_block(const PanelRows& rows, size_t at, int g, const E
     scale = V::low_half(head);
   }
   const auto min = layout_of(kKind).minima ? V::high_half(head) : V::no_sum();
-  unpack_group<V, kKind>(g, scale, min, fifth, x, each);
+  unpack_group<V, kKind, kSmall>(g, scale, min, fifth, x, each);
 }
 
 // ---- A whole chunk's blocks of 32 values, dword by dword from the first to the last: their scales
@@ -250,7 +266,7 @@ HCACHE_INLINE void transpose_until(const PanelRows& rows, size_t at, typename V:
 }
 
 // Groups kFrom and those behind it.
-template <typename V, BlockKind kKind, int kFrom, typename Each>
+template <typename V, BlockKind kKind, bool kSmall, int kFrom, typename Each>
 HCACHE_INLINE void unpack_dwords(const PanelRows& rows, size_t at, typename V::I* dwords,
                                  const Each& each) {
   if constexpr (kFrom < kChunkGroups) {
@@ -267,8 +283,8 @@ HCACHE_INLINE void unpack_dwords(const PanelRows& rows, size_t at, typename V::I
     if constexpr (has_fifth_bits(kKind)) fifth = dword_at<V, kBlock + fifth_at(kKind)>(dwords);
     typename V::F min = V::no_sum();
     if constexpr (layout_of(kKind).minima) min = half_at<V, kBlock + 2>(dwords);
-    unpack_group<V, kKind>(kFrom, scale_at<V, kKind, kBlock>(dwords), min, fifth, x, each);
-    unpack_dwords<V, kKind, kFrom + 1>(rows, at, dwords, each);
+    unpack_group<V, kKind, kSmall>(kFrom, scale_at<V, kKind, kBlock>(dwords), min, fifth, x, each);
+    unpack_dwords<V, kKind, kSmall, kFrom + 1>(rows, at, dwords, each);
   }
 }
 
@@ -344,7 +360,7 @@ HCACHE_INLINE void unpack_q45k(const PanelRows& rows, size_t at, const Each& eac
 
 // Q6_K: 256 values with signed scales of 16 each. Groups kFrom and those behind it; four share the
 // bytes of their upper bits.
-template <typename V, int kFrom, typename Each>
+template <typename V, bool kSmall, int kFrom, typename Each>
 HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, typename V::F d,
                               const typename V::I* scales, typename V::I (*low)[8],
                               typename V::I* high, const Each& each) {
@@ -365,17 +381,18 @@ HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, typename V::F d,
                      : kOfFour == 2 ? high[k]
                                     : V::template srl<2>(high[k]);
       const I nibbles = kOfFour < 2 ? low_nibbles<V>(x) : high_nibbles<V>(x);
-      quants[k] = V::add_bytes(V::or_(nibbles, V::and_(bits, V::bytes(0x30))), V::bytes(128 - 32));
+      quants[k] =
+          with_offset<V, BlockKind::kQ6K, kSmall>(V::or_(nibbles, V::and_(bits, V::bytes(0x30))));
     }
     const auto scale = [&](int half) {
       return V::mul(d, V::to_float(signed_byte_of<V>(scales[kFrom / 2], 2 * (kFrom % 2) + half)));
     };
     each(kFrom, 0, scale(0), V::no_sum(), quants);
     each(kFrom, 1, scale(1), V::no_sum(), quants + 4);
-    unpack_q6k<V, kFrom + 1>(rows, at, d, scales, low, high, each);
+    unpack_q6k<V, kSmall, kFrom + 1>(rows, at, d, scales, low, high, each);
   }
 }
-template <typename V, typename Each>
+template <typename V, bool kSmall, typename Each>
 HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, const Each& each) {
   using I = typename V::I;
   const auto d = V::high_half(V::gather(rows, at + 206));
@@ -383,7 +400,7 @@ HCACHE_INLINE void unpack_q6k(const PanelRows& rows, size_t at, const Each& each
   V::transpose_4(rows, at + 192, scales);
   I low[2][8];
   I high[8];
-  unpack_q6k<V, 0>(rows, at, d, scales, low, high, each);
+  unpack_q6k<V, kSmall, 0>(rows, at, d, scales, low, high, each);
 }
 
 // IQ4_XS: 256 values of a table, with six-bit scales of 32 each.
@@ -411,7 +428,7 @@ HCACHE_INLINE void unpack_iq4xs(const PanelRows& rows, size_t at, const Each& ea
 }
 
 // The steps of n_groups groups of a chunk of the rows.
-template <typename V, BlockKind kKind, typename Each>
+template <typename V, BlockKind kKind, bool kSmall, typename Each>
 HCACHE_INLINE void for_each_step(const PanelRows& rows, int64_t chunk, int n_groups,
                                  const Each& each) {
   constexpr Layout kLayout = layout_of(kKind);
@@ -423,18 +440,18 @@ HCACHE_INLINE void for_each_step(const PanelRows& rows, int64_t chunk, int n_gro
   } else if constexpr (kKind == BlockKind::kQ5K) {
     unpack_q45k<V, true>(rows, at, each);
   } else if constexpr (kKind == BlockKind::kQ6K) {
-    unpack_q6k<V>(rows, at, each);
+    unpack_q6k<V, kSmall>(rows, at, each);
   } else if constexpr (kKind == BlockKind::kIq4Xs) {
     unpack_iq4xs<V>(rows, at, each);
   } else {
     if constexpr (V::kByDwords) {
       if (n_groups == kChunkGroups) {
         typename V::I dwords[kBytes / 4];
-        return unpack_dwords<V, kKind, 0>(rows, at, dwords, each);
+        return unpack_dwords<V, kKind, kSmall, 0>(rows, at, dwords, each);
       }
     }
     for (int g = 0; g < n_groups; ++g, at += kLayout.block_bytes) {
-      unpack_block<V, kKind>(rows, at, g, each);
+      unpack_block<V, kKind, kSmall>(rows, at, g, each);
     }
   }
 }
