@@ -4,6 +4,9 @@
     bench/products.py                       the default model, and three layers of Llama-2-7B's shape
                                             in Q4_0, Q4_K, Q6_K and Q8_0 (about an hour on two cores)
     bench/products.py --types q8_0          some of them
+    bench/products.py --prompts 4,8,16 --reps 12
+                                            steps of few rows alone: each is a few tens of
+                                            milliseconds, of which three tell little
     bench/products.py --kernels amx,avx2    each of these of ours, instead of the fastest alone
     bench/products.py --quick               tiny settings: proves the script, measures nothing
 
@@ -33,13 +36,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--types", default=TYPES, help="weight types of the large layers; default: "
                         "the default model, which has its own")
     parser.add_argument("--kernels", default="", help="names for HCACHE_PRODUCTS; default: the fastest")
+    parser.add_argument("--prompts", default=",".join(map(str, [*STEPS, *PROMPTS])),
+                        help="rows of steps, tokens of prompts")
     parser.add_argument("--shape", default="llama2-7b")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--gen", type=int, default=32)
     parser.add_argument("--text", type=Path, default=lib.ROOT / "demo/lighthouse.txt")
     args = parser.parse_args()
-    args.prompts = [*STEPS, *PROMPTS]
+    args.prompts = [int(n) for n in args.prompts.split(",")]
     if args.quick:
         args.reps, args.gen, args.prompts, args.types = 1, 4, [4, 64], "q8_0"
         args.shape, args.layers = lib.QUICK_SHAPE, lib.QUICK_LAYERS

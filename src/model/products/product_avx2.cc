@@ -34,10 +34,8 @@ struct Avx2 : Halves256 {
     if constexpr (!kLayout.offset || kLayout.zero == 128) return zero();
     return dwords(offset >> offset_shift(kLayout));
   }
-  template <BlockKind kKind>
-  static Weights weights(const uint8_t (*p)[4]) {
-    const I sign = {load_256(*p), load_256(*(p + 8))};
-    return {{_mm256_abs_epi8(sign.a), _mm256_abs_epi8(sign.b)}, sign};
+  static Weights with_signs(I quants) {
+    return {{_mm256_abs_epi8(quants.a), _mm256_abs_epi8(quants.b)}, quants};
   }
   static __m256i broadcast_4(const int8_t* x) {
     int four;
@@ -57,33 +55,52 @@ struct Avx2 : Halves256 {
             widen(sum.b, pairs(w.magnitude.b, w.sign.b))};
   }
 
-  template <typename V, BlockKind kKind, int kRows, int kAcross, int kDwords>
-  static void add_products(const WeightChunk* w, int g, int first_dword, const RowChunk* rows,
-                           I (*sums)[kRows]) {
+  // quants(k) gives the stored dwords k of the group from first_dword on.
+  template <BlockKind kKind, int kRows, int kDwords, typename Quants>
+  static void add_dwords(const Quants& quants, int g, int first_dword, const RowChunk* rows,
+                         I (&sums)[kRows]) {
     constexpr int kPairs = pairs<kKind>();
-    static_assert(kAcross == 1);
     if constexpr (kPairs < 2) {
-      NoTiles::add_products<V, kKind, kRows, 1, kDwords>(w, g, first_dword, rows, sums);
+      for (int k = first_dword; k < first_dword + kDwords; ++k) {
+        const Weights w = with_signs(quants(k));
+        for (int r = 0; r < kRows; ++r) {
+          sums[r] = dot<kKind>(sums[r], w, rows[r].quants + g * kGroup + 4 * k);
+        }
+      }
     } else {
       static_assert(kDwords % kPairs == 0);
       for (int from = first_dword; from < first_dword + kDwords; from += kPairs) {
         I narrow[kRows];
         for (int k = from; k < from + kPairs; ++k) {
-          const I quants = {load_256(w->quants[g][k][0]), load_256(w->quants[g][k][8])};
+          const I w = quants(k);
           for (int r = 0; r < kRows; ++r) {
             const __m256i row = broadcast_4(rows[r].quants + g * kGroup + 4 * k);
-            const I products = {_mm256_maddubs_epi16(quants.a, row),
-                                _mm256_maddubs_epi16(quants.b, row)};
+            const I products = {_mm256_maddubs_epi16(w.a, row), _mm256_maddubs_epi16(w.b, row)};
             narrow[r] = k == from ? products
                                   : I{_mm256_add_epi16(narrow[r].a, products.a),
                                       _mm256_add_epi16(narrow[r].b, products.b)};
           }
         }
         for (int r = 0; r < kRows; ++r) {
-          sums[0][r] = {widen(sums[0][r].a, narrow[r].a), widen(sums[0][r].b, narrow[r].b)};
+          sums[r] = {widen(sums[r].a, narrow[r].a), widen(sums[r].b, narrow[r].b)};
         }
       }
     }
+  }
+  template <typename V, BlockKind kKind, int kRows, int kAcross, int kDwords>
+  static void add_products(const WeightChunk* w, int g, int first_dword, const RowChunk* rows,
+                           I (*sums)[kRows]) {
+    static_assert(kAcross == 1);
+    const auto quants = [&](int k) {
+      return I{load_256(w->quants[g][k][0]), load_256(w->quants[g][k][8])};
+    };
+    add_dwords<kKind, kRows, kDwords>(quants, g, first_dword, rows, sums[0]);
+  }
+  template <typename V, BlockKind kKind, int kRows, int kDwords>
+  static void add_unstored(const I* unpacked, int g, int first_dword, const RowChunk* rows,
+                           I (&sums)[kRows]) {
+    const auto quants = [&](int k) { return stored<kKind>(unpacked[k - first_dword]); };
+    add_dwords<kKind, kRows, kDwords>(quants, g, first_dword, rows, sums);
   }
 };
 

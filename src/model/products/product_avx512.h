@@ -19,7 +19,7 @@ struct Avx512Vnni : NoTiles {
   // Twelve chains of integer products hide their latency; they and their accumulators take 24 of
   // 32 registers.
   static constexpr int kPairRows = 6;
-  static constexpr int kUnstoredRows = 8;
+  static constexpr int unstored_rows(BlockKind /*kind*/) { return 8; }
   static constexpr bool kByDwords = true;
 
   static I zero() { return _mm512_setzero_si512(); }

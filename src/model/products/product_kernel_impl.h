@@ -31,8 +31,8 @@ struct NoTiles {
   // Up to so many it is one.
   static constexpr int64_t kSinglePanelRows = kFewRows;
   // Up to so many rows are multiplied with what is unpacked while it is in registers, see
-  // multiply_unstored().
-  static constexpr int kUnstoredRows = 0;
+  // multiply_unstored(); at least one.
+  static constexpr int unstored_rows(BlockKind kind) { return layout_of(kind).halves ? 2 : 4; }
   // Whether chunks of small blocks are unpacked dword by dword, see unpack_dwords().
   static constexpr bool kByDwords = false;
   // Two panels at once are multiplied with up to so many rows, whose values are read once for both:
@@ -63,6 +63,18 @@ struct NoTiles {
         for (int p = 0; p < kAcross; ++p) {
           sums[p][r] = V::template dot<kKind>(sums[p][r], quants[p], x);
         }
+      }
+    }
+  }
+
+  // The same of one panel's, which are in registers.
+  template <typename V, BlockKind kKind, int kRows, int kDwords>
+  static void add_unstored(const typename V::I* quants, int g, int first_dword,
+                           const RowChunk* rows, typename V::I (&sums)[kRows]) {
+    for (int k = 0; k < kDwords; ++k) {
+      for (int r = 0; r < kRows; ++r) {
+        const int8_t* x = rows[r].quants + g * kGroup + 4 * (first_dword + k);
+        sums[r] = V::template dot<kKind>(sums[r], quants[k], x);
       }
     }
   }
@@ -279,6 +291,7 @@ void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<k
 template <typename V, BlockKind kKind>
 HCACHE_INLINE typename V::I start_small(const int32_t& offset) {
   constexpr int kShift = offset_shift(layout_of(kKind));
+  if constexpr (V::kNarrow) return V::template start<kKind>(offset);
   if constexpr (!layout_of(kKind).offset) return V::zero();
   if constexpr (kShift == 0) return V::dwords(offset);
   return V::template sra<kShift>(V::dwords(offset));
@@ -310,12 +323,7 @@ void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n
           sums[r] = start_small<V, kKind>(kLayout.halves ? rows[r].half_offset[g][half]
                                                          : rows[r].offset[g]);
         }
-        for (int k = 0; k < kDwords; ++k) {
-          for (int r = 0; r < kRows; ++r) {
-            const int8_t* x = rows[r].quants + g * kGroup + 4 * (half * kDwords + k);
-            sums[r] = V::template dot<kKind>(sums[r], quants[k], x);
-          }
-        }
+        V::template add_unstored<V, kKind, kRows, kDwords>(quants, g, half * kDwords, rows, sums);
         if (half == 0) ahead.ask_for(2 * g + 1);
         for (int r = 0; r < kRows; ++r) {
           acc[r] = V::fma(scale_of<V, kKind>(scale, rows[r], g), V::to_float(sums[r]), acc[r]);
@@ -355,12 +363,11 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     const RowChunk* rows = task.rows + c * task.n_rows + first_row;
     const int64_t left = task.n_in / kGroup - c * kChunkGroups;
     const int n_groups = static_cast<int>(left < kChunkGroups ? left : kChunkGroups);
-    if constexpr (V::kUnstoredRows > 0) {
-      if (n_rows <= V::kUnstoredRows) {
-        multiply_unstored<V, kKind, V::kUnstoredRows>(
-            n_rows, at[0], c, n_groups, Ahead<kKind>(task, at[0], c), rows, scratch.acc);
-        continue;
-      }
+    constexpr int kUnstored = V::unstored_rows(kKind);
+    if (n_rows <= kUnstored) {
+      multiply_unstored<V, kKind, kUnstored>(n_rows, at[0], c, n_groups,
+                                             Ahead<kKind>(task, at[0], c), rows, scratch.acc);
+      continue;
     }
     for (int p = 0; p < n_panels; ++p) {
       unpack<V, kKind>(at[p], c, n_groups, Ahead<kKind>(task, at[p], c), scratch.chunks[p]);
