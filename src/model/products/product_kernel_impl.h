@@ -274,7 +274,7 @@ void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<k
   constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
   for_each_step<V, kKind, V::kNarrow>(
       weights, chunk, n_groups,
-      [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
+      [&](int g, int half, F scale, F min, const I* quants) HCACHE_ALWAYS_INLINE {
         if (half == 0) {
           ahead.ask_for(2 * g);
           ahead.ask_for(2 * g + 1);
@@ -316,7 +316,7 @@ void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n
   begin_rows<V, kKind, kRows>(acc_rows, acc);
   for_each_step<V, kKind, true>(
       weights, chunk, n_groups,
-      [&](int g, int half, F scale, F min, const I* quants) __attribute__((always_inline)) {
+      [&](int g, int half, F scale, F min, const I* quants) HCACHE_ALWAYS_INLINE {
         if (half == 0) ahead.ask_for(2 * g);
         I sums[kRows];
         for (int r = 0; r < kRows; ++r) {

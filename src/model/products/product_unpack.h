@@ -8,7 +8,13 @@
 #include "product_kernel.h"
 
 // Left to itself, GCC does not inline what is called for each group, and vectors go through memory.
-#define HCACHE_INLINE inline __attribute__((always_inline))
+// Sanitizers' checks of every access would make that functions of too many branches to compile.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HCACHE_ALWAYS_INLINE
+#else
+#define HCACHE_ALWAYS_INLINE __attribute__((always_inline))
+#endif
+#define HCACHE_INLINE inline HCACHE_ALWAYS_INLINE
 
 namespace hcache::model {
 namespace {
