@@ -107,7 +107,7 @@ struct Amx : Avx512Vnni {
                                float* acc_rows) {
     constexpr Layout kLayout = layout_of(kKind);
     constexpr int kHalves = kLayout.halves ? 2 : 1;
-    constexpr int kDwords = kGroup / 4 / kHalves;
+    constexpr int kDwords = step_dwords(kLayout);
     alignas(64) Sums sums[2];
     F acc[kTileOf];
     begin_rows<Amx, kKind, kTileOf>(acc_rows, acc);
@@ -125,7 +125,7 @@ struct Amx : Avx512Vnni {
         acc[r] = fma(scale_of<Amx, kKind>(scale, rows[r], g), sum, acc[r]);
       }
       if (i % kHalves == kHalves - 1) {
-        add_minima<Amx, kKind, kTileOf>(w, g, rows, acc);
+        add_minima<Amx, kKind, kTileOf>(load(w.min[g]), g, rows, acc);
       }
     }
     end_rows<Amx, kKind, kTileOf>(rows, acc, acc_rows);

@@ -156,10 +156,10 @@ typename V::F scale_of(typename V::F weight_scale, const RowChunk& row, int g) {
   return kWide ? weight_scale : V::mul(weight_scale, V::broadcast(&row.scale[g]));
 }
 
+// `min`: of group g, where its kind has minima.
 template <typename V, BlockKind kKind, int kRows>
-void add_minima(const WeightChunk& w, int g, const RowChunk* rows, typename V::F* acc) {
+HCACHE_INLINE void add_minima(typename V::F min, int g, const RowChunk* rows, typename V::F* acc) {
   if constexpr (layout_of(kKind).minima) {
-    const typename V::F min = V::load(w.min[g]);
     for (int r = 0; r < kRows; ++r) {
       acc[r] = V::fma(min, V::broadcast(&rows[r].sum[g]), acc[r]);
     }
@@ -185,7 +185,7 @@ void multiply_tile(const WeightChunk* w, int n_groups, const RowChunk* rows, flo
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
   constexpr int kHalves = kLayout.halves ? 2 : 1;
-  constexpr int kDwords = kGroup / 4 / kHalves;
+  constexpr int kDwords = step_dwords(kLayout);
   F acc[kAcross][kRows];
   for (int p = 0; p < kAcross; ++p) begin_rows<V, kKind, kRows>(acc_rows + p * acc_stride, acc[p]);
   for (int g = 0; g < n_groups; ++g) {
@@ -207,7 +207,8 @@ void multiply_tile(const WeightChunk* w, int n_groups, const RowChunk* rows, flo
         }
       }
     }
-    for (int p = 0; p < kAcross; ++p) add_minima<V, kKind, kRows>(w[p], g, rows, acc[p]);
+    for (int p = 0; p < kAcross; ++p)
+      add_minima<V, kKind, kRows>(V::load(w[p].min[g]), g, rows, acc[p]);
   }
   for (int p = 0; p < kAcross; ++p) {
     end_rows<V, kKind, kRows>(rows, acc[p], acc_rows + p * acc_stride);
@@ -258,8 +259,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int kBytes =
-      layout_of(kKind).block_bytes * (kChunk / layout_of(kKind).block_values);
+  static constexpr int kBytes = chunk_bytes(layout_of(kKind));
   const PanelRows& rows_;
   int64_t at_;
 };
@@ -271,7 +271,7 @@ void unpack(const PanelRows& weights, int64_t chunk, int n_groups, const Ahead<k
   using I = typename V::I;
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
-  constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
+  constexpr int kDwords = step_dwords(kLayout);
   for_each_step<V, kKind, V::kNarrow>(
       weights, chunk, n_groups,
       [&](int g, int half, F scale, F min, const I* quants) HCACHE_ALWAYS_INLINE {
@@ -305,7 +305,7 @@ void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n
   using I = typename V::I;
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
-  constexpr int kDwords = kGroup / 4 / (kLayout.halves ? 2 : 1);
+  constexpr int kDwords = step_dwords(kLayout);
   if constexpr (kRows > 1) {
     if (n < kRows) {
       return multiply_unstored<V, kKind, kRows - 1>(n, weights, chunk, n_groups, ahead, rows,
@@ -327,10 +327,8 @@ void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n
         if (half == 0) ahead.ask_for(2 * g + 1);
         for (int r = 0; r < kRows; ++r) {
           acc[r] = V::fma(scale_of<V, kKind>(scale, rows[r], g), V::to_float(sums[r]), acc[r]);
-          if constexpr (kLayout.minima) {
-            acc[r] = V::fma(min, V::broadcast(&rows[r].sum[g]), acc[r]);
-          }
         }
+        add_minima<V, kKind, kRows>(min, g, rows, acc);
       });
   end_rows<V, kKind, kRows>(rows, acc, acc_rows);
 }
@@ -364,6 +362,7 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     const int64_t left = task.n_in / kGroup - c * kChunkGroups;
     const int n_groups = static_cast<int>(left < kChunkGroups ? left : kChunkGroups);
     constexpr int kUnstored = V::unstored_rows(kKind);
+    static_assert(kUnstored <= V::kSinglePanelRows, "they are multiplied with one panel at a time");
     if (n_rows <= kUnstored) {
       multiply_unstored<V, kKind, kUnstored>(n_rows, at[0], c, n_groups,
                                              Ahead<kKind>(task, at[0], c), rows, scratch.acc);

@@ -54,6 +54,13 @@ constexpr Layout layout_of(BlockKind kind) {
   return {};
 }
 
+// Bytes of an output's weights in a chunk.
+constexpr int chunk_bytes(Layout layout) {
+  return layout.block_bytes * (kChunk / layout.block_values);
+}
+// Dwords of a group, or of its half where halves have scales of their own.
+constexpr int step_dwords(Layout layout) { return kGroup / 4 / (layout.halves ? 2 : 1); }
+
 // What -128 times a sum is divided by for -zero times it, as a shift.
 constexpr int offset_shift(Layout layout) {
   int shift = 0;
@@ -438,8 +445,7 @@ template <typename V, BlockKind kKind, bool kSmall, typename Each>
 HCACHE_INLINE void for_each_step(const PanelRows& rows, int64_t chunk, int n_groups,
                                  const Each& each) {
   constexpr Layout kLayout = layout_of(kKind);
-  constexpr size_t kBytes =
-      static_cast<size_t>(kLayout.block_bytes) * (kChunk / kLayout.block_values);
+  constexpr size_t kBytes = chunk_bytes(kLayout);
   size_t at = static_cast<size_t>(chunk) * kBytes;
   if constexpr (kKind == BlockKind::kQ4K) {
     unpack_q45k<V, false>(rows, at, each);
