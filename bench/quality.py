@@ -117,7 +117,10 @@ def truncation_table(truncated: list[dict]) -> str:
     for t in truncated:
         for row in t["rows"]:
             d = row["difference"]
-            rows.append([t["text"], str(t["context"]), str(row["overflows"]),
+            overflows = str(row["overflows"])
+            if row["first_overflow"] < row["overflows"]:
+                overflows = f"{row['first_overflow']}-{overflows}"
+            rows.append([t["text"], str(t["context"]), overflows,
                          value_of(row, "perplexity"), value_of(row, "perplexity_anew"),
                          f"{d['value']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f})",
                          value_of(row, "perplexity_last_rows"),

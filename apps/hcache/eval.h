@@ -80,7 +80,8 @@ struct TruncationArgs : EvalArgs {
       integer(&context, "--context", "TOKENS", 512, {256}, "the context that the text outgrows");
   std::vector<std::string> overflows =
       texts(&overflows, "--overflows", "N,...", "1,4,16", "",
-            "score what comes behind so many overflows in a row, up to the next one");
+            "score what comes behind so many overflows in a row, up to the next one; N-M: behind "
+            "each of the Nth to the Mth");
   std::vector<std::string> compare = texts(
       &compare, "--compare", "NAME,...", "anew,last,unrotated,whole", "anew|last|unrotated|whole",
       "what truncated text is held against: what is held computed anew (always), the last "

@@ -18,6 +18,34 @@
 namespace hcache::cli {
 namespace {
 
+// So many in a row, behind each of which text is predicted.
+struct Overflows {
+  int64_t first = 0;
+  int64_t last = 0;
+  [[nodiscard]] bool has(int64_t n) const { return first <= n && n <= last; }
+};
+
+// "4", "1-16".
+Result<std::vector<Overflows>> parse_overflows(const std::vector<std::string>& texts) {
+  std::vector<Overflows> all;
+  for (const std::string& text : texts) {
+    const char* end = text.data() + text.size();
+    Overflows one;
+    auto parsed = std::from_chars(text.data(), end, one.first);
+    one.last = one.first;
+    if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '-') {
+      parsed = std::from_chars(parsed.ptr + 1, end, one.last);
+    }
+    if (parsed.ec != std::errc() || parsed.ptr != end || one.first < 1 || one.last < one.first ||
+        one.last > 1000) {
+      return invalid_argument(fmt::format(
+          "--overflows: '{}' is no number between 1 and 1000, nor two like 1-16", text));
+    }
+    all.push_back(one);
+  }
+  return all;
+}
+
 // What is predicted between a cut and the next one.
 struct Stretch {
   int64_t overflows = 0;  // cuts so far
@@ -25,43 +53,38 @@ struct Stretch {
   int64_t end = 0;  // of the tokens that are seen; the one behind the last of them is predicted
 };
 
-// Behind so many cuts each, in the order of the text.
+// Behind each of these, in the order of the text.
 std::vector<Stretch> stretches_of(policy::TruncationLimits limits,
-                                  std::span<const int64_t> overflows) {
+                                  std::span<const Overflows> wanted) {
   limits.important = 0;
-  const int64_t most = *std::max_element(overflows.begin(), overflows.end());
+  int64_t most = 0;
+  for (const Overflows& each : wanted) most = std::max(most, each.last);
   std::vector<Stretch> stretches;
   policy::HeldRows held;
   for (int64_t i = 1; i <= most; ++i) {
     // Without messages only the length counts.
     const std::vector<int32_t> chain(static_cast<size_t>(policy::next_cut(held, limits)));
     held = policy::cut(held, chain, limits, {});
-    if (std::find(overflows.begin(), overflows.end(), i) == overflows.end()) continue;
+    const auto has_it = [i](const Overflows& each) { return each.has(i); };
+    if (std::none_of(wanted.begin(), wanted.end(), has_it)) continue;
     stretches.push_back({i, held, policy::next_cut(held, limits)});
   }
   return stretches;
 }
 
-Result<std::vector<int64_t>> parse_counts(const std::vector<std::string>& texts) {
-  std::vector<int64_t> counts;
-  for (const std::string& text : texts) {
-    int64_t n = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
-    if (error != std::errc() || end != text.data() + text.size() || n < 1 || n > 1000) {
-      return invalid_argument(
-          fmt::format("--overflows: '{}' is no number between 1 and 1000", text));
-    }
-    counts.push_back(n);
-  }
-  return counts;
-}
+// What was predicted of a stretch: -log p of the text's tokens.
+struct Predicted {
+  eval::Group cut;
+  eval::Group anew;
+  eval::Group more;  // of cut over anew
+};
 
-// Of one number of overflows; a group per piece of the text.
+// Of these overflows; a group per piece of the text.
 struct TruncationRow {
-  Stretch stretch;
-  std::vector<eval::Group> cut;  // -log p of the text's tokens
+  Overflows overflows;
+  std::vector<eval::Group> cut;
   std::vector<eval::Group> anew;
-  std::vector<eval::Group> more;  // of cut over anew
+  std::vector<eval::Group> more;
   // Empty where they are not wanted.
   std::vector<eval::Group> last;   // with the last rows alone, whatever attention fell on
   std::vector<eval::Group> naive;  // with K left as it was rotated
@@ -70,12 +93,14 @@ struct TruncationRow {
 
 class TruncationEval {
  public:
-  TruncationEval(const policy::TruncationLimits& limits, std::vector<TruncationRow> rows)
-      : limits_(limits), rows_(std::move(rows)) {}
+  TruncationEval(const policy::TruncationLimits& limits, std::span<const Overflows> wanted)
+      : limits_(limits), stretches_(stretches_of(limits, wanted)) {
+    for (const Overflows& each : wanted) rows_.emplace_back().overflows = each;
+  }
 
   // Tokens of a piece; the last one is only predicted.
-  [[nodiscard]] int64_t piece_tokens() const { return rows_.back().stretch.end + 1; }
-  [[nodiscard]] std::vector<TruncationRow>& rows() { return rows_; }
+  [[nodiscard]] int64_t piece_tokens() const { return stretches_.back().end + 1; }
+  [[nodiscard]] std::span<const TruncationRow> rows() const { return rows_; }
 
   // naive: null where it is not wanted.
   Status score(Evaluation& evaluation, Evaluation* naive, const std::vector<int32_t>& tokens,
@@ -86,7 +111,15 @@ class TruncationEval {
       for (std::vector<eval::Group>* groups : {&row.cut, &row.anew, &row.more}) {
         groups->emplace_back();
       }
-      HCACHE_RETURN_IF_ERROR(compare(evaluation, tokens, nll, row));
+    }
+    for (const Stretch& stretch : stretches_) {
+      HCACHE_ASSIGN_OR_RETURN(const Predicted predicted, compare(evaluation, tokens, nll, stretch));
+      for (TruncationRow& row : rows_) {
+        if (!row.overflows.has(stretch.overflows)) continue;
+        row.cut.back().add(predicted.cut);
+        row.anew.back().add(predicted.anew);
+        row.more.back().add(predicted.more);
+      }
     }
     policy::TruncationLimits last = limits_;
     last.important = 0;
@@ -111,7 +144,7 @@ class TruncationEval {
                  const std::optional<policy::TruncationLimits>& limits,
                  std::vector<double>* nll) const {
     EvalPrompt prompt{.tokens = {tokens.begin(), tokens.end() - 1},
-                      .from = rows_.front().stretch.held.cut_at,
+                      .from = stretches_.front().held.cut_at,
                       .truncation = limits};
     return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
       const auto at = static_cast<size_t>(position);
@@ -123,31 +156,38 @@ class TruncationEval {
   void add(const std::vector<double>& nll, std::vector<eval::Group> TruncationRow::*groups) {
     for (TruncationRow& row : rows_) {
       eval::Group& group = (row.*groups).emplace_back();
-      for (int64_t at = row.stretch.held.cut_at; at < row.stretch.end; ++at) {
-        group.add(nll[static_cast<size_t>(at)]);
+      for (const Stretch& stretch : stretches_) {
+        if (!row.overflows.has(stretch.overflows)) continue;
+        for (int64_t at = stretch.held.cut_at; at < stretch.end; ++at) {
+          group.add(nll[static_cast<size_t>(at)]);
+        }
       }
     }
   }
 
-  // The first tokens and the last ones, as many as are held, computed anew.
-  Status compare(Evaluation& evaluation, const std::vector<int32_t>& tokens,
-                 const std::vector<double>& cut_nll, TruncationRow& row) const {
-    const policy::HeldRows& held = row.stretch.held;
+  // With the first tokens and the last ones, as many as are held, computed anew.
+  Result<Predicted> compare(Evaluation& evaluation, const std::vector<int32_t>& tokens,
+                            const std::vector<double>& cut_nll, const Stretch& stretch) const {
+    const policy::HeldRows& held = stretch.held;
     EvalPrompt prompt{.tokens = {tokens.begin(), tokens.begin() + held.kept},
                       .from = held.rows(held.cut_at),
                       .truncation = {}};
     prompt.tokens.insert(prompt.tokens.end(), tokens.begin() + held.resumed,
-                         tokens.begin() + row.stretch.end);
-    return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
-      const auto at = static_cast<size_t>(position + held.dropped());
-      const double nll = -model::log_prob(logits, tokens[at + 1]);
-      row.cut.back().add(cut_nll[at]);
-      row.anew.back().add(nll);
-      row.more.back().add(cut_nll[at] - nll);
-    });
+                         tokens.begin() + stretch.end);
+    Predicted predicted;
+    HCACHE_RETURN_IF_ERROR(
+        evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
+          const auto at = static_cast<size_t>(position + held.dropped());
+          const double nll = -model::log_prob(logits, tokens[at + 1]);
+          predicted.cut.add(cut_nll[at]);
+          predicted.anew.add(nll);
+          predicted.more.add(cut_nll[at] - nll);
+        }));
+    return predicted;
   }
 
   const policy::TruncationLimits limits_;
+  const std::vector<Stretch> stretches_;
   std::vector<TruncationRow> rows_;
 };
 
@@ -157,8 +197,8 @@ Json truncation_json(const TruncationRow& row) {
   const auto over_anew = [&](double quotient) { return anew.value * (quotient - 1); };
   double n = 0;
   for (const eval::Group& group : row.cut) n += group.n;
-  Json json = {{"overflows", row.stretch.overflows},
-               {"dropped", row.stretch.held.dropped()},
+  Json json = {{"first_overflow", row.overflows.first},
+               {"overflows", row.overflows.last},
                {"scored", n},
                {"perplexity_anew", to_json(anew)},
                // Paired: the interval is of the quotient, at the perplexity computed anew.
@@ -179,8 +219,9 @@ std::vector<std::string> truncation_cells(const Json& row) {
     if (!row.contains(key)) return "–";
     return fmt::format("{:.{}f}", row[key]["value"].get<double>(), digits);
   };
-  return {fmt::format("{}", row["overflows"].get<int64_t>()),
-          fmt::format("{}", row["dropped"].get<int64_t>()),
+  const auto first = row["first_overflow"].get<int64_t>();
+  const auto last = row["overflows"].get<int64_t>();
+  return {first == last ? fmt::format("{}", last) : fmt::format("{}-{}", first, last),
           fmt::format("{:.0f}", row["scored"].get<double>()),
           perplexity("perplexity", 4),
           perplexity("perplexity_anew", 4),
@@ -198,12 +239,8 @@ Status eval_truncation(TruncationArgs args) {
   if (args.runtime.model.device == "list") return list_devices();
   const policy::TruncationLimits limits = args.cuts.limits(args.context);
   HCACHE_RETURN_IF_ERROR(policy::validate(limits));
-  HCACHE_ASSIGN_OR_RETURN(const std::vector<int64_t> overflows, parse_counts(args.overflows));
-  std::vector<TruncationRow> rows;
-  for (const Stretch& stretch : stretches_of(limits, overflows)) {
-    rows.emplace_back().stretch = stretch;
-  }
-  TruncationEval scoring(limits, std::move(rows));
+  HCACHE_ASSIGN_OR_RETURN(const std::vector<Overflows> overflows, parse_overflows(args.overflows));
+  TruncationEval scoring(limits, overflows);
   const int64_t piece = scoring.piece_tokens();
   HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
@@ -241,8 +278,8 @@ Status eval_truncation(TruncationArgs args) {
   results["keep_first"] = limits.keep_first;
   results["important"] = limits.important;
   std::vector<std::vector<std::string>> table = {
-      {"overflows", "dropped", "tokens", "perplexity", "computed anew", "difference (95 %)",
-       "last rows alone", "not rotated", "nothing dropped"}};
+      {"overflows", "tokens", "perplexity", "computed anew", "difference (95 %)", "last rows alone",
+       "not rotated", "nothing dropped"}};
   for (const TruncationRow& row : scoring.rows()) {
     results["rows"].push_back(truncation_json(row));
     table.push_back(truncation_cells(results["rows"].back()));

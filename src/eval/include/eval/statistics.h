@@ -18,6 +18,10 @@ struct Group {
     sum += value;
     n += 1;
   }
+  void add(const Group& other) {
+    sum += other.sum;
+    n += other.n;
+  }
 };
 
 struct Estimate {
