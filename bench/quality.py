@@ -42,7 +42,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lines", default="5,10,20,40", help="sentences of the texts that are searched")
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--contexts", default="512,1024", help="that the texts outgrow")
-    parser.add_argument("--overflows", default="1,4,16", help="in a row")
+    parser.add_argument("--overflows", default="1,1-4,1-16",
+                        help="in a row; 1-4: what comes behind each of the first to the fourth")
     parser.add_argument("--pieces", type=int, default=8, help="of each text, that outgrow them")
     parser.add_argument("--compare", default="anew,last,unrotated,whole",
                         help="what truncated text is held against; anew alone takes a third of the time")
@@ -50,7 +51,7 @@ def parse() -> argparse.Namespace:
     if args.quick:
         args.texts, args.window, args.windows = "essay", 64, 2
         args.methods, args.lines, args.questions = "kv", "5", 2
-        args.contexts, args.overflows, args.pieces = "256", "1,2", 1
+        args.contexts, args.overflows, args.pieces = "256", "1,1-2", 1
     if args.model is None:
         args.model = lib.default_model()
     return args

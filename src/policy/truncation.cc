@@ -13,7 +13,8 @@ namespace {
 
 // The first message stays if it takes at most this part of the context.
 constexpr int64_t kFirstMessageShare = 4;
-// A cut is put off to the next message, as long as this part of what was to stay still does.
+// A cut is put off to the next message by at most this part of the last rows, and of those that
+// leave.
 constexpr int64_t kPutOffShare = 2;
 constexpr int64_t kLeastContext = 4 * kCutTokens;
 constexpr double kMostImportant = 0.9;
@@ -101,7 +102,8 @@ HeldRows cut(const HeldRows& held, std::span<const int32_t> chain, const Truncat
                  kChosenBlock;
   const int64_t target = at - (stay - after.chosen);
   const int64_t message = next_message ? next_message(chain, target) : -1;
-  const bool in_reach = message >= 0 && message <= target + (at - target) / kPutOffShare;
+  const int64_t reach = std::min(at - target, leave) / kPutOffShare;
+  const bool in_reach = message >= 0 && message <= target + reach;
   after.resumed = std::min(in_reach ? message : target, at);
   return after;
 }

@@ -110,8 +110,11 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual([row["method"] for row in text["methods"]],
                          ["kv", "kv, q8_0", "kv, q4_0"])
         [truncated] = found["truncation"]
-        self.assertEqual([row["overflows"] for row in truncated["rows"]], [1, 2])
-        self.assertIn("perplexity_last_rows", truncated["rows"][0])
+        one, both = truncated["rows"]
+        self.assertEqual([(row["first_overflow"], row["overflows"]) for row in (one, both)],
+                         [(1, 1), (1, 2)])
+        self.assertEqual(both["scored"], 2 * one["scored"])
+        self.assertIn("perplexity_last_rows", one)
         self.assertTrue(-0.9 < found["truncation_mean"] < 9, found["truncation_mean"])
 
     def test_quality_of_truncation_alone(self):

@@ -185,6 +185,8 @@ class Eval(unittest.TestCase):
         self.assertIn("--methods", self.hcache("kl", self.text, "--methods", "magic", code=2))
         bad = self.write("bad.jsonl", '{"prompt": "x", "choices": ["a"], "answer": 0}\n')
         self.assertIn("bad.jsonl, line 1", self.hcache("tasks", bad, code=2))
+        for wrong in ("4-1", "1-", "0-2", "1-2-3"):
+            self.assertIn(f"'{wrong}'", self.hcache("truncation", self.text, "--overflows", wrong, code=2))
         self.assertIn("--base-model", self.hcache("ppl", self.text, "--base-model", MODEL, code=2))
         self.assertIn("cpu", self.hcache("ppl", self.text, "--device", "list"))
 

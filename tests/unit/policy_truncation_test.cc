@@ -121,6 +121,16 @@ TEST(Truncation, WhatWasChosenBeforeStaysOnlyWhereThereIsTooLittleElse) {
   EXPECT_EQ(chosen(5), (std::vector<int64_t>{0, 1, 2, 3, 4}));
 }
 
+TEST(Truncation, LittleThatLeavesWaitsForNoMessageFarBehindIt) {
+  TruncationLimits quarter = kLimits;
+  quarter.share = 0.25;
+  // 103 rows leave: the message at 290 is 87 behind them, the other one 37.
+  EXPECT_EQ(cut({}, messages({100, 190, 222}), quarter, next_begin),
+            (HeldRows{.kept = 100, .resumed = 203, .cut_at = 512}));
+  EXPECT_EQ(cut({}, messages({100, 140, 272}), quarter, next_begin),
+            (HeldRows{.kept = 100, .resumed = 240, .cut_at = 512}));
+}
+
 TEST(Truncation, CutsAreAtWholeChunks) {
   TruncationLimits odd = kLimits;
   odd.context = 500;

@@ -12,7 +12,8 @@ using testing::tokens;
 using testing::Tokens;
 using testing::operator+;
 
-constexpr policy::TruncationLimits kLimits{.context = 256, .share = 0.5, .keep_first = 4};
+constexpr policy::TruncationLimits kLimits{
+    .context = 256, .share = 0.5, .keep_first = 4, .important = 0.5};
 
 Bench::Tweak truncating(const policy::TruncationLimits& limits = kLimits) {
   return [limits](Request& request) { request.truncation = limits; };

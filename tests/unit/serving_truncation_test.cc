@@ -12,13 +12,16 @@ namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
 
-constexpr policy::TruncationLimits kLimits{.context = 256, .share = 0.5, .keep_first = 4};
+constexpr policy::TruncationLimits kLimits{
+    .context = 256, .share = 0.5, .keep_first = 4, .important = 0.5};
 
 class TruncationTest : public ::testing::TestWithParam<const char*> {
  protected:
   TruncationTest()
       : model_(make_tiny(dir_, tiny_options(GetParam(), 2, GGML_TYPE_Q8_0))),
         options_(tiny_runtime(model_, dir_.file("state"))) {}
+
+  void check_chosen(const policy::TruncationLimits& wanted);
 
   // Of the rows that are held in the end.
   static std::vector<std::byte> held_state(Serving& serving, const Said& said, int64_t length) {
@@ -163,8 +166,8 @@ TEST_P(TruncationTest, WhatIsHeldComesBackWithoutTheFirstLayersPages) {
 
 // Rows that attention chose stay in their places, whatever their number of cuts, unless it is asked
 // not to choose; a page that tells of them and is damaged costs what it tells of.
-TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) {
-  const How cut{.truncation = kLimits};
+void TruncationTest::check_chosen(const policy::TruncationLimits& wanted) {
+  const How cut{.truncation = wanted};
   std::vector<int32_t> chain = random_tokens(900, 1);
   Said said;
   std::vector<std::byte> state;
@@ -182,7 +185,7 @@ TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) {
     const Said other = say(*serving, chain, 10, recent);
     EXPECT_EQ(other.outcome.dropped_tokens, said.outcome.dropped_tokens);
     EXPECT_EQ(held_state(*serving, other, 910) == state, !chooses);
-    policy::TruncationLimits limits = kLimits;
+    policy::TruncationLimits limits = wanted;
     limits.context = std::min<int64_t>(limits.context, serving->context());
     if (!chooses) limits.important = 0;
     const auto cuts = policy::cuts_of(chain, limits, {});
@@ -197,8 +200,7 @@ TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) {
     ASSERT_NE(serving, nullptr);
     if (damaged) {
       // As a checksum that fails leaves it.
-      policy::TruncationLimits limits = kLimits;
-      const auto cuts = policy::cuts_of(chain, limits, {});
+      const auto cuts = policy::cuts_of(chain, wanted, {});
       const auto match = serving->runtime().match(chain, own_salt("").id, cuts);
       const auto at =
           std::find_if(match.chunks.begin(), match.chunks.end(), [&](const auto& chunk) {
@@ -219,6 +221,15 @@ TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) {
     EXPECT_TRUE(held_state(*serving, back, 910) == state);
     ASSERT_TRUE(serving->close().ok());
   }
+}
+
+TEST_P(TruncationTest, ChosenRowsComeBackOrAreChosenAgain) { check_chosen(kLimits); }
+
+// Some of those that an earlier cut chose stay at the next one.
+TEST_P(TruncationTest, RowsThatWereChosenTwiceDoAsWell) {
+  policy::TruncationLimits limits = kLimits;
+  limits.share = 0.25;
+  check_chosen(limits);
 }
 
 TEST_P(TruncationTest, WhatFitsIsAnsweredAsWithoutIt) {
