@@ -72,19 +72,12 @@ std::vector<Stretch> stretches_of(policy::TruncationLimits limits,
   return stretches;
 }
 
-// What was predicted of a stretch: -log p of the text's tokens.
-struct Predicted {
-  eval::Group cut;
-  eval::Group anew;
-  eval::Group more;  // of cut over anew
-};
-
 // Of these overflows; a group per piece of the text.
 struct TruncationRow {
   Overflows overflows;
-  std::vector<eval::Group> cut;
+  std::vector<eval::Group> cut;  // -log p of the text's tokens
   std::vector<eval::Group> anew;
-  std::vector<eval::Group> more;
+  std::vector<eval::Group> more;  // of cut over anew
   // Empty where they are not wanted.
   std::vector<eval::Group> last;   // with the last rows alone, whatever attention fell on
   std::vector<eval::Group> naive;  // with K left as it was rotated
@@ -107,20 +100,14 @@ class TruncationEval {
                bool with_last, bool with_whole) {
     std::vector<double> nll(tokens.size());
     HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, limits_, &nll));
-    for (TruncationRow& row : rows_) {
-      for (std::vector<eval::Group>* groups : {&row.cut, &row.anew, &row.more}) {
-        groups->emplace_back();
-      }
-    }
+    add(nll, &TruncationRow::cut);
+    std::vector<double> anew(tokens.size());
     for (const Stretch& stretch : stretches_) {
-      HCACHE_ASSIGN_OR_RETURN(const Predicted predicted, compare(evaluation, tokens, nll, stretch));
-      for (TruncationRow& row : rows_) {
-        if (!row.overflows.has(stretch.overflows)) continue;
-        row.cut.back().add(predicted.cut);
-        row.anew.back().add(predicted.anew);
-        row.more.back().add(predicted.more);
-      }
+      HCACHE_RETURN_IF_ERROR(predict_anew(evaluation, tokens, stretch, &anew));
     }
+    add(anew, &TruncationRow::anew);
+    for (size_t i = 0; i < nll.size(); ++i) nll[i] -= anew[i];
+    add(nll, &TruncationRow::more);
     policy::TruncationLimits last = limits_;
     last.important = 0;
     if (with_last) {
@@ -165,25 +152,20 @@ class TruncationEval {
     }
   }
 
-  // With the first tokens and the last ones, as many as are held, computed anew.
-  Result<Predicted> compare(Evaluation& evaluation, const std::vector<int32_t>& tokens,
-                            const std::vector<double>& cut_nll, const Stretch& stretch) const {
+  // The same in a stretch, behind the first tokens and the last ones, as many as are held, computed
+  // anew.
+  static Status predict_anew(Evaluation& evaluation, const std::vector<int32_t>& tokens,
+                             const Stretch& stretch, std::vector<double>* nll) {
     const policy::HeldRows& held = stretch.held;
     EvalPrompt prompt{.tokens = {tokens.begin(), tokens.begin() + held.kept},
                       .from = held.rows(held.cut_at),
                       .truncation = {}};
     prompt.tokens.insert(prompt.tokens.end(), tokens.begin() + held.resumed,
                          tokens.begin() + stretch.end);
-    Predicted predicted;
-    HCACHE_RETURN_IF_ERROR(
-        evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
-          const auto at = static_cast<size_t>(position + held.dropped());
-          const double nll = -model::log_prob(logits, tokens[at + 1]);
-          predicted.cut.add(cut_nll[at]);
-          predicted.anew.add(nll);
-          predicted.more.add(cut_nll[at] - nll);
-        }));
-    return predicted;
+    return evaluation.score_base(prompt, [&](int64_t position, std::span<const float> logits) {
+      const auto at = static_cast<size_t>(position + held.dropped());
+      (*nll)[at] = -model::log_prob(logits, tokens[at + 1]);
+    });
   }
 
   const policy::TruncationLimits limits_;

@@ -18,10 +18,6 @@ struct Group {
     sum += value;
     n += 1;
   }
-  void add(const Group& other) {
-    sum += other.sum;
-    n += other.n;
-  }
 };
 
 struct Estimate {
