@@ -11,7 +11,8 @@ that are computed on the spot, token by token, and those from K and V that were 
 Numbers are looked up in texts of several lengths, which shows something only where the model without any loss
 finds more than chance would. Last, each text outgrows contexts of several sizes: its perplexity behind tokens
 that were dropped from the KV cache may be higher by 0.02 than with the tokens that are left computed anew
-(AttentionStore's bound), of each, and of all in the mean.
+(AttentionStore's bound), of each, and of all in the mean. They are as many, or those of programs that drop
+half and compute the rest again (--anew-share 0.5), which the paper compares with.
 """
 
 import argparse
@@ -44,6 +45,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", default="512,1024", help="that the texts outgrow")
     parser.add_argument("--overflows", default="1,1-4,1-16",
                         help="in a row; 1-4: what comes behind each of the first to the fourth")
+    parser.add_argument("--anew-share", default="0",
+                        help="computed anew is what is left where so much leaves at once, as with programs "
+                             "that truncate prompts, 0.5; 0: as many tokens as the truncated text holds")
     parser.add_argument("--pieces", type=int, default=8, help="of each text, that outgrow them")
     parser.add_argument("--compare", default="anew,last,unrotated,whole",
                         help="what truncated text is held against; anew alone takes a third of the time")
@@ -105,8 +109,9 @@ def measure_questions(args, evals: Evals, lines: int) -> dict:
 
 def measure_truncation(args, evals: Evals, name: str, text: Path, context: str) -> dict:
     out = evals.run("truncation", text, "--context", context, "--overflows", args.overflows, "--pieces",
-                    args.pieces, "--compare", args.compare)
-    return {"text": name, "context": int(context), "rows": out["rows"]}
+                    args.pieces, "--compare", args.compare, "--anew-share", args.anew_share)
+    return {"text": name, "context": int(context), "share": out["share"], "anew_share": out["anew_share"],
+            "rows": out["rows"]}
 
 
 def value_of(row: dict, key: str, digits: int = 3) -> str:
@@ -148,10 +153,10 @@ def tables(texts: list[dict], questions: list[dict]) -> str:
     found = [[str(q["lines"]), str(q["longest"]), row["method"], f"{100 * row['accuracy']['value']:.0f} %",
               f"{100 * row['same_as_base']['value']:.0f} %", "yes" if q["is_evidence"] else "no"]
              for q in questions for row in q["rows"]]
-    return "\n\n".join([
-        lib.table(["text", "tokens", "ours", "llama-perplexity", "quotient", "within 0.1 %"], perplexity),
-        lib.table(["text", "method", "mean KL", "max", "same choice", "perplexity / computed"], methods),
-        lib.table(["lines", "tokens", "method", "right", "as computed", "above chance"], found)])
+    return "\n\n".join(lib.table(head, rows) for head, rows in (
+        (["text", "tokens", "ours", "llama-perplexity", "quotient", "within 0.1 %"], perplexity),
+        (["text", "method", "mean KL", "max", "same choice", "perplexity / computed"], methods),
+        (["lines", "tokens", "method", "right", "as computed", "above chance"], found)) if rows)
 
 
 def main() -> None:
@@ -165,12 +170,12 @@ def main() -> None:
     if "questions" in parts:
         results["questions"] = [measure_questions(args, evals, int(n)) for n in args.lines.split(",")]
     texts = results["texts"]
-    print(tables(texts, results["questions"]))
+    if texts or results["questions"]:
+        print(tables(texts, results["questions"]), end="\n\n")
     if "truncation" in parts:
         truncated = [measure_truncation(args, evals, name, paths[name], context)
                      for name in names for context in args.contexts.split(",")]
         results |= {"truncation": truncated, "truncation_mean": mean_difference(truncated, "perplexity")}
-        print()
         print(truncation_table(truncated))
         print(f"in the mean {results['truncation_mean']:+.2%} of what is computed anew")
         if "last" in args.compare.split(","):

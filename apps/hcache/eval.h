@@ -88,6 +88,10 @@ struct TruncationArgs : EvalArgs {
       "rows alone, K as it was rotated, nothing dropped; each but the first takes as long "
       "as the truncated text itself");
   CutArgs cuts{this};
+  double anew_share =
+      number(&anew_share, "--anew-share", "X", 0, {0, 0.99},
+             "what is computed anew is what is left where so much leaves at once, as with programs "
+             "that truncate prompts, 0.5; 0: as many tokens as the truncated text holds");
   int64_t pieces =
       integer(&pieces, "--pieces", "N", 20, {1}, "use so many pieces of the text at most");
 };

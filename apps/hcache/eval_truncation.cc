@@ -53,22 +53,50 @@ struct Stretch {
   int64_t end = 0;  // of the tokens that are seen; the one behind the last of them is predicted
 };
 
-// Behind each of these, in the order of the text.
-std::vector<Stretch> stretches_of(policy::TruncationLimits limits,
-                                  std::span<const Overflows> wanted) {
+// Those of a text in its order, as long as more(i, at) says of the i-th cut, at token `at`, that it
+// is wanted.
+template <typename More>
+std::vector<Stretch> stretches_of(policy::TruncationLimits limits, const More& more) {
   limits.important = 0;
-  int64_t most = 0;
-  for (const Overflows& each : wanted) most = std::max(most, each.last);
   std::vector<Stretch> stretches;
   policy::HeldRows held;
-  for (int64_t i = 1; i <= most; ++i) {
+  for (int64_t i = 1, end = policy::next_cut(held, limits); more(i, end); ++i) {
     // Without messages only the length counts.
-    const std::vector<int32_t> chain(static_cast<size_t>(policy::next_cut(held, limits)));
+    const std::vector<int32_t> chain(static_cast<size_t>(end));
     held = policy::cut(held, chain, limits, {});
-    const auto has_it = [i](const Overflows& each) { return each.has(i); };
-    if (std::none_of(wanted.begin(), wanted.end(), has_it)) continue;
-    stretches.push_back({i, held, policy::next_cut(held, limits)});
+    end = policy::next_cut(held, limits);
+    stretches.push_back({i, held, end});
   }
+  return stretches;
+}
+
+// Those behind which something is predicted.
+std::vector<Stretch> wanted_stretches(const policy::TruncationLimits& limits,
+                                      std::span<const Overflows> wanted) {
+  int64_t most = 0;
+  for (const Overflows& each : wanted) most = std::max(most, each.last);
+  auto stretches = stretches_of(limits, [most](int64_t i, int64_t) { return i <= most; });
+  std::erase_if(stretches, [&](const Stretch& stretch) {
+    return std::none_of(wanted.begin(), wanted.end(),
+                        [&](const Overflows& each) { return each.has(stretch.overflows); });
+  });
+  return stretches;
+}
+
+// What is computed anew for the tokens of these: the same, or, if `share` of what may leave does so
+// at once, what is held then.
+std::vector<Stretch> anew_stretches(policy::TruncationLimits limits, double share,
+                                    const std::vector<Stretch>& wanted) {
+  if (share == 0) return wanted;
+  limits.share = share;
+  const int64_t last = wanted.back().end;
+  auto stretches = stretches_of(limits, [last](int64_t, int64_t end) { return end < last; });
+  for (Stretch& stretch : stretches) stretch.end = std::min(stretch.end, last);
+  std::erase_if(stretches, [&](const Stretch& stretch) {
+    return std::none_of(wanted.begin(), wanted.end(), [&](const Stretch& each) {
+      return stretch.held.cut_at < each.end && each.held.cut_at < stretch.end;
+    });
+  });
   return stretches;
 }
 
@@ -86,8 +114,11 @@ struct TruncationRow {
 
 class TruncationEval {
  public:
-  TruncationEval(const policy::TruncationLimits& limits, std::span<const Overflows> wanted)
-      : limits_(limits), stretches_(stretches_of(limits, wanted)) {
+  TruncationEval(const policy::TruncationLimits& limits, double anew_share,
+                 std::span<const Overflows> wanted)
+      : limits_(limits),
+        stretches_(wanted_stretches(limits, wanted)),
+        anew_(anew_stretches(limits, anew_share, stretches_)) {
     for (const Overflows& each : wanted) rows_.emplace_back().overflows = each;
   }
 
@@ -102,7 +133,7 @@ class TruncationEval {
     HCACHE_RETURN_IF_ERROR(predict(evaluation, tokens, limits_, &nll));
     add(nll, &TruncationRow::cut);
     std::vector<double> anew(tokens.size());
-    for (const Stretch& stretch : stretches_) {
+    for (const Stretch& stretch : anew_) {
       HCACHE_RETURN_IF_ERROR(predict_anew(evaluation, tokens, stretch, &anew));
     }
     add(anew, &TruncationRow::anew);
@@ -152,8 +183,7 @@ class TruncationEval {
     }
   }
 
-  // The same in a stretch, behind the first tokens and the last ones, as many as are held, computed
-  // anew.
+  // The same in a stretch, behind the first tokens and the last ones that it holds, computed anew.
   static Status predict_anew(Evaluation& evaluation, const std::vector<int32_t>& tokens,
                              const Stretch& stretch, std::vector<double>* nll) {
     const policy::HeldRows& held = stretch.held;
@@ -170,6 +200,7 @@ class TruncationEval {
 
   const policy::TruncationLimits limits_;
   const std::vector<Stretch> stretches_;
+  const std::vector<Stretch> anew_;
   std::vector<TruncationRow> rows_;
 };
 
@@ -222,7 +253,7 @@ Status eval_truncation(TruncationArgs args) {
   const policy::TruncationLimits limits = args.cuts.limits(args.context);
   HCACHE_RETURN_IF_ERROR(policy::validate(limits));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<Overflows> overflows, parse_overflows(args.overflows));
-  TruncationEval scoring(limits, overflows);
+  TruncationEval scoring(limits, args.anew_share, overflows);
   const int64_t piece = scoring.piece_tokens();
   HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
@@ -257,6 +288,7 @@ Status eval_truncation(TruncationArgs args) {
   results["text"] = {{"file", args.file}, {"tokens", tokens.size()}, {"pieces", n}};
   results["context"] = limits.context;
   results["share"] = limits.share;
+  results["anew_share"] = args.anew_share > 0 ? args.anew_share : limits.share;
   results["keep_first"] = limits.keep_first;
   results["important"] = limits.important;
   std::vector<std::vector<std::string>> table = {

@@ -167,6 +167,19 @@ class Eval(unittest.TestCase):
             said = self.hcache("compression", self.text, *args, code=2)
             self.assertIn(what, said)
 
+    def test_truncation_against_another_computed_anew(self):
+        command = ["truncation", self.text, "--context", "256", "--keep-first", "64", "--overflows", "2-3",
+                   "--pieces", "1", "--compare", "anew"]
+        as_many = self.json(*command)
+        same = self.json(*command, "--anew-share", str(as_many["share"]))
+        self.assertEqual(same["anew_share"], as_many["anew_share"])
+        self.assertEqual(same["rows"], as_many["rows"])
+        halved = self.json(*command, "--anew-share", "0.5")
+        self.assertEqual(halved["anew_share"], 0.5)
+        [held], [fewer] = as_many["rows"], halved["rows"]
+        self.assertEqual((fewer["perplexity"], fewer["scored"]), (held["perplexity"], held["scored"]))
+        self.assertNotEqual(fewer["perplexity_anew"], held["perplexity_anew"])
+
     def test_a_base_with_another_vocabulary_is_refused(self):
         other = str(self.folder / "other.gguf")
         subprocess.run([PROGRAM, "model", "synth", "--shape", "smollm2-135m", "--layers", "1", "-o",
