@@ -102,7 +102,8 @@ std::vector<float> multiply(const ProductKernel& kernel, const Case& c, const Op
                      .out_stride = static_cast<size_t>(o.n_out),
                      .out_rows = nullptr,
                      .first_out = begin,
-                     .end_out = end},
+                     .end_out = end,
+                     .reads_ahead = begin == 0},
                     scratch.data());
   }
   return out;

@@ -65,6 +65,8 @@ struct ProductTask {
   const int64_t* out_rows;  // [n_rows]: which row of `out` each is; null: row r is row r
   int64_t first_out;        // a multiple of kPanel
   int64_t end_out;
+  // Whether memory is asked for weights a panel ahead; changes no result.
+  bool reads_ahead;
 };
 
 struct ProductKernel {

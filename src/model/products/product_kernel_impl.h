@@ -177,10 +177,11 @@ void end_rows(const RowChunk* rows, const typename V::F* acc, float* acc_rows) {
 }
 
 // acc[kAcross][kRows][kPanel] += the products of so many panels' chunks with as many rows; a
-// panel's are `acc_stride` floats behind those of the one before.
+// panel's are `acc_stride` floats behind those of the one before. Inlined: GCC makes a slower one
+// of it by itself, by a fifth with AVX2.
 template <typename V, BlockKind kKind, int kRows, int kAcross>
-void multiply_tile(const WeightChunk* w, int n_groups, const RowChunk* rows, float* acc_rows,
-                   int64_t acc_stride) {
+HCACHE_INLINE void multiply_tile(const WeightChunk* w, int n_groups, const RowChunk* rows,
+                                 float* acc_rows, int64_t acc_stride) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
@@ -243,25 +244,39 @@ void multiply_rows(int64_t n, int n_panels, const WeightChunk* w, int n_groups,
 }
 
 // What is asked for of the weights while a chunk of a panel is computed: what its outputs are read
-// at next but one. A row at a time, between other things: a core can wait for so many lines only,
-// and computes nothing while it can't even ask for the next one.
+// at next but one, and, where the task says so, a part of the panel that is computed after this
+// one and those beside it, into the second-level cache, in the order of memory. A row at a time,
+// between other things: a core can wait for so many lines only, and computes nothing while it can't
+// even ask for the next one.
 template <BlockKind kKind>
 class Ahead {
  public:
-  Ahead(const ProductTask& task, const PanelRows& rows, int64_t chunk) : rows_(rows) {
+  // `output`: the panel's first; so many panels are computed together.
+  Ahead(const ProductTask& task, const PanelRows& rows, int64_t output, int n_panels, int64_t chunk)
+      : rows_(rows) {
     constexpr int64_t kChunks = 2;
     const auto row_bytes = static_cast<int64_t>(task.weight_stride);
     at_ = (chunk + kChunks) * kBytes;
     if (at_ >= row_bytes) at_ += (kPanel - 1) * row_bytes;  // the panel behind this one
+    const int64_t next = output + n_panels * kPanel;
+    if (task.reads_ahead && next < task.end_out) {
+      next_ = task.weight + next * row_bytes + chunk * kBytes * kPanel;
+    }
   }
   HCACHE_INLINE void ask_for(int row) const {
     for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(rows_.at[row] + at_ + i);
+    if (next_ == nullptr) return;
+    for (int i = 0; i < kBytes; i += 64) {
+      __builtin_prefetch(next_ + row * kBytes + i, 0, kSecondLevel);
+    }
   }
 
  private:
   static constexpr int kBytes = chunk_bytes(layout_of(kKind));
+  static constexpr int kSecondLevel = 2;
   const PanelRows& rows_;
   int64_t at_;
+  const uint8_t* next_ = nullptr;
 };
 static_assert(kPanel == 2 * kChunkGroups, "each group asks for two rows");
 
@@ -298,10 +313,12 @@ HCACHE_INLINE typename V::I start_small(const int32_t& offset) {
 }
 
 // A panel's chunk times a few rows: weights are multiplied as they are unpacked and never stored.
-// More rows have more sums than there are registers.
+// More rows have more sums than there are registers. A function of its own, lest what surrounds it
+// is compiled otherwise for its size.
 template <typename V, BlockKind kKind, int kRows>
-void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk, int n_groups,
-                       const Ahead<kKind>& ahead, const RowChunk* rows, float* acc_rows) {
+__attribute__((noinline)) void multiply_unstored(int64_t n, const PanelRows& weights, int64_t chunk,
+                                                 int n_groups, const Ahead<kKind>& ahead,
+                                                 const RowChunk* rows, float* acc_rows) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr Layout kLayout = layout_of(kKind);
@@ -365,11 +382,13 @@ void multiply_panels(const ProductTask& task, int64_t tile_rows, int64_t first_r
     static_assert(kUnstored <= V::kSinglePanelRows, "they are multiplied with one panel at a time");
     if (n_rows <= kUnstored) {
       multiply_unstored<V, kKind, kUnstored>(n_rows, at[0], c, n_groups,
-                                             Ahead<kKind>(task, at[0], c), rows, scratch.acc);
+                                             Ahead<kKind>(task, at[0], first_out, n_panels, c),
+                                             rows, scratch.acc);
       continue;
     }
     for (int p = 0; p < n_panels; ++p) {
-      unpack<V, kKind>(at[p], c, n_groups, Ahead<kKind>(task, at[p], c), scratch.chunks[p]);
+      const Ahead<kKind> ahead(task, at[p], first_out + p * kPanel, n_panels, c);
+      unpack<V, kKind>(at[p], c, n_groups, ahead, scratch.chunks[p]);
     }
     int64_t r = 0;
     for (; tile_rows > 0 && r + tile_rows <= n_rows; r += tile_rows) {

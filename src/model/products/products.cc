@@ -56,6 +56,15 @@ bool has_amx() {
   constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+// Whether weights come faster if memory is asked for them a panel ahead, in their order: on Zen 4
+// they do, which reads 16 outputs' rows side by side at three quarters of its memory's speed.
+// Intel's processors don't need it (ADR 47).
+bool reads_ahead() {
+  static const bool is_amd = __builtin_cpu_is("amd") > 0;
+  return is_amd;
+}
+#else
+bool reads_ahead() { return false; }
 #endif
 
 // The fastest first; the plain one is slower than ggml's.
@@ -193,7 +202,8 @@ ProductTask task_of(const ggml_tensor& dst, const Covered& covered, int ith, int
           .out_stride = dst.nb[1] / sizeof(float),
           .out_rows = nullptr,
           .first_out = n_panels * ith / nth * kPanel,
-          .end_out = std::min(n_panels * (ith + 1) / nth * kPanel, weight->ne[1])};
+          .end_out = std::min(n_panels * (ith + 1) / nth * kPanel, weight->ne[1]),
+          .reads_ahead = reads_ahead()};
 }
 
 void multiply(const ProductTask& task) {
