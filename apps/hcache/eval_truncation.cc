@@ -83,11 +83,10 @@ std::vector<Stretch> wanted_stretches(const policy::TruncationLimits& limits,
   return stretches;
 }
 
-// What is computed anew for the tokens of these: the same, or, if `share` of what may leave does so
-// at once, what is held then.
+// What is computed anew for the tokens of these: what is held where `share` of what may leave does
+// so at once.
 std::vector<Stretch> anew_stretches(policy::TruncationLimits limits, double share,
                                     const std::vector<Stretch>& wanted) {
-  if (share == 0) return wanted;
   limits.share = share;
   const int64_t last = wanted.back().end;
   auto stretches = stretches_of(limits, [last](int64_t, int64_t end) { return end < last; });
@@ -253,7 +252,8 @@ Status eval_truncation(TruncationArgs args) {
   const policy::TruncationLimits limits = args.cuts.limits(args.context);
   HCACHE_RETURN_IF_ERROR(policy::validate(limits));
   HCACHE_ASSIGN_OR_RETURN(const std::vector<Overflows> overflows, parse_overflows(args.overflows));
-  TruncationEval scoring(limits, args.anew_share, overflows);
+  const double anew_share = args.anew_share > 0 ? args.anew_share : limits.share;
+  TruncationEval scoring(limits, anew_share, overflows);
   const int64_t piece = scoring.piece_tokens();
   HCACHE_ASSIGN_OR_RETURN(const std::string text, read_whole_file(Env::real(), args.file));
   HCACHE_ASSIGN_OR_RETURN(const auto tokenizer, load_tokenizer(args));
@@ -288,7 +288,7 @@ Status eval_truncation(TruncationArgs args) {
   results["text"] = {{"file", args.file}, {"tokens", tokens.size()}, {"pieces", n}};
   results["context"] = limits.context;
   results["share"] = limits.share;
-  results["anew_share"] = args.anew_share > 0 ? args.anew_share : limits.share;
+  results["anew_share"] = anew_share;
   results["keep_first"] = limits.keep_first;
   results["important"] = limits.important;
   std::vector<std::vector<std::string>> table = {
