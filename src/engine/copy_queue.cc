@@ -7,29 +7,18 @@
 #include <deque>
 #include <vector>
 
+#include "model/compute_threads.h"
+
 namespace hcache::engine {
 namespace {
 
 // On the CPU a copy is work of the same cores that compute. Uploads are gathered until something
 // needs them or a batch is full, and then made by all compute threads together: one thread alone
-// reaches half of the memory's bandwidth, while the others would spin until it is through.
+// reaches half of the memory's bandwidth, while the others would spin until it is through. Those
+// that nobody waited for are dropped with the queue: their memory may be gone by then.
 class HostCopyQueue : public CopyQueue {
  public:
-  explicit HostCopyQueue(model::Device& device) : device_(device) {
-    ctx_ = ggml_init({.mem_size = 2 * ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false),
-                      .mem_buffer = nullptr,
-                      .no_alloc = true});
-    // A graph of one node which is no tensor operation: it only lends us ggml's threads.
-    ggml_tensor* node = ggml_custom_4d(ctx_, GGML_TYPE_I8, 1, 1, 1, 1, nullptr, 0, copy_part,
-                                       GGML_N_TASKS_MAX, this);
-    node->data = &unused_;
-    graph_ = ggml_new_graph_custom(ctx_, 1, false);
-    ggml_build_forward_expand(graph_, node);
-  }
-  HostCopyQueue(const HostCopyQueue&) = delete;
-  HostCopyQueue& operator=(const HostCopyQueue&) = delete;
-  // Drops copies that were not waited for: their memory may be gone by now.
-  ~HostCopyQueue() override { ggml_free(ctx_); }
+  explicit HostCopyQueue(model::Device& device) : device_(device), threads_(device) {}
 
   Ticket upload(ggml_tensor* dst, size_t offset, const void* src, size_t n_bytes) override {
     return add(static_cast<std::byte*>(dst->data) + offset, src, n_bytes);
@@ -68,17 +57,11 @@ class HostCopyQueue : public CopyQueue {
   }
 
   void run() {
-    const bool alone = n_bytes_ < kAloneBytes || device_.n_threads() == 1;
-    if (alone || ggml_backend_graph_compute(device_.compute(), graph_) != GGML_STATUS_SUCCESS) {
-      copy_range(0, n_bytes_);
-    }
+    const size_t n = n_bytes_ < kAloneBytes ? 1 : static_cast<size_t>(device_.n_threads());
+    threads_.run(n, [&](size_t i) { copy_range(n_bytes_ * i / n, n_bytes_ * (i + 1) / n); });
     jobs_.clear();
     n_bytes_ = 0;
     done_ = last_;
-  }
-  static void copy_part(ggml_tensor* /*dst*/, int ith, int nth, void* userdata) {
-    const auto& queue = *static_cast<const HostCopyQueue*>(userdata);
-    queue.copy_range(queue.n_bytes_ * ith / nth, queue.n_bytes_ * (ith + 1) / nth);
   }
   // Bytes [begin, end) of all jobs laid end to end.
   void copy_range(size_t begin, size_t end) const {
@@ -92,9 +75,7 @@ class HostCopyQueue : public CopyQueue {
   }
 
   model::Device& device_;
-  ggml_context* ctx_ = nullptr;
-  ggml_cgraph* graph_ = nullptr;
-  std::byte unused_{};
+  model::ComputeThreads threads_;
   std::vector<Job> jobs_;  // not copied yet
   size_t n_bytes_ = 0;     // of jobs_
   Ticket last_ = 0;

@@ -14,6 +14,12 @@ namespace {
 
 using model::Model;
 
+std::unique_ptr<model::ComputeThreads> threads_of(const Stages& stages) {
+  const model::Device& device = stages.front().device();
+  if (stages.size() != 1 || !device.is_cpu()) return nullptr;
+  return std::make_unique<model::ComputeThreads>(device);
+}
+
 Status check_options(const Model& model, const EngineOptions& options) {
   if (options.arena_tokens < 1 || options.max_batch_rows < 1) {
     return invalid_argument("the arena and the batch need at least one token");
@@ -166,6 +172,7 @@ EngineParts::EngineParts(const Model& m, const EngineOptions& o, Sequences of_ro
       sequences(std::move(of_rows)),
       stages(std::move(s)),
       weights(std::move(w)),
+      threads(threads_of(stages)),
       rows(model, options, sequences, stages),
       types(model, options, stages, *weights),
       tap(model, options, stages, types),

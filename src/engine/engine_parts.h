@@ -12,6 +12,7 @@
 #include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "kept_rows.h"
+#include "model/compute_threads.h"
 #include "model/model.h"
 #include "restore_ops.h"
 #include "sequences.h"
@@ -36,6 +37,7 @@ struct EngineParts {
   Sequences sequences;
   Stages stages;
   const std::unique_ptr<WeightStream> weights;
+  const std::unique_ptr<model::ComputeThreads> threads;  // where the CPU computes every layer
   ArenaRows rows;
   HiddenTypes types;
   CaptureTap tap;

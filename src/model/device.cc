@@ -324,6 +324,8 @@ void Device::set_n_threads(int n_threads) {
   threadpool_ = next;
 }
 
+bool Device::takes_every_core() const { return is_cpu_ && n_threads_ >= usable_cores(); }
+
 bool Device::is_of(const char* backend) const {
   return strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev_)), backend) == 0;
 }

@@ -86,8 +86,10 @@ Status KeptRestore::open(store::Store& store) {
   }
   if (requests.empty()) return not_found("the chunk has no snapshot");
   n_parts_ = requests.size();
-  HCACHE_ASSIGN_OR_RETURN(reader_, store.new_reader({.ring_bytes = run_.ring_bytes,
-                                                     .remote_timeout_s = run_.remote_timeout_s}));
+  HCACHE_ASSIGN_OR_RETURN(
+      reader_, store.new_reader({.ring_bytes = run_.ring_bytes,
+                                 .remote_timeout_s = run_.remote_timeout_s,
+                                 .check_with = run_.alone ? checks_of(engine_) : nullptr}));
   return reader_->submit(requests);
 }
 

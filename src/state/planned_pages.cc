@@ -353,4 +353,9 @@ Result<std::unique_ptr<store::PageReader>> open_reader(store::Store* store,
   return reader;
 }
 
+store::Share checks_of(engine::Engine& engine) {
+  if (!engine.takes_every_core()) return nullptr;
+  return [&engine](size_t n, const auto& each) { engine.share(n, each); };
+}
+
 }  // namespace hcache::state

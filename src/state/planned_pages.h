@@ -111,4 +111,8 @@ struct PlannedPages {
 [[nodiscard]] Result<std::unique_ptr<store::PageReader>> open_reader(
     store::Store* store, std::span<const store::PageRequest> pages, store::ReaderOptions options);
 
+// What checks the pages of a restore, ReaderOptions::check_with: the engine's threads where these
+// have every core; null, for the reader's own, where not.
+[[nodiscard]] store::Share checks_of(engine::Engine& engine);
+
 }  // namespace hcache::state

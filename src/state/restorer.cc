@@ -169,7 +169,11 @@ Status RestorationImpl::open() {
   store::ReaderOptions options;
   options.ring_bytes = run_.ring_bytes;
   options.remote_timeout_s = run_.remote_timeout_s;
-  if (!run_.alone) options.ahead_bytes = kAheadBesideOthers;
+  if (run_.alone) {
+    options.check_with = checks_of(engine_);
+  } else {
+    options.ahead_bytes = kAheadBesideOthers;
+  }
   HCACHE_ASSIGN_OR_RETURN(reader_, open_reader(store_, requests_of(pages), options));
   lanes_ = RestoreLanes(std::move(pages));
   record_ = policy::planned_record(plan_, engine_.n_layer());

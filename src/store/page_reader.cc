@@ -11,6 +11,9 @@ namespace {
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
 // Interval at which a background reader checks whether it may go on.
 constexpr std::int64_t kYieldNs = 1'000'000;
+// Pages that are checked together when the first of them is taken: enough for several threads, and
+// little enough for the caches to still have them when they are used.
+constexpr std::size_t kCheckedTogether = std::size_t{1} << 20;
 
 // What a page costs in the ring at worst, read alone.
 std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kBlock; }
@@ -93,6 +96,7 @@ PageReaderImpl::PageReaderImpl(Env& env, PageSource& source, ReaderPool& pool, s
       request_bytes_(std::min<std::size_t>(options.request_bytes,
                                            options.ring_bytes / (4 * (disks + std::size_t{1})))),
       window_bytes_(options.ring_bytes / 8),
+      check_when_taken_(options.check_with != nullptr && parts.mirror == nullptr),
       parts_(std::move(parts)),
       ring_(parts_.ring.data()),
       queue_(parts_.queue.get()),
@@ -396,22 +400,23 @@ void PageReaderImpl::on_completion(const IoCompletion& completion) {
 
 // The I/O thread owns the request's pages until they are marked ready.
 void PageReaderImpl::deliver(Request* request, std::size_t done) {
-  const std::size_t first = request->checked;
-  while (request->checked < request->items.size()) {
-    Item* member = request->items[request->checked];
+  const std::size_t first = request->delivered;
+  while (request->delivered < request->items.size()) {
+    Item* member = request->items[request->delivered];
     const std::uint64_t within = place_of(member->job).offset - request->offset;
     if (done < within + member->bytes.size()) break;
-    check_page(member);
-    ++request->checked;
+    member->unchecked = check_when_taken_;
+    if (!check_when_taken_) check_page(member);
+    ++request->delivered;
   }
   MutexLock lock(mutex_);
-  for (std::size_t i = first; i < request->checked; ++i) {
+  for (std::size_t i = first; i < request->delivered; ++i) {
     Item* member = request->items[i];
     member->begin_ns = request->submitted_ns;
     member->end_ns = env_.monotonic_ns();
     member->ready = true;
   }
-  if (request->checked > first) ready_.notify_all();
+  if (request->delivered > first) ready_.notify_all();
 }
 
 std::uint64_t PageReaderImpl::read_again(const Request& request, Item* item) const {
@@ -448,13 +453,13 @@ void PageReaderImpl::finish(Request* request) {
   // After an error or the end of the file somewhere in the request. A cancelled reader
   // delivers no pages.
   std::uint64_t bytes = 0;
-  for (std::size_t i = request->checked; !cancelled && i < request->items.size(); ++i) {
+  for (std::size_t i = request->delivered; !cancelled && i < request->items.size(); ++i) {
     bytes += read_again(*request, request->items[i]);
     check_page(request->items[i]);
   }
   MutexLock lock(mutex_);
   stats_.disk_bytes += bytes;
-  for (std::size_t i = request->checked; i < request->items.size(); ++i) {
+  for (std::size_t i = request->delivered; i < request->items.size(); ++i) {
     Item* member = request->items[i];
     member->begin_ns = request->submitted_ns;
     member->end_ns = env_.monotonic_ns();
@@ -496,6 +501,34 @@ void PageReaderImpl::check_page(Item* checked) const {
     checked->job.status = unavailable(what + ": another process has evicted or moved the page");
   }
   if (checked->job.status.code() == Code::kDataLoss) source_.count_checksum_failure();
+}
+
+std::vector<PageReaderImpl::Item*> PageReaderImpl::unchecked_pages() {
+  std::vector<Item*> pages;
+  std::size_t bytes = 0;
+  for (std::size_t i = next_out_; i < first_item_ + items_.size(); ++i) {
+    Item& page = item(i);
+    if (!page.ready || (pages.empty() && !page.unchecked) || bytes >= kCheckedTogether) break;
+    if (!page.unchecked) continue;
+    pages.push_back(&page);
+    bytes += page.bytes.size();
+  }
+  return pages;
+}
+
+void PageReaderImpl::check_pages(std::span<Item* const> pages) const {
+  options_.check_with(pages.size(), [&](std::size_t i) {
+    check_page(pages[i]);
+    pages[i]->unchecked = false;
+  });
+}
+
+void PageReaderImpl::check_next() {
+  const std::vector<Item*> pages = unchecked_pages();
+  if (pages.empty()) return;
+  mutex_.unlock();
+  check_pages(pages);
+  mutex_.lock();
 }
 
 void PageReaderImpl::keep_in_memory(const Item& item) const {
@@ -540,6 +573,7 @@ PageView PageReaderImpl::take_next() {
 Result<PageView> PageReaderImpl::next() {
   MutexLock lock(mutex_);
   while (true) {
+    check_next();
     HCACHE_ASSIGN_OR_RETURN(const bool ready, has_next());
     if (ready) return take_next();
     ready_.wait(mutex_);
@@ -554,6 +588,12 @@ Result<std::optional<PageView>> PageReaderImpl::next_if_ready() {
 
 Result<std::optional<PageView>> PageReaderImpl::try_next() {
   if (!mutex_.try_lock()) return std::optional<PageView>();
+  const std::vector<Item*> unchecked = unchecked_pages();
+  if (!unchecked.empty()) {
+    mutex_.unlock();
+    check_pages(unchecked);
+    if (!mutex_.try_lock()) return std::optional<PageView>();
+  }
   Result<std::optional<PageView>> page = next_if_ready();
   mutex_.unlock();
   return page;
@@ -563,6 +603,7 @@ Result<std::optional<PageView>> PageReaderImpl::next_within(std::int64_t timeout
   const std::int64_t end_ns = env_.monotonic_ns() + timeout_ns;
   MutexLock lock(mutex_);
   while (true) {
+    check_next();
     HCACHE_ASSIGN_OR_RETURN(std::optional<PageView> page, next_if_ready());
     const std::int64_t left_ns = end_ns - env_.monotonic_ns();
     if (page || left_ns <= 0) return page;

@@ -156,6 +156,8 @@ class PageReaderImpl final : public PageReader {
     std::int64_t end_ns = 0;
     bool planned = false;
     bool ready = false;
+    // It has to be checked yet; from when it is ready on, the taker's.
+    bool unchecked = false;
     bool released = false;
   };
   // One read, and the piece of the ring that it fills.
@@ -168,7 +170,7 @@ class PageReaderImpl final : public PageReader {
     std::size_t done = 0;        // bytes that are there
     std::size_t ring_at = 0;
     std::vector<Item*> items;
-    std::size_t checked = 0;  // of the items, by the I/O thread
+    std::size_t delivered = 0;  // of the items, by the I/O thread
     std::size_t unreleased = 0;
     bool complete = false;
     std::int64_t submitted_ns = 0;
@@ -193,7 +195,7 @@ class PageReaderImpl final : public PageReader {
   [[nodiscard]] bool take_ring(std::size_t length, std::size_t* at) HCACHE_REQUIRES(mutex_);
   void submit_to_queue(Request* request) HCACHE_REQUIRES(mutex_);
   void on_completion(const IoCompletion& completion) HCACHE_EXCLUDES(mutex_);
-  // Checks the pages of a request that lie in its first `done` bytes; they can be delivered.
+  // The pages of a request that lie in its first `done` bytes are ready.
   void deliver(Request* request, std::size_t done) HCACHE_EXCLUDES(mutex_);
   // The request transfers nothing more: what has not come of it is read again, page by page.
   void finish(Request* request) HCACHE_EXCLUDES(mutex_);
@@ -212,6 +214,11 @@ class PageReaderImpl final : public PageReader {
   // Whether the page that was read is the one that was written; in the ring it is decrypted then.
   [[nodiscard]] bool take_in(const Item& item) const;
   void check_page(Item* item) const;
+  // Ready pages from the next on that have to be checked before it is taken; none if it was.
+  [[nodiscard]] std::vector<Item*> unchecked_pages() HCACHE_REQUIRES(mutex_);
+  void check_pages(std::span<Item* const> pages) const HCACHE_EXCLUDES(mutex_);
+  // Both; others may have the mutex meanwhile.
+  void check_next() HCACHE_REQUIRES(mutex_);
   void keep_in_memory(const Item& item) const;
   void mark_failed(Item* item, Status status) HCACHE_REQUIRES(mutex_);
   // Whether the next page can be had. An error: there will be none.
@@ -227,6 +234,7 @@ class PageReaderImpl final : public PageReader {
   const std::uint32_t disks_;
   const std::size_t request_bytes_;
   const std::size_t window_bytes_;
+  const bool check_when_taken_;
   ReaderParts parts_;
   std::byte* const ring_;
   IoQueue* const queue_;

@@ -3,8 +3,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <barrier>
 #include <thread>
+#include <vector>
 
+#include "model/compute_threads.h"
 #include "model/device.h"
 
 namespace hcache::model {
@@ -35,6 +39,38 @@ TEST(Device, ThreadsDefaultToTheUsableCores) {
   EXPECT_EQ((*device)->n_threads(), 2);
   (*device)->set_n_threads(0);  // no change
   EXPECT_EQ((*device)->n_threads(), 2);
+}
+
+TEST(Device, TakesEveryCoreUnlessTheThreadsAreFewer) {
+  const auto device = Device::open("cpu", 0).value();
+  const int all = device->n_threads();
+  EXPECT_TRUE(device->takes_every_core());
+  if (all > 1) {
+    device->set_n_threads(all - 1);
+    EXPECT_FALSE(device->takes_every_core());
+  }
+  device->set_n_threads(all + 1);
+  EXPECT_TRUE(device->takes_every_core());
+}
+
+TEST(ComputeThreads, ShareEveryPieceOnce) {
+  for (const int n_threads : {1, 2, 5}) {
+    const auto device = Device::open("cpu", n_threads).value();
+    ComputeThreads threads(*device);
+    for (const size_t n : {0, 1, 2, 3, 1000}) {
+      std::vector<std::atomic<int>> calls(n);
+      threads.run(n, [&](size_t i) { ++calls[i]; });
+      for (size_t i = 0; i < n; ++i) EXPECT_EQ(calls[i], 1) << i << " of " << n;
+    }
+  }
+}
+
+// Each waits for the other: one thread alone would not come back.
+TEST(ComputeThreads, ShareAtOnce) {
+  const auto device = Device::open("cpu", 2).value();
+  ComputeThreads threads(*device);
+  std::barrier both(2);
+  threads.run(2, [&](size_t /*i*/) { both.arrive_and_wait(); });
 }
 
 TEST(Device, UnknownNamesTellWhatExists) {

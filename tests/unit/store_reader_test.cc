@@ -1,6 +1,11 @@
 // Reading pages: runs of them, the ring, host memory, slow links, readers in the background.
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <random>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "patience.h"
 #include "store_fixture.h"
@@ -186,6 +191,78 @@ TEST_F(StoreTest, AReaderStaysAsFarAheadAsItIsTold) {
   EXPECT_TRUE(eventually([&] { return (*reader)->stats().disk_bytes >= chain.bytes(); }));
   for (; taken < requests.size(); ++taken) take(taken);
   EXPECT_EQ((*reader)->stats().page_bytes, chain.bytes());
+}
+
+// Three threads that take turns, as an engine's do; counts what it was given.
+class ThreeThreads {
+ public:
+  Share share() {
+    return [this](std::size_t n, const std::function<void(std::size_t)>& each) {
+      ++n_calls_;
+      n_pages_ += n;
+      std::vector<std::thread> threads;
+      for (std::size_t t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t] {
+          for (std::size_t i = t; i < n; i += 3) each(i);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+    };
+  }
+  std::size_t n_calls() const { return n_calls_; }
+  std::size_t n_pages() const { return n_pages_; }
+
+ private:
+  std::size_t n_calls_ = 0;
+  std::size_t n_pages_ = 0;
+};
+
+TEST_F(StoreTest, WhoTakesPagesMayCheckThemWithThreadsOfTheirOwn) {
+  open();
+  // 4 layers of 16 pages of 40 KiB: one request each.
+  const Chain chain(kModel, kSalt, tokens_of(1024), {4, {Encoding::kHiddenQ8_1}, 640});
+  put(chain);
+  ASSERT_OK(store_->close());
+  store_.reset();
+  constexpr std::size_t kPage = 64 * 640;
+  damage_byte(dir_ / "a/segment-00000001.hcs", 5 * kPage + 100);
+  open();
+  auto match = store_->match(kModel, kSalt, chain.tokens());
+  ASSERT_OK(match);
+  const auto requests = requests_of(*match);
+  for (const bool waits : {true, false}) {
+    ThreeThreads threads;
+    ReaderOptions options;
+    options.check_with = threads.share();
+    auto reader = store_->new_reader(options);
+    ASSERT_OK(reader);
+    ASSERT_OK((*reader)->submit(requests));
+    ASSERT_TRUE(eventually([&] { return (*reader)->stats().disk_bytes >= chain.bytes(); }));
+    EXPECT_EQ(threads.n_calls(), 0U) << "nobody has taken a page";
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      std::optional<PageView> view;
+      Patience patience("page " + std::to_string(i));
+      while (!view && patience.lasts()) {
+        auto got = waits ? (*reader)->next_within(1'000'000) : (*reader)->try_next();
+        ASSERT_OK(got);
+        view = std::move(*got);
+      }
+      ASSERT_TRUE(view);
+      EXPECT_EQ(view->index, i);
+      EXPECT_EQ(view->status.code(), i == 5 ? Code::kDataLoss : Code::kOk) << i;
+      EXPECT_EQ(view->bytes.size(), i == 5 ? 0 : kPage);
+      (*reader)->release(i);
+    }
+    EXPECT_EQ(threads.n_pages(), requests.size());
+    EXPECT_LE(threads.n_calls(), 16U) << "several at a time";
+  }
+  ThreeThreads threads;
+  ReaderOptions options;
+  options.check_with = threads.share();
+  const ReadBack back = read_back(*store_, *match, options);  // with the right bytes
+  EXPECT_EQ(back.good, requests.size() - 1);
+  EXPECT_EQ(back.failed.size(), 1U);
+  EXPECT_EQ(threads.n_pages(), requests.size());
 }
 
 TEST_F(StoreTest, PreparedReadersHaveTheirRings) {

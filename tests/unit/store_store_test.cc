@@ -568,14 +568,7 @@ TEST_F(StoreTest, DamagedPagesAreReportedQuarantinedAndWrittenAnew) {
   ASSERT_OK(store_->close());
   store_.reset();
   const std::string segment = dir_ / "a/segment-00000001.hcs";
-  {
-    OpenOptions write;
-    write.write = true;
-    auto file = Env::real().open_file(segment, write);
-    ASSERT_OK(file);
-    const std::array<std::byte, 1> x = {std::byte{0x5a}};
-    ASSERT_OK((*file)->write_at(4096 + 512 * 64 + 1000, x));  // in the page of layer 1
-  }
+  damage_byte(segment, 512 * 64 + 1000);  // in the page of layer 1
   open();
   const auto report = store_->verify({});
   ASSERT_OK(report);

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -142,6 +143,19 @@ inline std::vector<PageRequest> requests_of(const Match& match) {
     return std::pair(a.layer, a.encoding) < std::pair(b.layer, b.encoding);
   });
   return out;
+}
+
+// Changes a byte of a segment that no store has open, counted from the end of its header on.
+inline void damage_byte(const std::string& segment, std::uint64_t at) {
+  OpenOptions options;
+  options.write = true;
+  auto file = Env::real().open_file(segment, options);
+  ASSERT_OK(file);
+  std::array<std::byte, 1> byte{};
+  at += 4096;
+  ASSERT_OK((*file)->read_at(at, byte));
+  byte[0] ^= std::byte{0x5a};
+  ASSERT_OK((*file)->write_at(at, byte));
 }
 
 struct ReadBack {

@@ -45,6 +45,9 @@ class Device {
   void set_n_threads(int n_threads);
 
   [[nodiscard]] bool is_cpu() const { return is_cpu_; }
+  // Whether computing takes every core that the process may use, so that there is none for others'
+  // work.
+  [[nodiscard]] bool takes_every_core() const;
   // Whether its products may be those of ggml's CPU kernels, whose bits depend on how many rows
   // they are given: on the CPU, and on RPC servers, which may be one.
   [[nodiscard]] bool may_use_cpu_kernels() const;

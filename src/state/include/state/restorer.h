@@ -58,7 +58,9 @@ struct RestoreRun {
   const policy::Plan* plan = nullptr;
   double remote_timeout_s = 10;  // for the pages of the remote tier; see store::ReaderOptions
   uint64_t ring_bytes = 64U << 20;
-  bool alone = true;  // nothing else runs: pages are read as far ahead as the ring has room
+  // Nothing else runs: pages are read as far ahead as the ring has room, and checked by the threads
+  // that compute where these have every core.
+  bool alone = true;
   // The layers of several devices are restored at once where these can (Engine::stages_overlap());
   // false: one after the other, for comparison.
   bool devices_at_once = true;

@@ -213,6 +213,10 @@ struct PutReport {
   std::uint64_t page_bytes = 0;  // newly written
 };
 
+// Calls each(0) to each(n - 1), by several threads at once if it can, and returns when all have
+// returned.
+using Share = std::function<void(std::size_t n, const std::function<void(std::size_t)>& each)>;
+
 struct ReaderOptions {
   // Memory for read-ahead. What the caller holds unreleased should stay below half of it, or
   // reading stalls. At least 4 times the largest page.
@@ -228,6 +232,10 @@ struct ReaderOptions {
   // unavailable. No more than computing them again would take; RemoteOptions::timeout_s if that is
   // longer. While no page is asked of it, as there is no room, the time does not run.
   double remote_timeout_s = 10;
+  // Checks pages, and decrypts them, when they are taken, a few at a time. For a caller whose own
+  // threads have every core: the I/O thread, which checks them as they come if this is null, would
+  // take one from them. Without effect where the ring has a mirror.
+  Share check_with = nullptr;
 };
 
 // The same bytes as a reader's ring, in a device's memory: what is read from a disk is there too,
@@ -284,9 +292,9 @@ struct ReaderStats {
 // Pages that host memory holds are delivered from there, without the disks; pages that only the
 // remote tier has come from there, beside what the disks read.
 // An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
-// and verifies each page's checksum. A failed page fails alone.
-// Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
-// and try_next from one at a time.
+// and verifies each page's checksum, unless the options leave that to the caller's threads. A
+// failed page fails alone. Threading: submit, next, try_next, release, cancel and stats may be
+// called from any threads; next and try_next from one at a time.
 class PageReader {
  public:
   PageReader() = default;
