@@ -8,16 +8,26 @@
                                             steps of few rows alone: each is a few tens of
                                             milliseconds, of which three tell little
     bench/products.py --kernels amx,avx2    each of these of ours, instead of the fastest alone
+    bench/products.py --limits build/release/bin/projection_bench
+                                            beside each figure the most that this machine's memory
+                                            and int8 products give, measured in turns with it (built
+                                            with cmake -DHCACHE_BENCH=ON)
     bench/products.py --quick               tiny settings: proves the script, measures nothing
 
 A prompt of 4, 8 or 16 tokens is a step of as many rows: what a batch of conversations costs. Both
 programs take turns, repetition by repetition; ratios are medians of pairs with a bootstrap lower
-bound (95 %, one-sided), against the better of llama-bench's -fa 0 and 1. Whether the results are
+bound (95 %, one-sided), against the better of llama-bench's -fa 0 and 1. With --limits "most" is the
+speed at which the weights would be read as fast as memory reads in order, or multiplied with nothing
+but int8 products of vectors in registers, whichever takes longer, and nothing else took any time: a
+target beyond it can't be met there, and one near it hardly. Whether the results are
 right is model_products_test's business.
 """
 
 import argparse
+import json
+import math
 import os
+import subprocess
 from pathlib import Path
 
 import benchlib as lib
@@ -42,6 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--gen", type=int, default=32)
+    parser.add_argument("--limits", type=Path, metavar="PROGRAM", help="projection_bench")
     parser.add_argument("--text", type=Path, default=lib.ROOT / "demo/lighthouse.txt")
     args = parser.parse_args()
     args.prompts = [int(n) for n in args.prompts.split(",")]
@@ -64,9 +75,38 @@ def start(args: argparse.Namespace, hcache: lib.Hcache, kernels: str) -> lib.Pac
     return run
 
 
+class Limits:
+    """The speed, in tokens/s, at which a model's products are as fast as memory and int8 let them."""
+
+    def __init__(self, args: argparse.Namespace, hcache: lib.Hcache):
+        self.command = [args.limits, "--limits", "--threads", str(args.threads), "--reps", "3"]
+        tensors = json.loads(hcache.run("model", "info", args.model, "--json", "--tensors"))["tensors"]
+        matrices = {t["name"]: t for t in tensors if len(t["shape"]) == 2}
+        embeddings = matrices.pop("token_embd.weight")
+        # Of a prompt the last row's logits alone are computed.
+        self.once = [matrices.pop("output.weight", embeddings)]
+        self.each = list(matrices.values())
+        self.measured: list[dict] = []
+
+    def turn(self) -> None:
+        out = subprocess.run(self.command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        self.measured.append(json.loads(out))
+
+    def most(self, n_rows: int) -> float:
+        read = lib.median([m["read_bytes_per_s"] for m in self.measured])
+        ops = lib.median([m["int8_ops_per_s"] for m in self.measured])
+
+        def seconds(tensors: list[dict], rows: int) -> float:
+            n_weights = sum(math.prod(t["shape"]) for t in tensors)
+            return max(sum(t["bytes"] for t in tensors) / read, 2 * n_weights * rows / ops)
+
+        return n_rows / (seconds(self.each, n_rows) + seconds(self.once, 1))
+
+
 def measure(args: argparse.Namespace, bars: Bars, name: str) -> None:
     kernels = args.kernels.split(",")
     runs = {k: start(args, bars.hcache, k) for k in kernels}
+    limits = Limits(args, bars.hcache) if args.limits else None
     theirs: dict = {"0": {}, "1": {}}
     options = ["-p", ",".join(map(str, args.prompts)), "-n", str(args.gen)]
     for rep in range(args.reps):
@@ -76,6 +116,8 @@ def measure(args: argparse.Namespace, bars: Bars, name: str) -> None:
                 speeds.setdefault(key[:2], []).append(value)
         for run in runs.values():
             run.turn()
+        if limits:
+            limits.turn()
     for kernel, run in runs.items():
         results = run.results()
         bars.machine = results["machine"]
@@ -84,6 +126,10 @@ def measure(args: argparse.Namespace, bars: Bars, name: str) -> None:
         for key, samples in ours.items():
             best = max(theirs, key=lambda flash, k=key: lib.median(theirs[flash][k]))
             check(bars, name, kernel, key, lib.compare(name, samples, theirs[best][key]))
+            if limits:
+                bars.rows[-1]["most"] = limits.most(max(key[0], 1))
+    if limits:
+        bars.details[f"limits of {name}"] = limits.measured
 
 
 def check(bars: Bars, name: str, kernel: str, key: tuple[int, int], row: dict) -> None:
@@ -114,9 +160,10 @@ def main() -> None:
             measure(args, bars, name)
     except KeyboardInterrupt:  # what was measured until then counts
         lib.say("interrupted")
-    print(lib.table(["what", "ours", "llama-bench", "ratio", "at least", "target"],
+    print(lib.table(["what", "ours", "llama-bench", "ratio", "at least", "target", "most"],
                     [[r["what"], f"{r['ours']:.1f}", f"{r['theirs']:.1f}", f"{r['measured']:.2f}",
-                      f"{r['lower_bound']:.2f}", r["target"]] for r in bars.rows]))
+                      f"{r['lower_bound']:.2f}", r["target"],
+                      f"{r['most'] / r['theirs']:.2f}" if "most" in r else "-"] for r in bars.rows]))
     lib.conclude(args, bars, "-products")
 
 

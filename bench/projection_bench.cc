@@ -5,6 +5,7 @@
 // ggml's by more than rounding end it with 1; the bits are model_products_test's business.
 //
 //   projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N] [--type NAME]
+//   projection_bench --limits [--threads N] [--reps N]    what the machine reaches alone, as JSON
 //
 // Without --rows it goes through 1, 2, 4, 8, 16, 64 and 512. Weights of several matrices take
 // turns, so that few rows read them from memory.
@@ -41,6 +42,7 @@ struct Settings {
   int in = 4096;
   int out = 4096;
   std::string type;
+  bool limits = false;
 };
 
 constexpr size_t kTurnBytes = size_t{256} << 20;  // of weights, beyond any cache
@@ -171,10 +173,21 @@ bool compare(const Settings& s, ggml_type type, int n_rows, const std::vector<ui
   return agrees;
 }
 
+void print_limits(const Settings& s, const std::vector<uint8_t>& memory) {
+  std::vector<double> peaks;
+  std::vector<double> reads;
+  for (int rep = 0; rep < s.reps; ++rep) {
+    peaks.push_back(peak_ops_per_s(s));
+    reads.push_back(read_bytes_per_s(s, memory));
+  }
+  std::printf("{\"int8_ops_per_s\": %.6g, \"read_bytes_per_s\": %.6g}\n", median(peaks),
+              median(reads));
+}
+
 int usage() {
   std::fprintf(stderr,
                "usage: projection_bench [--threads N] [--reps N] [--rows N] [--in N] [--out N] "
-               "[--type NAME]\n");
+               "[--type NAME]\n       projection_bench --limits [--threads N] [--reps N]\n");
   return 2;
 }
 
@@ -191,6 +204,11 @@ int main(int argc, char** argv) {
                  {"--in", &s.in},
                  {"--out", &s.out}};
   for (int i = 1; i < argc; i += 2) {
+    if (std::string_view(argv[i]) == "--limits") {
+      s.limits = true;
+      --i;
+      continue;
+    }
     if (i + 1 == argc) return usage();
     if (std::string_view(argv[i]) == "--type") {
       s.type = argv[i + 1];
@@ -213,6 +231,10 @@ int main(int argc, char** argv) {
   std::fprintf(stderr, "a debug build: its times mean nothing\n");
 #endif
   const std::vector<uint8_t> memory(kTurnBytes, 1);
+  if (s.limits) {
+    print_limits(s, memory);
+    return 0;
+  }
   std::printf("%s kernels, %d x %d, %d threads, medians of %d; of what int8 and memory give\n",
               std::string(hcache::model::product_kernels()).c_str(), s.in, s.out, s.threads,
               s.reps);

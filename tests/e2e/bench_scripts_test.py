@@ -54,8 +54,16 @@ class BenchScripts(unittest.TestCase):
         self.assertEqual(self.results("batch_bar.json")["same_answers"], 4)
 
     def test_products(self):
-        self.run_script("bench/products.py", "--quick", "--kernels", ",ggml", "--work", self.work)
-        self.assertEqual(len(self.results("*-products.json")["rows"]), 6)
+        limits = self.work / "limits"  # of a machine that reads 1 GB/s and computes at once
+        limits.write_text('#!/bin/sh\necho \'{"int8_ops_per_s": 1e18, "read_bytes_per_s": 1e9}\'\n')
+        limits.chmod(0o755)
+        self.run_script("bench/products.py", "--quick", "--kernels", ",ggml", "--limits", limits,
+                        "--work", self.work)
+        rows = self.results("*-products.json")["rows"]
+        self.assertEqual(len(rows), 6)
+        most = {row["what"].split(":")[1]: row["most"] for row in rows}
+        self.assertAlmostEqual(most[" prefill 64 over llama-bench"] / 64,
+                               most[" decode 4 over llama-bench"])
 
     def test_serve_bars(self):
         self.run_script("bench/serve_bars.py", "--quick", "--work", self.work)
