@@ -11,9 +11,10 @@ namespace {
 constexpr std::uint64_t kMaxGap = 2 * kBlock;
 // Interval at which a background reader checks whether it may go on.
 constexpr std::int64_t kYieldNs = 1'000'000;
-// Pages that are checked together when the first of them is taken: enough for several threads, and
-// little enough for the caches to still have them when they are used.
-constexpr std::size_t kCheckedTogether = std::size_t{1} << 20;
+// What is checked together when its first page is taken: at least so much, which the caches still
+// have when it is used, and so many pages, so that there are some for several threads.
+constexpr std::size_t kCheckedBytes = std::size_t{1} << 20;
+constexpr std::size_t kCheckedPages = 8;
 
 // What a page costs in the ring at worst, read alone.
 std::size_t ring_cost(std::uint64_t bytes) { return round_up(bytes, kBlock) + kBlock; }
@@ -508,7 +509,8 @@ std::vector<PageReaderImpl::Item*> PageReaderImpl::unchecked_pages() {
   std::size_t bytes = 0;
   for (std::size_t i = next_out_; i < first_item_ + items_.size(); ++i) {
     Item& page = item(i);
-    if (!page.ready || (pages.empty() && !page.unchecked) || bytes >= kCheckedTogether) break;
+    if (!page.ready || (pages.empty() && !page.unchecked)) break;
+    if (bytes >= kCheckedBytes && pages.size() >= kCheckedPages) break;
     if (!page.unchecked) continue;
     pages.push_back(&page);
     bytes += page.bytes.size();
