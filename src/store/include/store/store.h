@@ -292,9 +292,9 @@ struct ReaderStats {
 // Pages that host memory holds are delivered from there, without the disks; pages that only the
 // remote tier has come from there, beside what the disks read.
 // An I/O thread of its own keeps the disks busy as far as the ring has room, merges adjacent pages
-// and verifies each page's checksum, unless the options leave that to the caller's threads. A
-// failed page fails alone. Threading: submit, next, try_next, release, cancel and stats may be
-// called from any threads; next and try_next from one at a time.
+// and checks each page, unless the options leave that to others. A failed page fails alone.
+// Threading: submit, next, try_next, release, cancel and stats may be called from any threads; next
+// and try_next from one at a time.
 class PageReader {
  public:
   PageReader() = default;
