@@ -203,12 +203,8 @@ int main(int argc, char** argv) {
                  {"--rows", &s.rows},
                  {"--in", &s.in},
                  {"--out", &s.out}};
-  for (int i = 1; i < argc; i += 2) {
-    if (std::string_view(argv[i]) == "--limits") {
-      s.limits = true;
-      --i;
-      continue;
-    }
+  s.limits = argc > 1 && std::string_view(argv[1]) == "--limits";
+  for (int i = s.limits ? 2 : 1; i < argc; i += 2) {
     if (i + 1 == argc) return usage();
     if (std::string_view(argv[i]) == "--type") {
       s.type = argv[i + 1];

@@ -247,13 +247,8 @@ Status Engine::synchronize() {
   return {};
 }
 
-bool Engine::takes_every_core() const {
-  return parts_->threads != nullptr && parts_->stages.front().device().takes_every_core();
-}
-
-void Engine::share(size_t n, const std::function<void(size_t)>& each) {
-  if (parts_->threads != nullptr) return parts_->threads->run(n, each);
-  for (size_t i = 0; i < n; ++i) each(i);
+model::ComputeThreads* Engine::threads_of_every_core() const {
+  return parts_->stages.front().device().takes_every_core() ? parts_->threads.get() : nullptr;
 }
 
 Status Engine::read_kv(SeqId seq, int layer, int64_t first_pos, int n_rows, std::byte* k,

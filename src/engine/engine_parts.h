@@ -12,7 +12,6 @@
 #include "engine/weight_stream.h"
 #include "hidden_types.h"
 #include "kept_rows.h"
-#include "model/compute_threads.h"
 #include "model/model.h"
 #include "restore_ops.h"
 #include "sequences.h"

@@ -354,8 +354,9 @@ Result<std::unique_ptr<store::PageReader>> open_reader(store::Store* store,
 }
 
 store::Share checks_of(engine::Engine& engine) {
-  if (!engine.takes_every_core()) return nullptr;
-  return [&engine](size_t n, const auto& each) { engine.share(n, each); };
+  model::ComputeThreads* threads = engine.threads_of_every_core();
+  if (threads == nullptr) return nullptr;
+  return [threads](size_t n, const auto& each) { threads->run(n, each); };
 }
 
 }  // namespace hcache::state

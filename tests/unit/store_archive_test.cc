@@ -226,17 +226,7 @@ TEST_F(ArchiveTest, ASinkThatFailsEndsTheWriting) {
 
 TEST_F(ArchiveTest, ADamagedPageIsDroppedAndTheNextFileIsWhole) {
   // One byte of the segment that holds all pages.
-  const std::string path = dir_ / "from/segment-00000001.hcs";
-  {
-    OpenOptions options;
-    options.write = true;
-    auto segment = Env::real().open_file(path, options);
-    ASSERT_OK(segment);
-    std::byte byte{};
-    ASSERT_OK((*segment)->read_at(kSegmentHeaderBytes + 3, {&byte, 1}));
-    byte ^= std::byte{1};
-    ASSERT_OK((*segment)->write_at(kSegmentHeaderBytes + 3, {&byte, 1}));
-  }
+  damage_byte(dir_ / "from/segment-00000001.hcs", 3);
   const auto pages = [&] {
     std::size_t n = 0;
     for (const MatchedChunk& m : match(*from_, salt_).chunks) n += m.chunk.info().pages.size();

@@ -30,6 +30,15 @@ class StoreTest : public ::testing::Test {
     EXPECT_OK(store_->check_integrity());
     return report.value_or({});
   }
+  std::string first_segment() const { return dir_ / "a/segment-00000001.hcs"; }
+  // Opens the store anew after a byte of its first segment has changed, counted from the end of the
+  // header on.
+  void damage(std::uint64_t at) {
+    ASSERT_OK(store_->close());
+    store_.reset();
+    damage_byte(first_segment(), at);
+    open();
+  }
   // Matches, checks tokens and every page.
   std::uint64_t expect_match(std::span<const std::int32_t> tokens, std::size_t failing = 0) {
     auto match = store_->match(kModel, kSalt, tokens);

@@ -219,14 +219,11 @@ class ThreeThreads {
 
 TEST_F(StoreTest, WhoTakesPagesMayCheckThemWithThreadsOfTheirOwn) {
   open();
-  // 4 layers of 16 pages of 40 KiB: one request each.
+  // 4 layers of 16 pages of 40 KiB.
   const Chain chain(kModel, kSalt, tokens_of(1024), {4, {Encoding::kHiddenQ8_1}, 640});
   put(chain);
-  ASSERT_OK(store_->close());
-  store_.reset();
   constexpr std::size_t kPage = 64 * 640;
-  damage_byte(dir_ / "a/segment-00000001.hcs", 5 * kPage + 100);
-  open();
+  damage(5 * kPage + 100);
   auto match = store_->match(kModel, kSalt, chain.tokens());
   ASSERT_OK(match);
   const auto requests = requests_of(*match);

@@ -565,17 +565,13 @@ TEST_F(StoreTest, DamagedPagesAreReportedQuarantinedAndWrittenAnew) {
   open();
   const Chain chain(kModel, kSalt, tokens_of(64), {4, {Encoding::kHiddenQ8_1}, 512});
   put(chain);
-  ASSERT_OK(store_->close());
-  store_.reset();
-  const std::string segment = dir_ / "a/segment-00000001.hcs";
-  damage_byte(segment, 512 * 64 + 1000);  // in the page of layer 1
-  open();
+  damage(512 * 64 + 1000);  // in the page of layer 1
   const auto report = store_->verify({});
   ASSERT_OK(report);
   ASSERT_EQ(report->damaged_pages.size(), 1U);
   EXPECT_EQ(report->damaged_pages[0].layer, 1);
   EXPECT_EQ(report->damaged_pages[0].status.code(), Code::kDataLoss);
-  EXPECT_NE(report->damaged_pages[0].status.message().find(segment), std::string::npos);
+  EXPECT_NE(report->damaged_pages[0].status.message().find(first_segment()), std::string::npos);
   EXPECT_EQ(expect_match(chain.tokens(), 1), 64U);
   ASSERT_OK(store_->quarantine(chain.chunks()[0].id, 1, Encoding::kHiddenQ8_1));
   ASSERT_OK(store_->quarantine(chain.chunks()[0].id, 1, Encoding::kHiddenQ8_1));

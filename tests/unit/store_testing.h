@@ -145,7 +145,7 @@ inline std::vector<PageRequest> requests_of(const Match& match) {
   return out;
 }
 
-// Changes a byte of a segment that no store has open, counted from the end of its header on.
+// Changes a byte of a segment, counted from the end of its header on.
 inline void damage_byte(const std::string& segment, std::uint64_t at) {
   OpenOptions options;
   options.write = true;

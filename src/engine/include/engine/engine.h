@@ -14,7 +14,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -26,6 +25,7 @@
 #include "engine/attention.h"
 #include "engine/compute_queue.h"
 #include "engine/weight_stream.h"
+#include "model/compute_threads.h"
 #include "model/model.h"
 
 namespace hcache::engine {
@@ -321,12 +321,9 @@ class Engine {
   [[nodiscard]] bool done(Ticket ticket) const;
   // Blocks until everything enqueued is complete.
   Status synchronize();
-  // Whether computing takes every core of the machine: what another thread does then takes from it,
-  // and as its threads wait for each other, the whole of it.
-  [[nodiscard]] bool takes_every_core() const;
-  // Calls each(0) to each(n - 1), on the CPU's compute threads where computing is theirs alone, and
-  // returns when all have returned.
-  void share(size_t n, const std::function<void(size_t)>& each);
+  // The threads that compute, where these have every core of the machine: what another thread does
+  // takes one from them, and as they wait for each other, from all. Null elsewhere.
+  [[nodiscard]] model::ComputeThreads* threads_of_every_core() const;
 
   // Layer 0's K and V before rotation depend on the token alone. Those that finish_with_kv() meets
   // are kept (16 MiB) for later calls; this drops them, for measurements of what a new process
